@@ -4,8 +4,10 @@
 
 Prompts are of two kinds: those whose answers quote them (editing, extracting), and those whose answers don't. Each round runs
 every engine once on every kind, in an order that turns round by round, so that a machine whose speed changes treats them
-alike. The ratio is the median over rounds of plain seconds over speculating seconds, of the same round. Answers are greedy and
-of a fixed length. Answers of earlier rounds are not to help later ones, so each round has prompts of its own.
+alike. The ratio is the median over rounds of plain seconds a token over speculating ones, of the same round; beside it stands the
+ratio of the process's CPU time, which other work on the machine disturbs less. Answers are greedy and end where the model ends
+them: behind a quotation it would go on with text that quotes nothing. Answers of earlier rounds are not to help later ones, so
+each round has prompts of its own.
 """
 
 from __future__ import annotations
@@ -40,6 +42,11 @@ arrived by then.
 
 Yours sincerely,
 the accounts department"""
+LIST = """{{"owner": "{0}", "items": [
+  {{"id": {1}, "title": "A walk along the river", "price": 12.5, "tags": ["outdoor", "summer"]}},
+  {{"id": 7{1}, "title": "The history of paper", "price": 31.0, "tags": ["reading", "history"]}},
+  {{"id": 9{1}, "title": "Bread at home", "price": 18.9, "tags": ["kitchen", "winter"]}}
+]}}"""
 NAMES = (
     "settings",
     "colours",
@@ -58,6 +65,7 @@ PROMPTS = {
     "quoting": (
         "Repeat this code exactly, but call the variable `result` `found`:\n\n```python\n" + CODE + "```",
         "Copy this letter word by word and correct nothing but the number of days, which is twelve:\n\n" + LETTER,
+        "Return this list as it is, but sort nothing and leave out nothing:\n\n" + LIST,
     ),
     "other": tuple(
         f"{text} Take care that {{0}} come up, and the number {{1}}."
@@ -86,13 +94,14 @@ def prompts(kind: str, round_: int, count: int) -> list[list[dict[str, str]]]:
 
 
 def run(llm: LLM, kind: str, round_: int, args: argparse.Namespace) -> dict[str, Any]:
-    before, begin = llm.core.stats(), time.perf_counter()
-    sampling = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True)
-    for answer in llm.chat(prompts(kind, round_, args.num_seqs), sampling):
-        assert len(answer.outputs[0].token_ids) == args.max_tokens
+    before, begin, cpu = llm.core.stats(), time.perf_counter(), time.process_time()
+    sampling = SamplingParams(temperature=0, max_tokens=args.max_tokens)
+    tokens = sum(len(answer.outputs[0].token_ids) for answer in llm.chat(prompts(kind, round_, args.num_seqs), sampling))
     seconds, after = time.perf_counter() - begin, llm.core.stats()
     return {
+        "tokens": tokens,
         "seconds": seconds,
+        "cpu_seconds": time.process_time() - cpu,
         "steps": after.num_steps - before.num_steps,
         "drafted": after.spec_draft_tokens - before.spec_draft_tokens,
         "accepted": after.spec_accepted_tokens - before.spec_accepted_tokens,
@@ -124,16 +133,18 @@ def main() -> None:
                 found = run(llm, kind, round_ + 1, args)
                 if round_ >= 0:
                     runs[kind][name].append(found)
-    ratios: dict[str, dict[str, float]] = {}
+    ratios: dict[str, dict[str, dict[str, float]]] = {}
     for kind, of_kind in runs.items():
         ratios[kind] = {}
         for name in names[1:]:
-            pairs = zip(of_kind["plain"], of_kind[name], strict=True)
-            ratio = ratios[kind][name] = statistics.median(p["seconds"] / s["seconds"] for p, s in pairs)
+            pairs = list(zip(of_kind["plain"], of_kind[name], strict=True))
+            ratio = statistics.median(p["seconds"] / p["tokens"] * s["tokens"] / s["seconds"] for p, s in pairs)
+            totals = [sum(r["cpu_seconds"] for r in of_kind[n]) / sum(r["tokens"] for r in of_kind[n]) for n in ("plain", name)]
+            ratios[kind][name] = {"seconds": ratio, "cpu_seconds": totals[0] / totals[1]}
             drafted, accepted, steps = (sum(r[key] for r in of_kind[name]) for key in ("drafted", "accepted", "steps"))
-            plain_steps = sum(r["steps"] for r in of_kind["plain"])
-            share = f"{accepted} of {drafted} guesses right, {plain_steps / steps:.2f} x fewer steps"
-            print(f"{kind:8} {name:60} {ratio:5.2f} x plain   ({share})")
+            tokens = sum(r["tokens"] for r in of_kind[name])
+            share = f"{accepted} of {drafted} guesses right, {tokens / steps:.2f} tokens a step"
+            print(f"{kind:8} {name:60} {ratio:5.2f} x plain, CPU {totals[0] / totals[1]:.2f} x   ({share})")
     loads = [load, os.getloadavg()[0]]
     common.save(args.output, "speculation", settings=settings, load_average=loads, ratios=ratios, runs=runs)
 

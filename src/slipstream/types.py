@@ -316,8 +316,9 @@ class ScheduledRequest(NamedTuple):
     """One request's share of a step: compute positions [num_computed_tokens, num_computed_tokens + num_tokens).
 
     The last `num_sampled` of these positions are sampled: none while a prompt is not complete, one for a decode, one more for
-    each of `drafts`. These are the last of the tokens to compute; the worker has all others. Of what is sampled the tokens up
-    to the first that is not the draft behind its position come back.
+    each guess. `drafts` are the last of the tokens to compute; the worker has all others. Those behind which something is
+    sampled are guesses: of what is sampled the tokens up to the first that is not the guess behind its position come back. Those
+    before are forced by a grammar, and known to be right.
     """
 
     request_id: str
@@ -621,6 +622,7 @@ class SchedulerStats:
     spec_draft_tokens: int = 0  # the tokens in them
     spec_accepted_tokens: int = 0  # those that were right
     spec_accepted_by_position: tuple[int, ...] = ()  # how often the first of a run was, the second, …
+    forced_tokens: int = 0  # that grammars forced, and for which nothing was sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -187,3 +188,34 @@ def test_a_salts_answers_stay_with_it(monkeypatch):
     assert ask("y", 7, 8).drafting.proposer.propose([1, 7, 8], 2).tokens == ()
     ask("z")
     assert ask("x", 7, 8).drafting.proposer.propose([1, 7, 8], 2).tokens == ()  # of three salts the oldest is gone
+
+
+@pytest.mark.parametrize("slope", [0.03, 0.15, 0.6], ids="a further token costs {} of a step".format)
+@pytest.mark.parametrize(("kind", "least"), [("chance", 0.98), ("quoting", 1.8), ("both", 1.3)])
+def test_never_slower_than_plain(kind, least, slope):
+    """In simulated time: answers that quote their prompts, answers in which pairs of tokens recur by chance, and both in turn.
+    What steps take varies by a fifth, and other work slows all of them at times."""
+    rng = random.Random(0)
+    speculation, now, spent, plain = Speculation(SpeculationConfig(method="ngram")), 0.0, 0.0, 0.0
+    for n in range(30):
+        quotes = kind == "quoting" or (kind == "both" and n % 2)
+        prompt = [rng.randrange(1000 if quotes else 12) for _ in range(100)]
+        answer = [t if rng.random() < 0.97 else 1 for t in prompt] if quotes else [rng.randrange(12) for _ in range(100)]
+        spec = EngineRequest(request_id=str(n), prompt_token_ids=tuple(prompt), sampling=SamplingParams(), max_tokens=100)
+        request = Request(spec, (0, 0.0, 0), b"", 1)
+        request.token_ids.append(answer[0])
+        while (done := len(request.token_ids) - 100) < 100:
+            request.num_computed_tokens = len(request.token_ids) - 1
+            assert not speculation.choose([request])
+            drafts = request.drafts
+            right = next((i for i, t in enumerate(drafts) if t != answer[done + i]), len(drafts))
+            seconds = 1 + slope * len(drafts) + 0.03 * bool(drafts)
+            spent, plain = spent + seconds, plain + right + 1
+            now += seconds * rng.uniform(0.8, 1.2) * (2.5 if n % 5 == 3 else 1.0)
+            if drafts:
+                speculation.verified(request, len(drafts), right)
+            request.token_ids += answer[done : done + right + 1]
+            speculation.step_done(now, 1, 1 + len(drafts), only_decodes=True, idle=len(request.token_ids) == 200)
+    if slope == 0.6:  # nothing can win much
+        least = min(least, 0.98)
+    assert plain / spent > least

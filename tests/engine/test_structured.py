@@ -83,7 +83,7 @@ def test_every_way_to_sample(llm, more):
     "more",
     [
         {"max_num_batched_tokens": 8, "max_num_seqs": 4},
-        {"kv_cache_bytes": 10 * 8192, "max_model_len": 128},
+        {"kv_cache_bytes": 7 * 8192, "max_model_len": 128},
         {"enable_prefix_caching": False},
         {"kernels": "torch"},
         {"num_threads": 2},

@@ -9,6 +9,7 @@ from slipstream.config.resolver import held_products, resolve
 from slipstream.config.settings import (
     DTYPE_BYTES,
     MOST_DRAFTS,
+    MOST_STEP_DRAFTS,
     CacheConfig,
     DeviceConfig,
     DeviceInfo,
@@ -26,6 +27,7 @@ from slipstream.config.settings import (
 __all__ = [
     "DTYPE_BYTES",
     "MOST_DRAFTS",
+    "MOST_STEP_DRAFTS",
     "CacheConfig",
     "DType",
     "DeviceConfig",

@@ -191,6 +191,9 @@ class SchedulingConfig:
     target_itl_ms: float | None = None
 
 
+MOST_STEP_DRAFTS = 512
+"""The most guessed tokens of a step. Each has logits: 512 of a vocabulary of 128k take 400 MB, and no step wants more."""
+
 MOST_DRAFTS = 16
 """Drafts of a request in a step, where the number is chosen."""
 
@@ -202,7 +205,7 @@ class SpeculationConfig:
     method: Literal["ngram", "suffix", "draft"]
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int = 2  # ngram: lengths of the runs that are looked up
-    prompt_lookup_max: int = 5
+    prompt_lookup_max: int = 32
     model: str | None = None  # draft: the smaller model, and the scheme that its weights are rounded by at load
     quantization: str | None = None
 
@@ -236,7 +239,8 @@ class EngineConfig:
     def max_num_sampled(self) -> int:
         """The most tokens that a step samples: one of each sequence, and one behind each draft."""
         drafts = 0 if self.speculation is None else self.speculation.num_speculative_tokens or MOST_DRAFTS
-        return min(self.scheduling.max_num_seqs * (1 + drafts), self.scheduling.max_num_mixed_tokens)
+        num_seqs = self.scheduling.max_num_seqs
+        return min(num_seqs + min(num_seqs * drafts, MOST_STEP_DRAFTS), self.scheduling.max_num_mixed_tokens)
 
     @property
     def longest_seq_blocks(self) -> int:

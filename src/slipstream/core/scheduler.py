@@ -19,6 +19,9 @@ When blocks run out, the last request in that order is preempted: it gives its b
 Blocks that are freed while a step in flight still uses them may be handed out at once, because the device runs steps in
 order.
 
+Tokens that a request's grammar forces are computed with the one before them, and nothing is sampled for them: they are
+pending like a sampled one. So the next step may be scheduled ahead as ever.
+
 A pooled request samples nothing and ends when its prompt is computed. An encoder-decoder's prompt is encoded whole in the
 step that admits its request.
 
@@ -37,7 +40,9 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
@@ -65,6 +70,16 @@ from slipstream.types import (
     VectorOutput,
 )
 
+class InFlight(NamedTuple):
+    """A step that was scheduled: who sampled in it, the number of guesses of those that have some, and the tokens that grammars
+    forced."""
+
+    requests: Sequence[Request] = ()
+    drafts: Mapping[Request, int] = MappingProxyType({})
+    forced: Mapping[Request, tuple[int, ...]] = MappingProxyType({})
+
+
+NOTHING = InFlight()
 WATERMARK = 0.01
 """Share of the blocks kept free when a request is admitted beside others, so that it is not preempted at once."""
 
@@ -104,7 +119,10 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Request]] = []
         self._released: list[str] = []
         self._outputs: list[EngineOutput] = []
-        self._in_flight: dict[int, tuple[list[Request], dict[Request, int]]] = {}  # step -> who sampled; drafts
+        self.forced: Callable[[str, int], tuple[int, ...]] | None = None
+        """Of a request with a grammar the tokens that must follow so many pending ones."""
+        self._num_forced = 0
+        self._in_flight: dict[int, InFlight] = {}
         self._watermark = max(1, int(self.pool.num_usable * WATERMARK))
         self._counter = 0
         self._step_id = 0
@@ -195,7 +213,7 @@ class Scheduler:
         now, scheduling = self._clock(), self.scheduling
         self._expire(now)
         if self.speculation is not None and (
-            any(drafts for _, drafts in self._in_flight.values()) or self.speculation.choose(self._running)
+            any(step.drafts for step in self._in_flight.values()) or self.speculation.choose(self._running)
         ):
             return None
         self._admit_forks()
@@ -234,20 +252,32 @@ class Scheduler:
         return self._plan(step, now) if step.scheduled else None
 
     def _schedule_one(self, step: StepBuilder, request: Request) -> None:
-        """A decode, with what guesses the step has room for. It makes room by preempting whoever is last."""
+        """A decode, with what forced tokens or guesses the step has room for. It makes room by preempting whoever is last."""
         position = request.num_computed_tokens
-        count = 1
-        if request.drafts:
+        count, forced = 1, self._forced_tokens(request)
+        if forced or request.drafts:
             # Every running request may still want a token of a mixed step, and every token sampled needs a place.
             spare = self.scheduling.max_num_mixed_tokens - self.scheduling.max_num_batched_tokens + step.budget
             spare -= len(self._running) - len(step.scheduled)
-            count += max(0, min(len(request.drafts), spare, request.end - request.num_tokens - 1))
+            if not forced:
+                spare = min(spare, step.room_for_drafts)
+            count += max(0, min(len(forced or request.drafts), spare, request.end - request.num_tokens - 1))
             if count > 1 and not self._take_blocks(step, request, position + count):
                 count = 1
         while not self._take_blocks(step, request, position + count):
             if self._make_room(step) is request:
                 return
-        self._advance(step, request, count)
+        self._advance(step, request, count, forced[: count - 1])
+
+    def _forced_tokens(self, request: Request) -> tuple[int, ...]:
+        """Log-probabilities are those of logits, and these tokens have none. What the request allows by itself is not looked at
+        by its grammar."""
+        sampling = request.spec.sampling
+        if self.forced is None or sampling.structured_outputs is None:
+            return ()
+        if sampling.logprobs is not None or sampling.allowed_token_ids is not None or request.num_pending_drafts:
+            return ()
+        return self.forced(request.request_id, request.num_pending)
 
     def _schedule_prompt(self, step: StepBuilder, request: Request) -> None:
         """As much of a prompt under way as the budget allows. It takes blocks from those behind it only: those before it will
@@ -350,21 +380,25 @@ class Scheduler:
             step.updates.setdefault(request.request_id, []).extend(updates)
         return True
 
-    def _advance(self, step: StepBuilder, request: Request, count: int) -> None:
-        """Put `count` tokens of the request into the step. Its blocks are there."""
+    def _advance(self, step: StepBuilder, request: Request, count: int, forced: tuple[int, ...] = ()) -> None:
+        """Put `count` tokens of the request into the step, the last of them `forced`. Its blocks are there."""
         computed, known = request.num_computed_tokens, request.num_tokens
         end = computed + count
-        num_sampled = 0 if request.spec.pooled else max(0, end - known + 1)
+        num_sampled = 0 if request.spec.pooled else max(0, end - len(forced) - known + 1)
         request.num_computed_tokens = end
         step.budget -= count
-        step.add(request, computed, count, num_sampled, request.drafts[: num_sampled - 1] if num_sampled else ())
+        step.add(request, computed, count, num_sampled, forced or (request.drafts[: num_sampled - 1] if num_sampled else ()))
         if num_sampled:
-            request.num_pending += num_sampled
+            request.num_pending += num_sampled + len(forced)
             request.drafts = ()
             if num_sampled > 1:
                 step.drafts[request] = request.num_pending_drafts = num_sampled - 1
+                step.room_for_drafts -= num_sampled - 1
+            elif forced:
+                step.forced[request] = forced
             room = len(request.blocks[self._own[0]]) * self._block_size
-            request.decodes_until = min(room, request.end - 1) if num_sampled == 1 else 0
+            is_plain = num_sampled == 1 and request.spec.sampling.structured_outputs is None
+            request.decodes_until = min(room, request.end - 1) if is_plain else 0
         if computed < request.num_prompt_tokens:
             self._register(request)
             if request.forks and end >= request.num_prompt_tokens:
@@ -374,7 +408,7 @@ class Scheduler:
         self._step_id += 1
         if self._pace is not None:
             self._pace.launched(self._step_id, now, len(step.decodes), step.prompts)
-        self._in_flight[self._step_id] = step.sampled_decodes + step.sampled_prompts, step.drafts
+        self._in_flight[self._step_id] = InFlight(step.sampled_decodes + step.sampled_prompts, step.drafts, step.forced)
         released, self._released = self._released, []
         self.pool.release(step.copied)
         return step.plan(self._step_id, released)
@@ -393,7 +427,7 @@ class Scheduler:
         logprobs = {x.request_id: x.logprobs for x in result.extras if isinstance(x, SampledLogprobs)}
         of_prompts = {x.request_id: x for x in result.extras if isinstance(x, PromptLogprobs)}
         size = self._block_size
-        requests, drafts = self._in_flight.pop(plan.step_id, ([], {}))
+        requests, drafts, all_forced = self._in_flight.pop(plan.step_id, NOTHING)
         for request, tokens in zip(requests, tokens_of_each(result), strict=True):
             if request.status is Status.FINISHED:
                 continue
@@ -402,6 +436,10 @@ class Scheduler:
             num_drafts, num_accepted = drafts.get(request, 0), len(tokens) - 1
             if num_drafts:
                 self._roll_back(request, num_drafts, len(tokens))
+            elif forced := all_forced.get(request, ()):
+                tokens = (*forced, *tokens)
+                request.num_pending -= len(forced)
+                self._num_forced += len(forced)
             request.num_pending -= 1
             reason = stop = None
             for i, token in enumerate(tokens):
@@ -603,6 +641,7 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             kv_allocated_tokens=used * size,
             kv_wasted_tokens=wasted,
+            forced_tokens=self._num_forced,
             **({} if self.speculation is None else self.speculation.stats()),
         )
 

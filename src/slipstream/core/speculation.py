@@ -35,13 +35,19 @@ MOST_SALTS = 64
 LEVELS = (3, 4, 5, 7, 9, 13, 17, 25)
 """Lengths of matches at which another acceptance rate begins."""
 
-MARGIN = 1.03
+MARGIN = 1.05
 """How much better than plain a step with drafts must promise to be."""
 
 LEAST_SURVIVAL = 0.02
 
-NUM_TIMES = 5
-"""Times of a size of step that are kept; their median counts. A size counts as measured with half as many."""
+NUM_TIMES = 15
+"""Times of a size of step that are kept; their median counts."""
+
+LEAST_TIMES = 3
+"""Times with which a size of plain steps counts as measured."""
+
+SPEED_MEMORY = 0.2
+"""Share of a step's time in the average of what steps took beside what was known of their sizes."""
 
 STALE = 256
 """Steps after which a size is measured anew: the machine, or the lengths of the sequences, may have changed."""
@@ -77,9 +83,14 @@ class Acceptance:
 
 
 class StepCosts:
-    """Seconds of steps in which every token is sampled, by their numbers of sequences and of tokens."""
+    """Seconds of steps in which every token is sampled, by their numbers of sequences and of tokens.
+
+    Other work on the machine slows all sizes alike. So times are kept as at the speed that the machine had first: `_slowness` is
+    how much longer steps take of late than is known of their sizes. A burst of other work then makes no size look dear.
+    """
 
     def __init__(self) -> None:
+        self._slowness = 1.0
         self._times: dict[tuple[int, int], deque[float]] = {}
         self._measured: dict[tuple[int, int], int] = {}  # in which step it was last
         self._lines: dict[int, list[tuple[int, float]]] = {}  # by sequences: (tokens, seconds), ascending
@@ -90,7 +101,10 @@ class StepCosts:
         key = (_near(num_seqs), _near(num_tokens))
         if self._step - self._measured.get(key, self._step) > STALE:
             self._times.pop(key, None)
-        self._times.setdefault(key, deque(maxlen=NUM_TIMES)).append(max(seconds, 1e-6))
+        times = self._times.setdefault(key, deque(maxlen=NUM_TIMES))
+        if len(times) >= LEAST_TIMES:
+            self._slowness += SPEED_MEMORY * (min(seconds / median(times), 4 * self._slowness) - self._slowness)
+        times.append(max(seconds, 1e-6) / self._slowness)
         self._measured[key] = self._step
         self._lines.pop(key[0], None)
 
@@ -98,7 +112,7 @@ class StepCosts:
         """Of a step with a token of each sequence. None: that is to be measured first."""
         key = (_near(num_seqs), _near(num_seqs))
         times = self._times.get(key, ())
-        if len(times) <= NUM_TIMES // 2:
+        if len(times) < LEAST_TIMES:
             return None
         if self._step - self._measured[key] > STALE:
             del self._times[key]
@@ -181,8 +195,7 @@ class Speculation:
 
     def _propose(self, request: Request, most: int) -> Proposal:
         most = min(most, request.end - request.num_tokens - 1)
-        # Of a request with a grammar only the next token's mask is known.
-        if most <= 0 or request.spec.pooled or request.spec.sampling.structured_outputs is not None:
+        if most <= 0 or request.spec.pooled:
             return Proposal()
         if request.drafting is None:
             request.drafting = Drafting(self._proposer(request))
@@ -212,7 +225,8 @@ class Speculation:
                 survival *= self._rate(request, proposal.match + j)
                 if survival < LEAST_SURVIVAL:
                     break
-                ranked.append((-survival, j, i))
+                if j >= request.num_pending:  # before that stands what the step in flight samples
+                    ranked.append((-survival, j, i))
         ranked.sort()
         num_seqs, line = len(decodes), self.costs.line(len(decodes), plain)
         expected, best, num_best = float(num_seqs), MARGIN * num_seqs / plain, 0

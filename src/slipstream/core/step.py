@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from slipstream.config import MOST_STEP_DRAFTS
 from slipstream.core.request import Request
 from slipstream.types import NewRequest, ScheduledRequest, StepPlan, StepResult, TableUpdate
 
@@ -19,8 +20,10 @@ class StepBuilder:
         "decodes",
         "drafts",
         "encoding",
+        "forced",
         "new",
         "prompts",
+        "room_for_drafts",
         "sampled_decodes",
         "sampled_prompts",
         "scheduled",
@@ -29,6 +32,7 @@ class StepBuilder:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.room_for_drafts = MOST_STEP_DRAFTS
         self.decodes: list[ScheduledRequest] = []  # of one token: first in the plan
         self.prompts: list[ScheduledRequest] = []
         self.sampled_decodes: list[Request] = []
@@ -37,12 +41,13 @@ class StepBuilder:
         self.encoding: set[Request] = set()  # whose encoder runs in this step
         self.new: list[NewRequest] = []
         self.drafts: dict[Request, int] = {}  # guessed tokens that are checked, of those that have some
+        self.forced: dict[Request, tuple[int, ...]] = {}  # tokens that a grammar forces, of those that have some
         self.updates: dict[str, list[TableUpdate]] = {}  # by request
         self.copies: list[tuple[int, int]] = []
         self.copied: list[int] = []  # the copies' sources, held until the plan is made: none may be a target too
 
     def add(self, request: Request, computed: int, count: int, num_sampled: int, drafts: tuple[int, ...]) -> None:
-        """`count` tokens of the request behind the `computed` ones, the last of them `drafts`, in blocks that it has. What the
+        """`count` tokens of the request behind the `computed` ones, the last of them `drafts` (or forced), in blocks that it has. What the
         worker does not know of it yet, it is told."""
         request_id = request.request_id
         if request.in_worker:

@@ -27,6 +27,7 @@ from slipstream.engine.processor import end_tokens, load_tokenizer
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineError
 from slipstream.types import (
+    FROM_MODEL,
     EngineOutput,
     EngineRequest,
     EngineStats,
@@ -65,6 +66,8 @@ class EngineCore:
         self._texts = TextSequences()  # of a decoder
         rows, description = self.description.spec.vocab_size, self.description
         self.grammars = Grammars(load_tokenizer, rows, lambda tokenizer: end_tokens(description, tokenizer))
+        if isinstance(self.scheduler, Scheduler):
+            self.scheduler.forced = self.grammars.forced
         self._in_flight: deque[Launched] = deque()
         self._planned: Plan | None = None  # and not launched yet
         self._stalled = False  # the last look found nothing to compute; only news or time will change that
@@ -169,7 +172,12 @@ class EngineCore:
     def _constrain(self, step: Launched) -> list[EngineOutput]:
         """Say what a launched step may draw."""
         assert isinstance(step.plan, StepPlan)
-        mask, ended = self.grammars.masks(step.plan)
+        scheduled = step.plan.scheduled
+        drafts = {s.request_id: s.drafts for s in scheduled if s.drafts}
+        if any(FROM_MODEL in own for own in drafts.values()):
+            proposed = iter(step.proposed())
+            drafts = {name: tuple(next(proposed) if t == FROM_MODEL else t for t in own) for name, own in drafts.items()}
+        mask, ended = self.grammars.masks(step.plan, drafts)
         self.executor.constrain(step, mask)
         return [output for request_id, error in ended.items() for output in self._end(request_id, error)]
 
@@ -180,13 +188,22 @@ class EngineCore:
             found.append(output)
             if not isinstance(output, TokenOutput) or output.request_id not in self.grammars:
                 continue
-            if output.finish_reason is not None:
+            tokens, ended = output.token_ids, output.finish_reason is not None
+            if ended and len(tokens) < 2:
                 self.grammars.forget([output.request_id])
                 continue
             try:
-                if self.grammars.accept(output.request_id, output.token_ids):
+                count = self.grammars.accept(output.request_id, tokens[: len(tokens) - (output.stop_token_id is not None)])
+                if count is not None and (count < len(tokens) or not ended):
+                    found[-1] = output._replace(
+                        token_ids=tokens[:count],
+                        logprobs=output.logprobs[:count],
+                        num_accepted=min(output.num_accepted, count),
+                        finish_reason=FinishReason.STOP,
+                        stop_token_id=None,
+                    )
+                if ended or count is not None:
                     self._end(output.request_id, None)
-                    found[-1] = output._replace(finish_reason=FinishReason.STOP)
             except GrammarError as error:
                 found += self._end(output.request_id, str(error))
         return found

@@ -220,6 +220,18 @@ class GrammarState:
             self._check()
             raise GrammarError("a token was drawn that the grammar does not allow")
 
+    def forced(self, num_pending: int = 0) -> tuple[int, ...]:
+        """The tokens that must follow `num_pending` ones which its masks have forced, up to one behind which the answer is not
+        complete. () if not even those are known."""
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        taken = next((i for i, token in enumerate(tokens) if token in self._ends or token in self._never), len(tokens))
+        if taken <= num_pending:
+            return ()
+        self.accept(tokens[:taken])
+        complete = self.is_finished
+        self.rollback(taken)
+        return tuple(tokens[num_pending : taken - complete])
+
     def rollback(self, num_tokens: int) -> None:
         """Take back the last tokens."""
         self._matcher.rollback(num_tokens)
@@ -340,21 +352,35 @@ class Grammars:
     def __bool__(self) -> bool:
         return bool(self._states)
 
-    def accept(self, request_id: str, tokens: Sequence[int]) -> bool:
-        """Advance a request by its new tokens. Whether its answer is complete. GrammarError if it can't go on."""
+    def forced(self, request_id: str, num_pending: int) -> tuple[int, ...]:
+        """What must follow the tokens that a request has accepted and `num_pending` drawn ones that it has not."""
+        state = self._states.get(request_id)
+        return () if state is None else state.forced(num_pending)
+
+    def accept(self, request_id: str, tokens: Sequence[int]) -> int | None:
+        """Advance a request by its new tokens. How many complete its answer, if they do: behind right guesses something may have
+        been drawn that is no part of it. GrammarError if it can't go on."""
         state = self._states[request_id]
-        state.accept(tokens)
-        return state.is_finished
+        for i, token in enumerate(tokens, 1):
+            state.accept([token])
+            if state.is_finished:
+                return i
+        return None
 
     def masks(
         self, plan: StepPlan, drafts: Mapping[str, Sequence[int]] = MappingProxyType({})
     ) -> tuple[TokenMask, dict[str, str | None]]:
         """Of the tokens that a step samples, once all tokens of the steps before it are accepted; and which requests can't go
-        on: what is wrong with them, or None if they are complete. `drafts`: the guessed tokens of requests that check some."""
+        on: what is wrong with them, or None if they are complete. `drafts`: the forced and guessed tokens of requests that have
+        some. Behind the last of their forced ones something is sampled first."""
         first = itertools.accumulate((s.num_sampled for s in plan.scheduled), initial=0)
         found = [(s, i) for s, i in zip(plan.scheduled, first, strict=False) if s.num_sampled and s.request_id in self._states]
         positions = [i + k for s, i in found for k in range(s.num_sampled)]
         states = [self._states[s.request_id] for s, _ in found]
+        forced = [drafts.get(s.request_id, ())[: max(0, len(s.drafts) + 1 - s.num_sampled)] for s, _ in found]
+        for state, tokens in zip(states, forced, strict=True):
+            if tokens:
+                state.accept(tokens)
         bits = np.full((len(positions), -(-self.num_rows // 32)), -1, np.int32)
         rows = list(itertools.accumulate((s.num_sampled for s, _ in found), initial=0))
         together = len(found) >= PARALLEL_ROWS
@@ -363,16 +389,19 @@ class Grammars:
             matchers = [(state.matcher, row) for state, row in zip(states, rows, strict=False)]
             self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
         ended: dict[str, str | None] = {}
-        for (s, _), state, row in zip(found, states, rows, strict=False):
+        for (s, _), state, row, tokens in zip(found, states, rows, forced, strict=False):
             try:
                 (state.finish_mask if together else state.mask)(bits[row])
                 if bits[row].any():
-                    state.mask_drafts(bits[row : row + s.num_sampled], drafts.get(s.request_id, ()))
-                    continue
-                ended[s.request_id] = None
+                    state.mask_drafts(bits[row : row + s.num_sampled], drafts.get(s.request_id, ())[len(tokens) :])
+                else:
+                    ended[s.request_id] = None
             except GrammarError as error:
                 ended[s.request_id] = str(error)
-            bits[row] = -1  # what is drawn is thrown away
+            if s.request_id in ended:
+                bits[row] = -1  # what is drawn is thrown away
+            elif tokens:
+                state.rollback(len(tokens))
         return TokenMask(tuple(positions), bits.tobytes()), ended
 
     def _start(self, request: EngineRequest, matcher: LLMatcher) -> None:

@@ -42,6 +42,7 @@ _ENGINE_METRICS = (
     ("spec_num_drafts", "spec_decode_num_drafts", True, "Runs of guessed tokens that were verified"),
     ("spec_draft_tokens", "spec_decode_num_draft_tokens", True, "Guessed tokens that were verified"),
     ("spec_accepted_tokens", "spec_decode_num_accepted_tokens", True, "Guessed tokens that the model confirmed"),
+    ("forced_tokens", "structured_output_forced_tokens", True, "Tokens that grammars forced, computed without a step each"),
 )
 
 

@@ -3,7 +3,7 @@ are allowed, which the host works out meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.ops import OpSet
-from slipstream.platform import Platform
+from slipstream.platform import Event, Platform
 from slipstream.types import Plan, StepPlan, StepResult, TokenMask
 
 
@@ -22,16 +22,25 @@ class Drawn(Protocol):
 
 
 class AwaitingMask:
-    """A step that was launched as far as its hidden states. `draw` samples and gives the whole step."""
+    """A step that was launched as far as its hidden states. `draw` samples and gives the whole step. `drafts` are on the host
+    once `drafted`."""
 
-    def __init__(self, plan: StepPlan, draw: Callable[[TokenMask], Drawn]) -> None:
+    def __init__(
+        self, plan: StepPlan, draw: Callable[[TokenMask], Drawn], drafts: Tensor | None, drafted: Event | None
+    ) -> None:
         self.plan: Plan = plan
-        self._draw = draw
+        self._draw, self._drafts, self._drafted = draw, drafts, drafted
         self._step: Drawn | None = None
 
     @property
     def awaits_mask(self) -> bool:
         return self._step is None
+
+    def proposed(self) -> Sequence[int]:
+        """The drafts that a draft model proposed in this step, which it ran before the forward."""
+        if self._drafted is not None:
+            self._drafted.synchronize()
+        return () if self._drafts is None else self._drafts.tolist()
 
     def constrain(self, mask: TokenMask) -> None:
         with torch.inference_mode():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slipstream.config import DTYPE_BYTES, EngineArgs, EngineConfig, resolve
@@ -36,6 +36,9 @@ class Launched(Protocol):
     @property
     def awaits_mask(self) -> bool:
         """It draws nothing, and has no result, before `Executor.constrain`."""
+
+    def proposed(self) -> Sequence[int]:
+        """The drafts that a draft model proposed in a step that awaits a mask, in the plan's order."""
 
     def result(self) -> StepResult:
         """Wait for it. To be called once."""

@@ -115,6 +115,9 @@ class InFlightStep:
         """The launch itself computed it."""
         return self.done is None
 
+    def proposed(self) -> Sequence[int]:
+        return () if self.drafts is None else self.drafts.tolist()
+
     def result(self) -> StepResult:
         if self.done is not None:
             self.done.synchronize()
@@ -327,16 +330,17 @@ class ModelRunner:
             return self._launch_texts(plan)
         batch = self.prepare(plan)
         drafts = self.draft.propose(plan, batch.table) if self.draft is not None and batch.table is not None else None
+        drafted = None
+        if drafts is not None:  # on their way to the host while the forward runs
+            drafts, drafted = self.platform.to_host(drafts), self.platform.record()
         output = self.forwards.run(batch)
 
         def sampled(mask: TokenMask | None = None) -> InFlightStep:
             step = self.sample(batch, output, mask)
-            if drafts is not None:
-                step.drafts = self.platform.to_host(drafts)
-                step.done = self.platform.record() or step.done  # a CPU's step may be under way still
+            step.drafts = drafts
             return step
 
-        return AwaitingMask(plan, sampled) if batch.has_grammar else sampled()
+        return AwaitingMask(plan, sampled, drafts, drafted) if batch.has_grammar else sampled()
 
     def prepare(self, plan: StepPlan) -> InputBatch:
         """Rows dropped, made and extended, shared blocks copied, new prompts encoded."""

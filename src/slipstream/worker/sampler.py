@@ -139,9 +139,10 @@ def verified(
     begin = 0
     proposed = iter(from_model)
     for s in requests:
-        drafts = [next(proposed) if draft == FROM_MODEL else draft for draft in s.drafts]
+        guessed = s.drafts[max(0, len(s.drafts) + 1 - s.num_sampled) :]  # the others are forced
+        drafts = [next(proposed) if draft == FROM_MODEL else draft for draft in guessed]
         end = begin + s.num_sampled
-        last = end - 1 - len(s.drafts)  # of the positions before which nothing is guessed
+        last = end - 1 - len(drafts)  # of the positions before which nothing is guessed
         pairs = zip(drafts, tokens[last:end], strict=False)
         last += next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
         kept += tokens[begin : last + 1]

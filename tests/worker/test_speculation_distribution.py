@@ -1,0 +1,249 @@
+"""What is drawn with drafts has the distribution of plain sampling: each proposer × each setting, by chi-squared.
+
+At the level of sampler and verification, with known logits over five tokens: a request draws three tokens, and the expected
+count of each of the 125 answers follows from the probabilities of one token after another. The long version asks more: over
+200 seeds the p-values are uniform (Kolmogorov and Smirnov). `test_speculation.py` has the same through the whole engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream import SamplingParams
+from slipstream.core.proposer import LookUp, Traffic
+from slipstream.kernels.metadata import SamplingTensors
+from slipstream.kernels.reference import ReferenceOps, apply_bias_and_penalties, filter_probs, scaled_probs
+from slipstream.platform import platform_of
+from slipstream.types import FROM_MODEL, NewRequest, ScheduledRequest, StepPlan, TokenMask
+from slipstream.worker.constrained import apply_mask
+from slipstream.worker.input_batch import RowTable, gather
+from slipstream.worker.sampler import sampling_tensors, verified
+
+VOCAB, START, LENGTH, NUM_DRAFTS = 5, (0, 3), 3, 2
+CPU, OPS = torch.device("cpu"), ReferenceOps()
+LOGITS = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 1.2  # of the token behind each
+DRAFT_LOGITS = LOGITS + torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1))
+SETTINGS = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.2},
+    "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.7, "frequency_penalty": 0.9},
+    "bias": {"logit_bias": {1: 1.5, 2: -1.0}},
+    "all": {"temperature": 1.4, "top_k": 4, "top_p": 0.9, "min_p": 0.05, "presence_penalty": 0.5, "logit_bias": {4: 1.0}},
+    "grammar": {},
+    "seeds": {},  # each request has its own, one behind the other
+    "n": {},  # four choices of each request
+}
+PROPOSERS = ("ngram", "suffix", "draft", "right at times", "always the same")
+Answer = tuple[int, ...]
+
+
+def allowed(tokens: Answer) -> list[int]:
+    """A grammar: what may follow depends on the two tokens before."""
+    return [t for t in range(VOCAB) if (tokens[-2] + 2 * tokens[-1] + t) % 3]
+
+
+def bits_of(tokens: list[int]) -> int:
+    return sum(1 << t for t in tokens)
+
+
+def sampling_of(name: str, i: int) -> SamplingParams:
+    made = SamplingParams(max_tokens=LENGTH, **SETTINGS[name])
+    if name == "seeds":
+        return dataclasses.replace(made, seed=i)
+    return dataclasses.replace(made, seed=7919 * (i // 4) + i % 4) if name == "n" else made
+
+
+def expected_shares(name: str) -> dict[Answer, float]:
+    """How often each answer should come."""
+    shares: dict[Answer, float] = {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        for answer, share in shares.items():
+            table, tokens = RowTable(1, 16, 4, OPS, CPU, seed=0), (*START, *answer)
+            step = ScheduledRequest("a", 0, len(tokens), 1)
+            plan = StepPlan(1, (step,), (NewRequest("a", tokens, len(START), sampling_of(name, 0)),))
+            table.apply(plan)
+            params = sampling_tensors(table, gather(table, plan).sampled)
+            assert isinstance(params, SamplingTensors)
+            logits = LOGITS[tokens[-1]][None].clone()
+            if name == "grammar":
+                mask(logits, [0], [bits_of(allowed(tokens))])
+            logits = apply_bias_and_penalties(logits, params)
+            weights = logits.softmax(-1) if params.all_greedy else filter_probs(logits, scaled_probs(logits, params), params)
+            for token, p in enumerate((weights[0] / weights[0].sum()).tolist()):
+                if p:
+                    longer[*answer, token] = share * p
+        shares = longer
+    return shares
+
+
+def mask(logits: torch.Tensor, positions: list[int], bits: list[int]) -> None:
+    apply_mask(logits, TokenMask(tuple(positions), np.array(bits, np.int32).tobytes()), OPS, platform_of(CPU))
+
+
+def drawn(name: str, proposer: str, total: int, check: Callable = verified) -> list[Answer]:
+    """The answers of `total` requests, by steps with drafts as the worker does them."""
+    table = RowTable(total, 16, 4, OPS, CPU, seed=0)
+    texts = {f"r{i}": list(START) for i in range(total)}
+    answers: dict[str, Answer] = {}
+    new = tuple(NewRequest(r, tuple(t), len(START), sampling_of(name, i)) for i, (r, t) in enumerate(texts.items()))
+    guess = guesses(proposer)
+    while texts:
+        shares = []
+        for request_id, text in texts.items():
+            room = len(START) + LENGTH - 1 - len(text)
+            drafts = guess(text, min(NUM_DRAFTS, room))
+            shares.append(ScheduledRequest(request_id, len(text) - 1, 1 + len(drafts), 1 + len(drafts), (), drafts))
+        shares.sort(key=lambda s: s.num_tokens > 1)
+        plan, new = StepPlan(1, tuple(shares), new), ()
+        table.apply(plan)
+        proposed = from_draft_model(table, plan) if proposer == "draft" else {}
+        batch = gather(table, plan)
+        logits = LOGITS[batch.token_ids.long()].clone()
+        if name == "grammar":
+            found = [proposed.get(s.request_id, s.drafts) for s in shares]
+            rows = [bits for s, d in zip(shares, found, strict=True) for bits in masks(tuple(texts[s.request_id]), d)]
+            mask(logits, list(range(len(rows))), rows)
+        tokens = OPS.sample(logits, sampling_tensors(table, batch.sampled))
+        table.write(batch.sampled.rows, batch.sampled.positions, tokens)
+        flat = [token for s in shares for token in proposed.get(s.request_id, ())]
+        kept, counts = check(batch.sampled.requests, tokens.tolist(), flat)
+        for s, begin, end in zip(shares, *edges(counts), strict=True):
+            text = texts[s.request_id] = [*texts[s.request_id], *kept[begin:end]]
+            if len(text) >= len(START) + LENGTH:
+                answers[s.request_id] = tuple(text[len(START) :][:LENGTH])
+                del texts[s.request_id]
+    return [answers[f"r{i}"] for i in range(total)]
+
+
+def edges(counts) -> tuple[list[int], list[int]]:
+    ends = list(itertools.accumulate(counts))
+    return [0, *ends[:-1]], ends
+
+
+def masks(text: Answer, drafts) -> Iterator[int]:
+    """As `GrammarState.mask_drafts`: behind a draft that is not allowed all tokens are."""
+    right = True
+    for k in range(len(drafts) + 1):
+        now = (*text, *drafts[:k])
+        right = right and (k == 0 or drafts[k - 1] in allowed(now[:-1]))
+        yield bits_of(allowed(now)) if right else -1
+
+
+def guesses(proposer: str) -> Callable[[list[int], int], Answer]:
+    if proposer == "ngram":
+        return lambda text, k: LookUp(least=2, most_match=3).propose([2, 0, 3, 1, *text], k).tokens
+    if proposer == "suffix":  # ended answers of which some begin as ours
+        traffic = Traffic()
+        for answer in ([*START, 1, 4, 2], [*START, 2, 2, 0], [3, 4, 4, 1]):
+            traffic.add(answer)
+        return lambda text, k: LookUp(traffic=traffic).propose(text, k).tokens
+    if proposer == "draft":
+        return lambda text, k: (FROM_MODEL,) * k
+    if proposer == "always the same":
+        return lambda text, k: (2,) * k
+    return lambda text, k: tuple((text[-1] + 1 + i) % VOCAB for i in range(k))
+
+
+def from_draft_model(table: RowTable, plan: StepPlan) -> dict[str, Answer]:
+    """The drafts that another model draws with the same random numbers, as `DraftModel.propose` does."""
+    for i in range(NUM_DRAFTS):
+        steps = [ScheduledRequest(s.request_id, s.num_computed_tokens + i, 1, 1) for s in plan.scheduled if len(s.drafts) > i]
+        if steps:
+            batch = gather(table, StepPlan(0, tuple(steps)))
+            tokens = OPS.sample(DRAFT_LOGITS[batch.token_ids.long()].clone(), sampling_tensors(table, batch.sampled))
+            table.write(batch.sampled.rows, batch.sampled.positions, tokens)
+    rows = table.tokens.tolist()
+    return {
+        s.request_id: tuple(rows[table.rows[s.request_id].index][s.num_computed_tokens + 1 :][: len(s.drafts)])
+        for s in plan.scheduled
+    }
+
+
+def chi_squared_p(found: Counter[Answer], shares: dict[Answer, float]) -> float:
+    """Answers that are rare are counted together. An answer that can't come makes it 0."""
+    if set(found) - set(shares):
+        return 0.0
+    total = sum(found.values())
+    common = {a: share * total for a, share in shares.items() if share * total >= 5}
+    pairs = [(found[a], e) for a, e in common.items()]
+    rest = total - sum(common.values())
+    if rest >= 5:
+        pairs.append((total - sum(n for n, _ in pairs), rest))
+    statistic = sum((n - e) ** 2 / e for n, e in pairs)
+    half = torch.tensor([(len(pairs) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(*half))
+
+
+def kolmogorov_p(values: list[float]) -> float:
+    """Of the largest distance between `values` and the uniform distribution: Kolmogorov's series, with Stephens's correction
+    (1970) for few values."""
+    n = len(values)
+    far = max(max((i + 1) / n - v, v - i / n) for i, v in enumerate(sorted(values)))
+    x = (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n)) * far
+    return 1.0 if x < 0.3 else min(1.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * x * x) for k in range(1, 101)))
+
+
+def accepts_the_first(requests, tokens, from_model=()):
+    """Broken: a draft counts though another token was sampled before it."""
+    kept, proposed, begin, counts = [], iter(from_model), 0, []
+    for s in requests:
+        drafts = [next(proposed) if draft == FROM_MODEL else draft for draft in s.drafts]
+        own, begin = tokens[begin : begin + s.num_sampled], begin + s.num_sampled
+        kept += [drafts[0], own[1]] if drafts else own
+        counts.append(2 if drafts else 1)
+    return kept, counts
+
+
+def keeps_one_too_many(requests, tokens, from_model=()):
+    """Broken: the token that was sampled behind the first wrong draft counts, too."""
+    kept, proposed, begin, counts = [], iter(from_model), 0, []
+    for s in requests:
+        drafts = [next(proposed) if draft == FROM_MODEL else draft for draft in s.drafts]
+        own, begin = tokens[begin : begin + s.num_sampled], begin + s.num_sampled
+        right = next((i for i, (d, t) in enumerate(zip(drafts, own, strict=False)) if d != t), len(drafts))
+        kept += own[: right + 2]
+        counts.append(len(own[: right + 2]))
+    return kept, counts
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_the_distribution_is_that_of_plain_sampling(name, proposer):
+    assert chi_squared_p(Counter(drawn(name, proposer, 1000)), expected_shares(name)) > 1e-3
+
+
+@pytest.mark.parametrize("broken", [accepts_the_first, keeps_one_too_many])
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_a_broken_verification_is_seen(broken, proposer):
+    assert chi_squared_p(Counter(drawn("plain", proposer, 1000, broken)), expected_shares("plain")) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_p_is_uniform_over_200_seeds(name, proposer):
+    shares, each = expected_shares(name), 400
+    answers = drawn(name, proposer, 200 * each)
+    assert chi_squared_p(Counter(answers), shares) > 1e-3
+    values = [chi_squared_p(Counter(answers[i : i + each]), shares) for i in range(0, len(answers), each)]
+    assert kolmogorov_p(values) > 1e-3
+
+
+def test_kolmogorov_finds_what_is_not_uniform():
+    uniform = np.random.default_rng(0).random(200)
+    assert kolmogorov_p(uniform.tolist()) > 0.05
+    assert kolmogorov_p((uniform**2).tolist()) < 1e-3
+    assert kolmogorov_p((0.2 + 0.6 * uniform).tolist()) < 1e-3
