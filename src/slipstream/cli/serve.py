@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whose pages may ask from a browser, such as https://chat.example; * for any; may be repeated (default: none)",
     )
     server.add_argument(
+        "--enable-sleep-mode",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="let whoever may ask give the model's memory back (POST /sleep, /wake_up)",
+    )
+    server.add_argument(
         "--context-model",
         metavar="MODEL",
         help="a small model that shortens prompts for requests that ask (compress_prompt); MODEL itself may do it, too",

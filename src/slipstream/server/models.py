@@ -20,6 +20,14 @@ def require_model(state: ServerState, name: str) -> None:
         )
 
 
+def served_model(state: ServerState, name: str | None) -> str:
+    """The name that the answer bears: the first one served if the request has none. A 404 for one that is not served."""
+    if name is None:
+        return state.model_names[0]
+    require_model(state, name)
+    return name
+
+
 class Models:
     def __init__(self, state: ServerState) -> None:
         self.state = state
