@@ -59,7 +59,7 @@ class FakeEngine:
 
     model_name = "fake"
     description = SimpleNamespace(
-        spec=SimpleNamespace(classifier=None, hidden_size=4, num_parameters=9, layers=(), generates=True),
+        spec=SimpleNamespace(vocab_size=256, classifier=None, hidden_size=4, num_parameters=9, layers=(), generates=True),
         pooling=SimpleNamespace(dimensions=None, score_tokens=None),
         family=SimpleNamespace(model_type="fake"),
         path=Path("nowhere"),

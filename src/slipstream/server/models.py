@@ -41,8 +41,9 @@ class Models:
         return _json(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        max_model_len = self.state.engine.config.model.max_model_len
-        owner = {"owned_by": "slipstream", "max_model_len": max_model_len}
+        engine = self.state.engine
+        sizes = {"max_model_len": engine.config.model.max_model_len, "vocab_size": engine.description.spec.vocab_size}
+        owner = {"owned_by": "slipstream", **sizes}
         return {"id": name, "object": "model", "created": self.state.created, **owner}
 
 
