@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--compare-model", {"metavar": "NAME", "help": "the model's name there (default: the first it lists)"}),
         ("--compare-api-key", {"metavar": "KEY", "help": "the key there"}),
         ("--clients", {"metavar": "N", "help": "processes that send requests (default: auto, by the load and the cores)"}),
-        ("--vocab-size", {"type": int, "metavar": "X", "help": "random token ids below this (default: as the model given or the server says)"}),
+        ("--vocab-size", {"type": int, "metavar": "X", "help": "random token ids below this (default: as the server says)"}),
         ("--rounds", {"type": int, "metavar": "N", "help": "runs of each, of which the median counts (default: 1)"}),
         ("--find-rate-runs", {"type": int, "metavar": "N", "help": "runs that the search may take (default: 10)"}),
     ):
@@ -126,7 +126,7 @@ class _Bench:
         async with AsyncExitStack() as stack:
             targets = await self._targets(stack)
             if needs_vocab_size(self.args, self.settings):
-                self.args.vocab_size = min(await self._vocab_size(target.engine) for target in targets)
+                self.args.vocab_size = min([await self._vocab_size(target.engine) for target in targets])
                 self.workload = make_workload(self.args, self.settings)
             if rate_objectives:
                 return await self._find_rate(targets, rate_objectives)
