@@ -77,7 +77,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 def finish(parser: argparse.ArgumentParser, handler: Callable[[argparse.Namespace], int]) -> None:
     parser.add_argument("--output", metavar="FILE", help="write the result, with all settings, as JSON")
     add_output_options(parser)
-    add_engine_options(parser.add_argument_group("engine (as in LLM(...); prefix caching is off unless asked for)"))
+    add_engine_options(parser, note="as in LLM(...); prefix caching is off unless asked for")
 
     def checked(args: argparse.Namespace) -> int:
         check_output(args)
