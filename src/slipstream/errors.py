@@ -12,6 +12,7 @@
     └── EngineError            the engine cannot go on
         ├── OutOfMemoryError        weights or KV cache do not fit
         ├── EngineOverloadedError   the queue is full (an HTTP 429)
+        ├── EngineAsleepError       it gave its memory back and waits to be woken (an HTTP 503)
         └── EngineDeadError         the engine process died; requests in flight are lost (an HTTP 503)
 
 Every message names the field at fault and says what to do. `field` carries the name for machines
@@ -79,6 +80,10 @@ class OutOfMemoryError(EngineError):
 
 class EngineOverloadedError(EngineError):
     """The waiting queue is full; try again later."""
+
+
+class EngineAsleepError(EngineError):
+    """The engine gave its memory back; nothing runs before it is woken."""
 
 
 class EngineDeadError(EngineError):

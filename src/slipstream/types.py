@@ -635,6 +635,7 @@ class EngineStats(SchedulerStats):
     generation_tokens_total: int = 0
     uptime_s: float = 0.0
     expert_load: ExpertTokens = ()
+    is_sleeping: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

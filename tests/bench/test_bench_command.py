@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from slipstream.bench.adapters.openai import ServedModel
 from slipstream.bench.adapters.slipstream import OfflineSlipstream, greedy
 from slipstream.bench.adapters.transformers import OfflineTransformers
 from slipstream.bench.metrics import DEFINITIONS
@@ -149,6 +150,21 @@ def test_serve_a_url(capsys):
         assert "404" in told["error"]["message"]
 
 
+def test_the_server_says_how_many_token_ids_there_are(capsys):
+    engine = FakeEngine()
+    with serving(engine, served_model_names=("tiny",)) as server:
+        result(capsys, "serve", "--url", server.url, *SHORT)
+        assert 200 < max(max(prompt["prompt_token_ids"]) for prompt, _, _ in engine.seen) < 256
+
+
+def test_one_that_does_not_say(capsys, monkeypatch):
+    monkeypatch.setattr(ServedModel, "num_token_ids", property(lambda self: None))
+    with serving(FakeEngine()) as server:
+        told = result(capsys, "serve", "--url", server.url, *SHORT, code=2)
+    assert told["error"]["field"] == "vocab_size"
+    assert "MODEL --url" in told["error"]["message"]
+
+
 def test_serve_compares_two_servers_in_turn(capsys):
     first, second = FakeEngine(), FakeEngine()
     with serving(first, served_model_names=("a",)) as one, serving(second, served_model_names=("b",)) as two:
@@ -213,7 +229,6 @@ def test_tables(config_only, capsys):
         (["throughput", "M", "--engine=openvino"], "engine"),
         (["serve", "M", "--vocab-size=9", URL], "vocab_size"),
         (["serve"], "model"),
-        (["serve", "--url=http://127.0.0.1:1"], "vocab_size"),
         (["serve", "M", "--arrivals=x"], "arrivals"),
         (["serve", "M", "--slo=x"], "slo"),
         (["serve", "M", "--concurrency=0"], "arrivals"),

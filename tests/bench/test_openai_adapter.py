@@ -199,8 +199,10 @@ async def test_bad_answers_are_failed_requests(answer, word):
 
 
 async def test_served_models():
-    async with server(http(b'{"data": [{"id": "x"}, {"id": "y"}]}')) as (url, _), of(url) as endpoint:
-        assert await endpoint.served_models() == ["x", "y"]
+    listed = b'{"data": [{"id": "x", "root": "a"}, {"id": "y", "vocab_size": 9}, {"id": "z", "meta": {"n_vocab": 7}}]}'
+    async with server(http(listed)) as (url, _), of(url) as endpoint:
+        found = [(model.id, model.num_token_ids) for model in await endpoint.served_models()]
+        assert found == [("x", None), ("y", 9), ("z", 7)]
     async with server(http(b"[]")) as (url, _), of(url) as endpoint:
         with pytest.raises(EngineError, match="does not answer like"):
             await endpoint.served_models()

@@ -87,3 +87,17 @@ def test_an_object_is_json(text, why, capsys):
     with pytest.raises(SystemExit):
         parse("--speculative-config", text)
     assert why in capsys.readouterr().err
+
+
+def test_every_option_stands_under_one_heading():
+    """The commonest settings first; what is in no group is there all the same."""
+    named = [name for _, some in options.ENGINE_GROUPS for name in some]
+    assert len(set(named)) == len(named)
+    assert set(named) < set(options.ENGINE_HELP)
+    parser = argparse.ArgumentParser()
+    options.add_engine_options(parser, part="first")
+    options.add_engine_options(parser, part="others")
+    text = parser.format_help()
+    places = [text.index(f"\n  --{name.replace('_', '-')}") for name in ("max_model_len", "speculative_config", "max_queue")]
+    assert places == sorted(places)
+    assert places[-1] < text.index("rarely needed") < text.index("\n  --kernels")

@@ -144,7 +144,7 @@ def test_run_and_chat_draw_as_serve_does(tiny_model, tmp_path, sampled, stdin, g
     body = ChatRequest(model="m", messages=[{"role": "user", "content": "hello"}])
     served = body.sampling(read_spec(folder).sampling, max_tokens=2)
     assert sampled == [served, served]
-    assert served.temperature == generation.get("temperature", 1.0)
+    assert (served.temperature, served.min_p) == ((0.3, 0.0) if generation else (0.8, 0.05))
     assert main(["run", str(folder), "hello", "--max-tokens=2", "--temperature=0", *FAST]) == 0
     assert (sampled[-1].temperature, sampled[-1].top_k) == (0.0, generation.get("top_k", 0))
 
@@ -239,3 +239,17 @@ def test_speed_by_the_definitions():
     assert speed.line() == (
         "3 prompt tokens (2 cached) · first token after 0.500 s · 11 tokens at 5.0 tok/s · started in 1.25 s"
     )
+
+
+def test_run_says_how_many_guesses_were_right(tiny_model, capsys):
+    words = ["run", str(tiny_model), "hello the hello the", "--max-tokens=64", "--temperature=0", "--speculative-model=ngram"]
+    assert main([*words, *FAST]) == 0
+    drafted, accepted = 0, 0
+    with LLM(str(tiny_model), device="cpu", dtype="float32", num_threads=1, max_model_len=1024, speculative_model="ngram") as llm:
+        (found,) = llm.chat([{"role": "user", "content": "hello the hello the"}], SamplingParams(temperature=0, max_tokens=64))
+        drafted, accepted = found.outputs[0].num_drafted, found.outputs[0].num_accepted
+    assert drafted
+    err = capsys.readouterr().err
+    assert "guessed tokens accepted" in err
+    assert accepted >= 0
+    assert "guessed" not in measure(RequestOutput("r", None, [], [CompletionOutput(0, "", [])], True)).line()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
+from threading import Event
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ import pytest
 from slipstream.engine import grammar
 from slipstream.engine.grammar import GrammarError, Grammars, check, compose
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.errors import RequestError
+from slipstream.errors import EngineOverloadedError, RequestError
 from slipstream.spec.description import read_spec
 from slipstream.types import EngineRequest, SamplingParams, ScheduledRequest, StepPlan, StructuredOutputsParams
 
@@ -27,8 +30,8 @@ def grammars(tokenizer):
     return Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
 
 
-def request(params, request_id="r", ends=(END,), stop=()):
-    sampling = SamplingParams(structured_outputs=params, stop_token_ids=stop)
+def request(params, request_id="r", ends=(END,), stop=(), **more):
+    sampling = SamplingParams(structured_outputs=params, stop_token_ids=stop, **more)
     return EngineRequest(request_id=request_id, prompt_token_ids=(5,), sampling=sampling, eos_token_ids=ends, max_tokens=9)
 
 
@@ -198,6 +201,85 @@ def test_who_cannot_go_on_is_said(grammars, tokenizer):
     assert not grammars
 
 
+def test_what_the_request_rules_out(grammars, tokenizer):
+    """A grammar and the request's other fields may leave nothing between them: that is said."""
+    params = StructuredOutputsParams(regex="(ab|ac){2}")
+    a, b, c = (ids(tokenizer, letter)[0] for letter in "abc")
+    only = begin(grammars, params, "only", allowed_token_ids=(a, c))
+    assert allowed(only) == {a}
+    only.accept([a])
+    assert allowed(only) == {c}
+    without = begin(grammars, params, "without", bad_words_token_ids=((a, c), (b, a)))
+    without.accept([a])
+    assert b in allowed(without)
+    assert c not in allowed(without)
+    masks = np.zeros((3, 9), np.int32)
+    without.mask(masks[0])
+    without.mask_drafts(masks, [b, a])  # what is behind a guess that leaves nothing is found when it is drawn
+    assert (masks[1] == -1).all()
+    without.accept([b])
+    for state in (begin(grammars, params, "none", allowed_token_ids=(b, c)), without):
+        with pytest.raises(GrammarError, match="allowed_token_ids and bad_words"):
+            allowed(state)
+    words = {"allowed_token_ids": (b, a), "bad_words_token_ids": ((a, a),)}
+    ended = begin(grammars, StructuredOutputsParams(regex="a+"), "ended", **words)
+    ended.accept([a])
+    assert not allowed(ended) - set(ids(tokenizer, "aa"))  # no end token is allowed, either: the answer is complete
+    grammars.clear()
+
+
+def test_compilations_that_are_stuck_hold_nobody_for_ever(tokenizer, monkeypatch):
+    """Two threads compile. Stuck calls lose their places; with too many of them nothing more is begun until one has ended."""
+    monkeypatch.setattr(grammar, "MAX_SECONDS", 0.05)
+    grammars, release, began = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids), Event(), []
+    whole = grammars._compile
+
+    def stuck(params):
+        began.append(params)
+        assert release.wait(60)
+        return whole(params)
+
+    grammars._compile = stuck
+    several = [StructuredOutputsParams(regex=f"z{{{i + 1}}}") for i in range(grammar.MAX_STUCK + 2)]
+    for i, params in enumerate(several[:3]):
+        assert not grammars.begin(request(params, str(i)))
+    found = wait_for(grammars, 3)
+    assert all("longer than" in error for _, error in found)
+    assert len(began) == 3  # the third got a place
+    grammars._compile = whole
+    assert wait_for_one(grammars, several[-1]) is None  # it is not in their way
+    grammars._compile = stuck
+    assert not grammars.begin(request(several[3], "3"))
+    assert not grammars.begin(request(several[4], "4"))  # it waits, or begins; the limit is reached either way
+    wait_for(grammars, 2)
+    with pytest.raises(EngineOverloadedError, match="stuck"):
+        grammars.begin(request(StructuredOutputsParams(regex="zzz+"), "5"))
+    release.set()
+    grammars._compile = whole
+    until = time.monotonic() + 30
+    while time.monotonic() < until:  # they have ended
+        with contextlib.suppress(EngineOverloadedError):
+            grammars.begin(request(StructuredOutputsParams(regex="zzz+"), "6"))
+            break
+    assert wait_for(grammars, 1) == [("6", None)]
+    grammars.clear()
+
+
+def wait_for(grammars, count):
+    found = []
+    until = time.monotonic() + 30
+    while len(found) < count:
+        assert time.monotonic() < until
+        found += grammars.compiled()
+    return found
+
+
+def wait_for_one(grammars, params):
+    assert not grammars.begin(request(params, "one"))
+    ((_, error),) = wait_for(grammars, 1)
+    return error
+
+
 def test_one_compilation_for_all_who_ask_for_it(tokenizer):
     grammars = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
     params = StructuredOutputsParams(regex="x+")
@@ -213,7 +295,8 @@ def test_one_compilation_for_all_who_ask_for_it(tokenizer):
 
 
 def test_what_compiles_too_long_is_refused(tokenizer, monkeypatch):
-    monkeypatch.setattr(grammar, "MAX_SECONDS", -1.0)
+    monkeypatch.setattr(grammar, "MAX_SECONDS", 0.0)
+    monkeypatch.setattr(Grammars, "_compile", lambda self, params: time.sleep(0.05))
     grammars = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
     with pytest.raises(GrammarError, match="longer than"):
         begin(grammars, StructuredOutputsParams(regex="x+"))
@@ -221,7 +304,7 @@ def test_what_compiles_too_long_is_refused(tokenizer, monkeypatch):
 
 async def test_a_check_that_takes_too_long_is_refused(monkeypatch):
     monkeypatch.setattr(grammar, "MAX_SECONDS", 0.0)
-    monkeypatch.setattr(grammar, "check", lambda params: __import__("time").sleep(0.05))
+    monkeypatch.setattr(grammar, "check", lambda params: time.sleep(0.05))
     with pytest.raises(RequestError, match="longer than"):
         await grammar.check_in_thread(StructuredOutputsParams(regex="x+"))
 

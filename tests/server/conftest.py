@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
 
@@ -16,6 +17,13 @@ from slipstream.config import EngineArgs
 from slipstream.server.run import bind, make_server, url
 from slipstream.server.state import ServerSettings
 from tests.server.fake_engine import FakeEngine
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }} {{ c.function.arguments.city }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 class RunningServer:
@@ -149,3 +157,14 @@ def serve():
     """serve(engine, **settings): a server of the test's own."""
     with contextlib.ExitStack() as stack:
         yield lambda engine=None, **settings: stack.enter_context(serving(engine, **settings))
+
+
+@pytest.fixture
+def model(tiny_server, monkeypatch):
+    """model(template, **settings) changes what the server takes the model for."""
+
+    def change(template=TEMPLATE, **settings):
+        monkeypatch.setattr(tiny_server.engine.tokenizer, "_templates", {"default": template})
+        monkeypatch.setattr(tiny_server.state, "settings", dataclasses.replace(tiny_server.settings, **settings))
+
+    return change

@@ -59,7 +59,7 @@ class FakeEngine:
 
     model_name = "fake"
     description = SimpleNamespace(
-        spec=SimpleNamespace(classifier=None, hidden_size=4, num_parameters=9, layers=(), generates=True),
+        spec=SimpleNamespace(vocab_size=256, classifier=None, hidden_size=4, num_parameters=9, layers=(), generates=True),
         pooling=SimpleNamespace(dimensions=None, score_tokens=None),
         family=SimpleNamespace(model_type="fake"),
         path=Path("nowhere"),
@@ -69,6 +69,7 @@ class FakeEngine:
         sampling={},
     )
     canary = None
+    is_sleeping = False
 
     def __init__(self, *, delay_s=0.0, max_model_len=512, max_queue=None):
         self.tokenizer = ByteTokenizer()
@@ -195,6 +196,12 @@ class FakeEngine:
             generation_tokens_total=self.generation_tokens,
             expert_load=((1, (5, 0, 7)),),
         )
+
+    async def sleep(self, level=1):
+        self.is_sleeping = True
+
+    async def wake_up(self):
+        self.is_sleeping = False
 
     def health(self):
         reason = "the engine process is down" if self.dead else self.stuck

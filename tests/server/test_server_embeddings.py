@@ -207,3 +207,45 @@ def greedy(model, prompt, count):
             logits = model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([ids])).logits
             ids.append(int(logits[0, -1].argmax()))
     return [token for token in ids[1:] if token != 1]
+
+
+def test_scores_as_vllm_has_them(server, path):
+    first, second = ["the cat", "the dog"], ["the cats", "zzz"]
+    with server.http() as http:
+        pairs = http.post("/score", json={"model": "m", "text_1": first, "text_2": second}).json()
+        one = http.post("/v1/score", json={"text_1": first[0], "text_2": second}).json()
+        single = http.post("/score", json={"text_1": first[0], "text_2": second[0]}).json()
+    vectors = [item.embedding for item in server.client().embeddings.create(model="m", input=[*first, *second]).data]
+    cosine = {(i, j): sum(map(math.prod, zip(vectors[i], vectors[2 + j], strict=True))) for i in (0, 1) for j in (0, 1)}
+    assert [item["score"] for item in pairs["data"]] == pytest.approx([cosine[0, 0], cosine[1, 1]], abs=1e-5)
+    assert [item["score"] for item in one["data"]] == pytest.approx([cosine[0, 0], cosine[0, 1]], abs=1e-5)
+    assert [item["score"] for item in single["data"]] == pytest.approx([cosine[0, 0]], abs=1e-5)
+    assert [(item["index"], item["object"]) for item in pairs["data"]] == [(0, "score"), (1, "score")]
+    assert (one["model"], one["object"]) == ("m", "list")
+    assert one["usage"]["prompt_tokens"] > 0
+    long = "the " * 80
+    with server.http() as http:
+        for body, param in (
+            ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+            ({"text_1": "a", "text_2": []}, "text_2"),
+            ({"text_1": "a", "text_2": ["a", long]}, "text_2[1]"),
+            ({"text_1": "a", "text_2": long}, "text_2"),
+            ({"text_1": ["a", long], "text_2": ["a", "b"]}, "text_1[1]"),
+            ({"text_1": "a"}, "text_2"),
+        ):
+            answer = http.post("/score", json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        body = {"text_1": "a", "text_2": ["a", long], "truncate_prompt_tokens": -1}
+        assert http.post("/score", json=body).status_code == 200
+
+
+def test_a_cross_encoder_scores_pairs(tmp_path):
+    tiny_models.build_encoder(tmp_path, num_labels=1)
+    tiny_models.write_wordpiece(tmp_path)
+    documents = ["the dog", "the cats"]
+    with start(tmp_path) as server, server.http() as http:
+        ranked = http.post("/rerank", json={"query": "the cat", "documents": documents}).json()["results"]
+        found = http.post("/score", json={"text_1": "the cat", "text_2": documents}).json()["data"]
+        refused = http.post("/score", json={"text_1": "the cat", "text_2": ["a", "the " * 200]})
+    assert {r["index"]: r["relevance_score"] for r in ranked} == pytest.approx({r["index"]: r["score"] for r in found})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text_2[1]")

@@ -99,3 +99,32 @@ def test_none_without_the_option(shared):
     with shared.http() as http:
         answer = http.get("/live", headers={"origin": "https://chat.example"})
         assert "access-control-allow-origin" not in answer.headers
+
+
+def test_the_model_may_be_left_out(serve):
+    """As with vLLM: the answer bears the name of what is served. Ollama's bodies need it, as there."""
+    server = serve(served_model_names=("one", "two"))
+    with server.http() as http:
+        for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT), ("/v1/embeddings", {"input": "a"})):
+            body = {k: v for k, v in body.items() if k != "model"}
+            for given in (body, body | {"model": None}):
+                answer = http.post(path, json=given)
+                assert (answer.status_code, answer.json()["model"]) == (200, "one"), answer.text
+            assert http.post(path, json=body | {"model": "two"}).json()["model"] == "two"
+            assert http.post(path, json=body | {"model": "three"}).status_code == 404
+        stream = http.post("/v1/chat/completions", json={"messages": CHAT["messages"], "stream": True})
+        assert '"model":"one"' in stream.text
+        for path in ("/api/chat", "/api/generate", "/api/embed", "/api/show"):
+            refused = http.post(path, json={})
+            assert (refused.status_code, "`model`" in refused.json()["error"]) == (400, True)
+
+
+def test_the_root(serve):
+    """A browser is led to the page; others read where to go. Ollama's clients look with HEAD whether anything is there."""
+    with serve().http() as http:
+        page = http.get("/", headers={"accept": "text/html,*/*"}, follow_redirects=True)
+        assert (page.status_code, page.url.path) == (200, "/docs")
+        assert "/docs" in http.get("/").text
+        assert http.head("/").status_code == 200
+    with serve(api_keys=("secret",)).http() as http:
+        assert http.get("/").status_code == 401

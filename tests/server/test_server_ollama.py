@@ -8,6 +8,8 @@ from html.parser import HTMLParser
 import pytest
 
 from slipstream import __version__
+from slipstream.server.tool_formats import REASONING
+from tests.server.conftest import TEMPLATE
 
 SAID = [{"role": "user", "content": "Say hello."}]
 GREEDY = {"temperature": 0, "num_predict": 6}
@@ -57,6 +59,33 @@ def test_raw_prompts_and_system_messages(http):
     said = [{"role": "system", "content": "Be brief."}, *SAID]
     count = http.post("/api/chat", json={"model": "smollm2", "messages": said, "stream": False, "options": GREEDY}).json()
     assert http.post("/api/generate", json=with_system).json()["prompt_eval_count"] == count["prompt_eval_count"]
+
+
+def test_reasoning_stands_apart(http, model, monkeypatch):
+    """`format` begins behind it; `think` is for models that do. The marker is a letter: a random model writes no other."""
+    monkeypatch.setitem(REASONING, "think", ("<|im_start|>", "~"))
+    begun = "{% if enable_thinking is not defined or enable_thinking %}<|im_start|>{% else %}~{% endif %}"
+    model(TEMPLATE + begun, reasoning_parser="think")
+    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2}
+    body = {"model": "smollm2", "messages": SAID, "format": schema}
+    body["options"] = {"num_predict": 900, "temperature": 2, "top_k": 0, "top_p": 1, "seed": 1}
+    thought = http.post("/api/chat", json=body | {"stream": False}).json()["message"]
+    assert set(json.loads(thought["content"])) <= {"a", "b"}
+    assert thought["thinking"]
+    parts = [part["message"] for part in lines(http.post("/api/chat", json=body | {"think": True}))]
+    assert "".join(part["content"] for part in parts) == thought["content"]
+    assert "".join(part.get("thinking", "") for part in parts) == thought["thinking"]
+    at_once = http.post("/api/chat", json=body | {"stream": False, "think": False}).json()["message"]
+    assert set(json.loads(at_once["content"])) <= {"a", "b"}
+    assert "thinking" not in at_once
+    said = http.post("/api/generate", json={k: v for k, v in body.items() if k != "messages"} | {"prompt": SAID[0]["content"]})
+    assert "".join(part.get("thinking", "") for part in lines(said)) == thought["thinking"]
+    assert "think" in http.post("/api/chat", json=body | {"think": "high"}).json()["error"]
+    raw = http.post("/api/generate", json={"model": "smollm2", "prompt": "x", "raw": True, "think": True})
+    assert (raw.status_code, "think" in raw.json()["error"]) == (400, True)
+    assert "thinking" in http.post("/api/show", json={"model": "smollm2"}).json()["capabilities"]
+    told = [*SAID, {"role": "assistant", "content": "Hi.", "thinking": "Well."}, *SAID]
+    assert http.post("/api/chat", json=body | {"messages": told}).status_code == 200
 
 
 def test_options(http, tiny_server):

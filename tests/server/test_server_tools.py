@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import jsonschema
@@ -10,14 +9,9 @@ import openai
 import pytest
 
 from slipstream.server.tool_formats import FORMATS, REASONING
+from tests.server.conftest import TEMPLATE
 
 TILDE = 97
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
-    "<call>{{ c.function.name }} {{ c.function.arguments.city }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 THINKING = TEMPLATE + "{# <think></think> #}"
 CITY = {"type": "string", "enum": ["Paris", "Rome"]}
 WEATHER = {
@@ -37,17 +31,6 @@ CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "ma
 def client(tiny_server):
     with tiny_server.client() as client:
         yield client
-
-
-@pytest.fixture
-def model(tiny_server, monkeypatch):
-    """model(template, **settings) changes what the server takes the model for."""
-
-    def change(template=TEMPLATE, **settings):
-        monkeypatch.setattr(tiny_server.engine.tokenizer, "_templates", {"default": template})
-        monkeypatch.setattr(tiny_server.state, "settings", dataclasses.replace(tiny_server.settings, **settings))
-
-    return change
 
 
 def check_calls(message):

@@ -52,6 +52,8 @@ def test_allowed_and_bad(ask, path):
     assert ask(path, status=400, allowed_token_ids=[])["param"] == "allowed_token_ids"
     assert ask(path, status=400, allowed_token_ids=[10**6])["param"] == "allowed_token_ids"
     assert ask(path, status=400, bad_words=[""])["param"].startswith("bad_words")
+    both = {"allowed_token_ids": [40, 41], "structured_outputs": {"choice": ["xyz"]}}
+    assert "allowed_token_ids" in ask(path, status=400, **both)["message"]
     (x,), (y,) = (ask("/tokenize", prompt=letter, add_special_tokens=False)["tokens"] for letter in "xy")
     found = ask(path, return_token_ids=True, allowed_token_ids=[x, y], bad_words=["x"])
     assert found["choices"][0]["token_ids"] == [y] * 6
@@ -82,6 +84,8 @@ def test_no_answer_at_all(ask):
         assert values == whole["choices"][0]["logprobs"][name][:-1]
     chunks = events(ask.http, "/v1/completions", max_tokens=0, echo=True, logprobs=2)
     assert "".join(c["choices"][0]["text"] for c in chunks) == TEXT["prompt"]
+    ended = ask(max_tokens=0, echo=True, ignore_eos=False, logit_bias={"1": 100})  # the token nobody asked for would end it
+    assert ended["choices"][0]["finish_reason"] == "length"
     assert ask(status=400, max_tokens=0)["param"] == "max_tokens"
     assert ask("/v1/chat/completions", status=400, max_tokens=0)["param"] == "max_tokens"
     # Each has as many alternatives as it asked for.

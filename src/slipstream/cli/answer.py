@@ -28,6 +28,8 @@ class Speed:
     ttft_s: float | None
     decode_tokens_per_s: float | None
     start_s: float | None = None
+    drafted_tokens: int = 0  # guessed by speculation, and verified
+    accepted_tokens: int = 0  # of them right
 
     def line(self) -> str:
         cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
@@ -36,6 +38,8 @@ class Speed:
             parts.append(f"first token after {self.ttft_s:.3f} s")
         speed = f" at {self.decode_tokens_per_s:.1f} tok/s" if self.decode_tokens_per_s is not None else ""
         parts.append(f"{self.output_tokens} tokens{speed}")
+        if self.drafted_tokens:
+            parts.append(f"{self.accepted_tokens} of {self.drafted_tokens} guessed tokens accepted")
         if self.start_s is not None:
             parts.append(f"started in {self.start_s:.2f} s")
         return " · ".join(parts)
@@ -105,4 +109,6 @@ def measure(output: RequestOutput, start_s: float | None = None) -> Speed:
         ttft_s=ttft,
         decode_tokens_per_s=rate,
         start_s=start_s,
+        drafted_tokens=sum(choice.num_drafted for choice in output.outputs),
+        accepted_tokens=sum(choice.num_accepted for choice in output.outputs),
     )

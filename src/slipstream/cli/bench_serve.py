@@ -16,6 +16,7 @@ from slipstream.cli.measurements import (
     deliver,
     finish,
     make_workload,
+    needs_vocab_size,
     positive,
     settle,
     verdict,
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--compare-model", {"metavar": "NAME", "help": "the model's name there (default: the first it lists)"}),
         ("--compare-api-key", {"metavar": "KEY", "help": "the key there"}),
         ("--clients", {"metavar": "N", "help": "processes that send requests (default: auto, by the load and the cores)"}),
-        ("--vocab-size", {"type": int, "metavar": "X", "help": "random token ids below this, if no model is given"}),
+        ("--vocab-size", {"type": int, "metavar": "X", "help": "random token ids below this (default: as the server says)"}),
         ("--rounds", {"type": int, "metavar": "N", "help": "runs of each, of which the median counts (default: 1)"}),
         ("--find-rate-runs", {"type": int, "metavar": "N", "help": "runs that the search may take (default: 10)"}),
     ):
@@ -116,12 +117,17 @@ class _Bench:
         self, args: argparse.Namespace, settings: EngineArgs, arrivals: Arrivals, objectives: dict[str, float]
     ) -> None:
         self.args, self.settings, self.arrivals, self.objectives = args, settings, arrivals, objectives
-        self.workload = make_workload(args, settings)
+        self.workload: Workload
+        if not needs_vocab_size(args, settings):  # what is wrong with it is said before anyone is asked
+            self.workload = make_workload(args, settings)
         self.clients: Clients | None = None
 
     async def run(self, rate_objectives: tuple[RateObjective, ...]) -> int:
         async with AsyncExitStack() as stack:
             targets = await self._targets(stack)
+            if needs_vocab_size(self.args, self.settings):
+                self.args.vocab_size = min([await self._vocab_size(target.engine) for target in targets])
+                self.workload = make_workload(self.args, self.settings)
             if rate_objectives:
                 return await self._find_rate(targets, rate_objectives)
             for number in range(self.args.rounds):
@@ -161,11 +167,26 @@ class _Bench:
         )
         if model is None:
             async with OpenAIEndpoint(endpoint) as server:
-                names = await server.served_models()
-            if not names:
+                models = await server.served_models()
+            if not models:
                 raise ConfigError(f"{url} serves no model", field="url")
-            endpoint = msgspec.structs.replace(endpoint, model=names[0])
+            endpoint = msgspec.structs.replace(endpoint, model=models[0].id)
         return endpoint
+
+    async def _vocab_size(self, endpoint: Endpoint | AsyncSlipstream) -> int:
+        """How many token ids the endpoint's model has, as it says."""
+        from slipstream.bench.adapters.openai import Endpoint, OpenAIEndpoint
+
+        assert isinstance(endpoint, Endpoint), "an engine that is started here has a model"
+        async with OpenAIEndpoint(endpoint) as server:
+            found = {model.id: model.num_token_ids for model in await server.served_models()}.get(endpoint.model)
+        if found is None:
+            raise ConfigError(
+                f"{endpoint.url} does not say how many token ids {endpoint.model} has; give --vocab-size, or a model with the "
+                "same vocabulary: slipstream bench serve MODEL --url …",
+                field="vocab_size",
+            )
+        return found
 
     async def _measure(self, target: _Target, arrivals: Arrivals, number: int) -> tuple[Summary, ClientLoad | None]:
         """The warm-up and one run, the `number`th."""

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare", metavar="MODEL", help="answer both prompts with this model and report how the answer changes"
     )
     add_output_options(parser)
-    add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=TEXT_ONLY)
+    add_engine_options(parser, without=TEXT_ONLY)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dimensions", type=int, metavar="N", help="shorter vectors, from a model that gives them")
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long instead of refusing them")
     add_output_options(parser)
-    add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=TEXT_ONLY)
+    add_engine_options(parser, without=TEXT_ONLY)
 
 
 def run(args: argparse.Namespace) -> int:

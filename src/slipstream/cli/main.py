@@ -33,6 +33,9 @@ VERBS = {  # the verb: its file, and its line of the help
     "tune": ("tune", "measure the GPU kernels' tiles for a model"),
 }
 
+MANY_OPTIONS = 12
+"""With more of them the usage names none: the help has them under headings."""
+
 OK, FAILED, USAGE, MODEL, INTERRUPTED = 0, 1, 2, 3, 130
 EPILOG = "exit codes: 0 done, 1 failed while running, 2 wrong argument or setting, 3 model or download, 130 interrupted"
 
@@ -60,6 +63,10 @@ class Parser(argparse.ArgumentParser):
             if hasattr(verb, "run"):  # else each kind of the verb sets its own handler
                 self.set_defaults(handler=verb.run)
             verb.add_arguments(self)
+            if self.usage is None and sum(bool(action.option_strings) for action in self._actions) > MANY_OPTIONS:
+                words = self._get_formatter()
+                words.add_usage(None, self._get_positional_actions(), [])
+                self.usage = words.format_help().removeprefix("usage: ").strip() + " [options]"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Refuse what a verb does not know with that verb's usage; argparse would leave it to the parser above."""

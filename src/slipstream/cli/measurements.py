@@ -77,7 +77,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 def finish(parser: argparse.ArgumentParser, handler: Callable[[argparse.Namespace], int]) -> None:
     parser.add_argument("--output", metavar="FILE", help="write the result, with all settings, as JSON")
     add_output_options(parser)
-    add_engine_options(parser.add_argument_group("engine (as in LLM(...); prefix caching is off unless asked for)"))
+    add_engine_options(parser, note="as in LLM(...); prefix caching is off unless asked for")
 
     def checked(args: argparse.Namespace) -> int:
         check_output(args)
@@ -172,6 +172,11 @@ def vocab_size(settings: EngineArgs) -> int:
     return read_spec(resolve_model(settings.model, download_dir=settings.download_dir)).spec.vocab_size
 
 
+def needs_vocab_size(args: argparse.Namespace, settings: EngineArgs) -> bool:
+    """Random token ids are wanted, and nobody has said yet how many there are."""
+    return args.workload != "sharegpt" and args.vocab_size is None and not settings.model
+
+
 def make_workload(args: argparse.Namespace, settings: EngineArgs) -> Workload:
     from slipstream.bench import workload as make
 
@@ -191,11 +196,7 @@ def make_workload(args: argparse.Namespace, settings: EngineArgs) -> Workload:
         path = resolve_dataset("sharegpt", download_dir=settings.download_dir)
         with phases("reading the conversations"):
             return make.sharegpt(read_sharegpt(path), tokenizer.encode, count, seed=seed)
-    vocab = args.vocab_size
-    if vocab is None:
-        if not settings.model:
-            raise ConfigError("without a model, say how many token ids there are: --vocab-size", field="vocab_size")
-        vocab = vocab_size(settings)
+    vocab = vocab_size(settings) if args.vocab_size is None else args.vocab_size
     if args.workload == "lengths":
         if args.lengths_file is None:
             raise ConfigError("the workload lengths needs --lengths-file", field="lengths_file")

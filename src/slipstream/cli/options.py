@@ -18,16 +18,16 @@ from slipstream.types import SamplingParams
 TEXT_ONLY = ("seed", "skip_tokenizer_init")
 """Engine options that `run` and `chat` leave out: their --seed is the request's, and text needs a tokenizer."""
 
-SAMPLING_TITLE = "sampling (as `serve`: the model's generation_config.json decides, else temperature 1)"
+SAMPLING_TITLE = "sampling (left out, it is the model's generation_config.json's, else as said here; `serve` does the same)"
 
 ENGINE_HELP = {setting.name: setting_help(setting) for setting in dataclasses.fields(EngineArgs)}
 MODEL_HELP = ENGINE_HELP["model"]
 
 SAMPLING_HELP = {
-    "temperature": "0 takes the likeliest token each time",
-    "top_k": "draw among the k likeliest tokens; 0: all",
-    "top_p": "draw among the likeliest tokens that hold this probability",
-    "min_p": "draw among tokens at least this likely, relative to the likeliest",
+    "temperature": "0 takes the likeliest token each time (0.8)",
+    "top_k": "draw among the k likeliest tokens; 0: all (40)",
+    "top_p": "draw among the likeliest tokens that hold this probability (0.95)",
+    "min_p": "draw among tokens at least this likely, relative to the likeliest (0.05)",
     "repetition_penalty": "above 1: tokens that were there are less likely",
     "presence_penalty": "taken off tokens that the answer holds already",
     "frequency_penalty": "the same, for each time",
@@ -38,11 +38,45 @@ SAMPLING_HELP = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 
 
-def add_engine_options(parser: argparse._ActionsContainer, *, without: tuple[str, ...] = ()) -> None:
-    """An option for each field of EngineArgs but `model` and those in `without`."""
-    for name, text in ENGINE_HELP.items():
-        if name not in ("model", *without):
-            _add(parser, name, text, EngineArgs)
+ENGINE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "model and memory",
+        (
+            *("device", "dtype", "quantization", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "kv_cache_bytes"),
+            *("kv_cache_dtype", "tokenizer", "download_dir", "num_threads", "seed"),
+        ),
+    ),
+    ("guessed tokens (speculation)", ("speculative_config", "speculative_model", "num_speculative_tokens")),
+    (
+        "scheduling",
+        (
+            *("enable_prefix_caching", "max_num_batched_tokens", "max_num_mixed_tokens", "target_itl_ms", "max_queue"),
+            *("enable_chunked_prefill", "block_size", "scheduling_policy", "batch_window_s"),
+        ),
+    ),
+)
+"""The engine's options as they stand in a verb's help, the commonest first. What is in no group stands in one of its own."""
+
+
+def add_engine_options(
+    parser: argparse._ActionsContainer,
+    *,
+    without: tuple[str, ...] = (),
+    note: str = "as in LLM(...)",
+    part: Literal["all", "first", "others"] = "all",
+) -> None:
+    """An option for each field of EngineArgs but `model` and those in `without`. A parser gets them in groups, of which the
+    first has the `note`; `part`: only that one, or only the others."""
+    names = [name for name in ENGINE_HELP if name not in ("model", *without)]
+    groups = [(title, [name for name in some if name in names]) for title, some in ENGINE_GROUPS]
+    grouped = {name for _, some in groups for name in some}
+    groups.append(("rarely needed", [name for name in names if name not in grouped]))
+    for number, (title, some) in enumerate(groups):
+        if some and part in ("all", "others" if number else "first"):
+            shown = f"engine: {title}" if number else f"engine: {title} ({note})"
+            own = parser.add_argument_group(shown) if isinstance(parser, argparse.ArgumentParser) else parser
+            for name in some:
+                _add(own, name, ENGINE_HELP[name], EngineArgs)
 
 
 def engine_args(args: argparse.Namespace, **more: Any) -> EngineArgs:
@@ -93,9 +127,11 @@ def _add(parser: argparse._ActionsContainer, name: str, text: str, owner: type) 
     hint = get_type_hints(owner)[name]
     kind = next(t for t in get_args(hint) if t is not type(None)) if isinstance(hint, UnionType) else hint
     kind = str if get_origin(kind) is Literal else kind
-    how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind, "metavar": "X"}
+    how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+    if kind is not bool:
+        how["metavar"] = {int: "N", float: "X"}.get(kind, "VALUE")
     if name.endswith("_bytes"):
-        how["type"] = parse_bytes
+        how |= {"type": parse_bytes, "metavar": "SIZE"}
     if get_origin(kind) is dict:
-        how["type"] = parse_object
+        how |= {"type": parse_object, "metavar": "JSON"}
     parser.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text.replace("%", "%%"), **how)

@@ -28,13 +28,14 @@ DEFAULTS: dict[str, Any] = {"max_tokens": 256}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [MODEL] PROMPT [options]"
     parser.add_argument("words", nargs="+", metavar="[MODEL] PROMPT", help=f"MODEL: {MODEL_HELP}")
     parser.add_argument("--model", dest="model_option", metavar="MODEL", help=f"the same (default: {DEFAULT_MODEL})")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the prompt")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is: no chat template")
     add_output_options(parser)
     add_sampling_options(parser.add_argument_group(SAMPLING_TITLE), **DEFAULTS)
-    add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=TEXT_ONLY)
+    add_engine_options(parser, without=TEXT_ONLY)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,59 +19,51 @@ if TYPE_CHECKING:
 
 MOST_API_SERVERS = 8  # that are chosen by themselves
 
-_SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    # The destination is a field of ServerSettings, which has the default.
-    ("--host", {"help": "address to listen on (default: 127.0.0.1, this machine only)"}),
-    ("--port", {"type": int, "help": "port; 0 takes a free one and prints it (default: 8000)"}),
-    (
-        "--drain-timeout",
-        {"type": float, "dest": "drain_timeout_s", "help": "seconds for requests in flight (default: 30)"},
-    ),
-    ("--max-concurrent-requests", {"type": int, "help": "beyond it: 429 (default: 4096)"}),
-    ("--max-choices-per-request", {"type": int, "help": "prompts times n (default: 1024)"}),
-    ("--max-body-bytes", {"type": int, "help": "beyond it: 413 (default: 8 MiB)"}),
-    ("--body-timeout", {"type": float, "dest": "body_timeout_s", "help": "seconds for a body to arrive (default: 30)"}),
-    ("--ssl-certfile", {"help": "certificate chain (PEM): serve HTTPS"}),
-    ("--ssl-keyfile", {"help": "its key, if it is in a file of its own"}),
-    ("--tool-call-parser", {"metavar": "NAME", "help": "format of tool calls (default: as the chat template says); none: off"}),
-    ("--reasoning-parser", {"metavar": "NAME", "help": "format of reasoning (default: as the chat template says); none: off"}),
-    ("--log-format", {"choices": ("text", "json"), "help": "one line a request, on standard error (default: text)"}),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Most destinations are fields of ServerSettings, which has the defaults."""
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
-    add_output_options(parser)
-    server = parser.add_argument_group("server")
-    for flag, options in _SERVER_OPTIONS:
-        server.add_argument(flag, default=argparse.SUPPRESS, **options)
-    server.add_argument(
-        "--served-model-name", action="append", default=[], metavar="NAME", help="name; may be repeated"
-    )
-    server.add_argument("--api-key", action="append", default=[], metavar="KEY", help="ask for a key; may be repeated")
-    server.add_argument(
-        "--api-key-file", metavar="FILE", help="keys, one a line: other users cannot see it, unlike --api-key"
-    )
-    server.add_argument(
-        "--cors-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="whose pages may ask from a browser, such as https://chat.example; * for any; may be repeated (default: none)",
-    )
-    server.add_argument(
-        "--context-model",
-        metavar="MODEL",
-        help="a small model that shortens prompts for requests that ask (compress_prompt); MODEL itself may do it, too",
-    )
-    server.add_argument(
-        "--api-servers",
-        type=_number_or_auto,
-        metavar="N",
-        help="processes that speak HTTP, over one port and one engine; auto: one on a CPU; with a GPU a quarter of the cores, "
-        f"{MOST_API_SERVERS} at most (default: auto)",
-    )
-    add_engine_options(parser.add_argument_group("engine (as in LLM(...))"))
+    group = parser.add_argument_group("address and name")
+
+    def add(flag: str, text: str, **how: Any) -> None:
+        group.add_argument(flag, help=text, **{"default": argparse.SUPPRESS, **how})
+
+    def add_several(flag: str, metavar: str, text: str) -> None:
+        add(flag, f"{text}; may be repeated", action="append", default=[], metavar=metavar)
+
+    add("--host", "address to listen on (default: 127.0.0.1, this machine only)")
+    add("--port", "port; 0 takes a free one and prints it (default: 8000)", type=int, metavar="N")
+    add_several("--served-model-name", "NAME", "name of the model (default: as it is given)")
+    add_engine_options(parser, part="first")
+
+    group = parser.add_argument_group("who may ask")
+    add("--api-key-file", "ask for a key; the file has one a line", default=None, metavar="FILE")
+    add_several("--api-key", "KEY", "the same, where other users of the machine can see it")
+    add_several("--cors-origin", "ORIGIN", "whose pages may ask from a browser, such as https://chat.example; * for any")
+    add("--ssl-certfile", "certificate chain (PEM): serve HTTPS", metavar="FILE")
+    add("--ssl-keyfile", "its key, if it is in a file of its own", metavar="FILE")
+    add("--enable-sleep-mode", "let them give the model's memory back (POST /sleep, /wake_up)", action="store_true")
+
+    group = parser.add_argument_group("answers")
+    add("--tool-call-parser", "format of tool calls (default: as the chat template says); none: off", metavar="NAME")
+    add("--reasoning-parser", "format of reasoning (default: as the chat template says); none: off", metavar="NAME")
+    text = "a small model that shortens prompts for requests that ask (compress_prompt); MODEL itself may do it, too"
+    add("--context-model", text, default=None, metavar="MODEL")
+
+    group = parser.add_argument_group("processes and log")
+    text = "processes that speak HTTP, over one port and one engine; auto: one on a CPU; with a GPU a quarter of the cores, "
+    text += f"{MOST_API_SERVERS} at most (default: auto)"
+    add("--api-servers", text, default=None, type=_number_or_auto, metavar="N")
+    add("--drain-timeout", "seconds for requests in flight (default: 30)", type=float, metavar="S", dest="drain_timeout_s")
+    add("--log-format", "one line a request, on standard error (default: text)", choices=("text", "json"))
+    add_output_options(group)
+
+    group = parser.add_argument_group("limits")
+    add("--max-concurrent-requests", "beyond it: 429 (default: 4096)", type=int, metavar="N")
+    add("--max-choices-per-request", "prompts times n (default: 1024)", type=int, metavar="N")
+    add("--max-body-bytes", "beyond it: 413 (default: 8 MiB)", type=int, metavar="N")
+    add("--body-timeout", "seconds for a body to arrive (default: 30)", type=float, metavar="S", dest="body_timeout_s")
+    add_engine_options(parser, part="others")
 
 
 def _number_or_auto(text: str) -> int | None:

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=120.0, metavar="X", help="begin no measurement later (default: 120)")
     parser.add_argument("--out", metavar="FILE", help="write the table here, instead of the user's cache folder")
     add_output_options(parser)
-    add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=UNUSED)
+    add_engine_options(parser, without=UNUSED)
 
 
 def run(args: argparse.Namespace) -> int:

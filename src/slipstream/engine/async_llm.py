@@ -21,6 +21,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.engine.core_client import ChildLink, CoreClient, CoreSource, Link, as_error, resolved_config
@@ -32,8 +33,12 @@ from slipstream.engine.core_process import (
     Outputs,
     Ready,
     Rejected,
+    Sleep,
+    Slept,
     Stats,
+    ToChild,
     ToParent,
+    WakeUp,
 )
 from slipstream.engine.grammar import check_in_thread
 from slipstream.engine.output import OutputProcessor, Sink, merge, raise_on_error
@@ -47,7 +52,7 @@ from slipstream.engine.processor import (
     log_canary,
 )
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.errors import EngineDeadError, EngineError, SlipstreamError
+from slipstream.errors import EngineDeadError, EngineError, RequestError, SlipstreamError
 from slipstream.hub import resolve_model
 from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription, read_spec
@@ -60,6 +65,8 @@ from slipstream.types import (
     VectorOutput,
     Vectors,
 )
+
+T = TypeVar("T")
 
 STALL_S = 60.0
 """Health fails when the engine was silent for so long, or made no step while requests wait. A single step that takes longer
@@ -140,6 +147,8 @@ class AsyncLLM:
         self._sinks: dict[str, Sink] = {}
         self._texts: dict[str, _Texts] = {}
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
+        self._sleep_waiters: list[asyncio.Future[None]] = []  # in the order of their answers
+        self.is_sleeping = False
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps = 0
 
@@ -310,6 +319,8 @@ class AsyncLLM:
     def health(self) -> Health:
         if not self.is_alive:
             return Health(False, self._core.down_reason or "the engine process is down")
+        if self.is_sleeping:
+            return Health(True)  # a wake-up is silent for as long as a start takes
         now = time.monotonic()
         silence, stall = now - self._last_heard, now - self._last_progress
         if silence > STALL_S:
@@ -320,17 +331,30 @@ class AsyncLLM:
 
     async def stats(self) -> EngineStats:
         """The engine's numbers, taken between two steps. EngineDeadError if it is down."""
-        core = self._core
-        if core.link is None:
-            raise EngineDeadError(core.down_reason or "the engine process is down")
-        waiter: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-        self._stats_waiters.append(waiter)
+        waiter = self._ask(GetStats(), self._stats_waiters)
         try:
-            core.link.send(GetStats())
             return await waiter
         finally:  # a caller that gave up must not be kept, since a hung child never answers
             if waiter in self._stats_waiters:
                 self._stats_waiters.remove(waiter)
+
+    async def sleep(self, level: int = 1) -> None:
+        """`LLM.sleep`, once all requests have ended, whoever sent them. New ones get an EngineAsleepError from now on."""
+        await self._ask(Sleep(level), self._sleep_waiters)
+
+    async def wake_up(self) -> None:
+        """Take back what `sleep` gave away. A core that can't is dead, and starts again."""
+        await self._ask(WakeUp(), self._sleep_waiters)
+
+    def _ask(self, message: ToChild, waiters: list[asyncio.Future[T]]) -> asyncio.Future[T]:
+        """Send a message; the answer comes to one of the `waiters`, the one that is returned."""
+        core = self._core
+        if core.link is None:
+            raise EngineDeadError(core.down_reason or "the engine process is down")
+        waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        waiters.append(waiter)
+        core.link.send(message)
+        return waiter
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
         """Take no more requests, wait up to `drain_s` seconds for those in flight, cancel the rest, end the process."""
@@ -351,7 +375,7 @@ class AsyncLLM:
         log_canary(self.canary)
         self._input = InputProcessor.for_model(self.description, self.config, self.tokenizer, ids=self._ids)
         self._last_heard = self._last_progress = time.monotonic()
-        self._num_steps = 0
+        self._num_steps, self.is_sleeping = 0, False
 
     def core_said(self, message: ToParent) -> None:
         self._last_heard = time.monotonic()
@@ -371,11 +395,22 @@ class AsyncLLM:
                 texts.fail(error)
         elif isinstance(message, Stats):
             self._note_progress(message.stats)
+            self.is_sleeping = message.stats.is_sleeping
             if message.asked:
                 waiters, self._stats_waiters = self._stats_waiters, []
                 for waiter in waiters:
                     if not waiter.done():
                         waiter.set_result(message.stats)
+        elif isinstance(message, Slept):
+            answered = self._sleep_waiters.pop(0)
+            if answered.done():  # its caller has gone
+                return
+            if message.error:
+                answered.set_exception(RequestError(message.error, field=message.field))
+            else:
+                answered.set_result(None)
+        elif isinstance(message, Ready):
+            self.core_ready(message)  # it woke up
 
     def _tell(self, delta: RequestOutput) -> None:
         sink = self._sinks.get(delta.request_id)
@@ -419,8 +454,9 @@ class AsyncLLM:
         texts, self._texts = self._texts, {}
         for waiting in texts.values():
             waiting.fail(error)
-        waiters, self._stats_waiters = self._stats_waiters, []
-        for waiter in waiters:
+        asked: list[asyncio.Future[Any]] = [*self._stats_waiters, *self._sleep_waiters]
+        self._stats_waiters, self._sleep_waiters = [], []
+        for waiter in asked:
             if not waiter.done():
                 waiter.set_exception(error)
 

@@ -4,11 +4,12 @@ HTTP, tokenising and detokenising then never delay a step, and if the engine cra
 Messages are msgpack over a ZeroMQ pair on a Unix socket, in a folder that only this user can enter. The child ends when its
 standard input closes, so it never outlives its parent.
 
-Parent to child: Start, Add, AddTexts, Abort, GetStats, Attach, Detach, Stop. Child to parent: Phase, Ready, Outputs, Rejected,
-Stats, Failed.
+Parent to child: Start, Add, AddTexts, Abort, GetStats, Sleep, WakeUp, Attach, Detach, Stop. Child to parent: Phase, Ready,
+Outputs, Rejected, Stats, Slept, Failed.
 
-Front ends have a pair of their own, by a number: the parent attaches them. They send Add, AddTexts, Abort and GetStats. They
-are sent Ready, and then what belongs to their own requests, one message a step. Ids of requests are unique over all of them.
+Front ends have a pair of their own, by a number: the parent attaches them. They send Add, AddTexts, Abort, GetStats, Sleep and
+WakeUp. They are sent Ready, and then what belongs to their own requests, one message a step. Ids of requests are unique over
+all of them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from slipstream.config import DeviceInfo, EngineArgs
+from slipstream.errors import EngineAsleepError, RequestError
 from slipstream.plan.hardware import bound_spinning
 from slipstream.plan.memory import MemoryLedger
 from slipstream.types import (
@@ -42,6 +44,8 @@ from slipstream.types import (
 
 if TYPE_CHECKING:
     import zmq
+
+    from slipstream.engine.engine_core import Asleep, EngineCore
 
 WARM_S = 12.0
 """At most so many seconds of a start are spent on preparing sizes of steps: some 200 of an 8B model on an H200. What is left
@@ -74,6 +78,16 @@ class GetStats(msgspec.Struct, tag=True):
     pass
 
 
+class Sleep(msgspec.Struct, tag=True):
+    """Take no more requests, finish those there are, then give memory back (`Asleep`). Slept is the answer, as to WakeUp."""
+
+    level: int
+
+
+class WakeUp(msgspec.Struct, tag=True):
+    pass
+
+
 class Attach(msgspec.Struct, tag=True):
     """From now on, who listens at `path` may send requests."""
 
@@ -91,7 +105,7 @@ class Stop(msgspec.Struct, tag=True):
     pass
 
 
-ToChild: TypeAlias = Start | Add | AddTexts | Abort | GetStats | Attach | Detach | Stop
+ToChild: TypeAlias = Start | Add | AddTexts | Abort | GetStats | Sleep | WakeUp | Attach | Detach | Stop
 
 
 class Phase(msgspec.Struct, tag=True):
@@ -99,6 +113,8 @@ class Phase(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
+    """After the start, and after each time that it woke up."""
+
     device: DeviceInfo
     ledger: MemoryLedger
     phases: dict[str, float]
@@ -149,6 +165,13 @@ class Stats(msgspec.Struct, tag=True):
     asked: bool  # the answer to a GetStats; else a heartbeat
 
 
+class Slept(msgspec.Struct, tag=True):
+    """It sleeps, or is awake, as was asked; or why not."""
+
+    error: str = ""
+    field: str | None = None
+
+
 class Failed(msgspec.Struct, tag=True):
     """The engine could not start, or a step failed. The child ends after it."""
 
@@ -157,7 +180,7 @@ class Failed(msgspec.Struct, tag=True):
     field: str | None
 
 
-ToParent: TypeAlias = Phase | Ready | Outputs | Rejected | Stats | Failed
+ToParent: TypeAlias = Phase | Ready | Outputs | Rejected | Stats | Slept | Failed
 
 
 class CoreProcess:
@@ -173,6 +196,11 @@ class CoreProcess:
         self._owners: dict[str, int] = {}  # of requests that are not the parent's
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToChild)
+        self._core: EngineCore | None = None  # while it is awake
+        self._asleep: Asleep | None = None  # while it is not
+        self._to_sleep: list[tuple[int, int]] = []  # who asked for it, and the level
+        self._to_wake: list[int] = []
+        self._last_report = time.monotonic()
         self._connect(PARENT, address)
 
     def _connect(self, number: int, address: str) -> None:
@@ -195,14 +223,10 @@ class CoreProcess:
             from slipstream.engine.engine_core import EngineCore
 
             self._core = EngineCore.build(start.args, progress=lambda phase: self._send(Phase(phase)))
-            core = self._core
             self._send(Phase("graphs"))
-            core.warm(WARM_S)
-            executor = core.executor
-            info = core.config.device.info
-            self._ready = Ready(info, core.ledger, executor.phases, executor.tiles, executor.canary)
-            self._send(self._ready)
-            self._serve()
+            self._prepare()
+            while self._serve() and self._sleep(start.args):
+                pass
             return 0
         except Exception as error:
             field = getattr(error, "field", None)
@@ -215,36 +239,81 @@ class CoreProcess:
         finally:
             self._context.destroy()
 
-    def _serve(self) -> None:
+    def _prepare(self) -> None:
+        """Of a new core: what requests need. Then everyone may send some."""
         core = self._core
-        last_report = time.monotonic()
+        assert core is not None
+        core.warm(WARM_S)
+        executor = core.executor
+        self._ready = Ready(core.config.device.info, core.ledger, executor.phases, executor.tiles, executor.canary)
+        self._send_all(self._ready)
+
+    def _serve(self) -> bool:
+        """Make steps until it is to sleep, or (False) to stop."""
+        core = self._core
+        assert core is not None
         # A step leaves no cycles of garbage. Python's search for them would stop a step for 50 ms, so it is made when idle.
         gc.freeze()
         gc.disable()
         worked = False
-        while True:
+        while core.has_work or not self._to_sleep:
             if worked and not core.has_work:
                 gc.collect()
                 worked = False
             if not core.has_work and not self._poller.poll(0):
                 core.executor.capture_next()  # sizes of steps that were not prepared at the start
-            # All waiting messages are taken before a step, so that a cancelled request frees its blocks first.
-            while ready := dict(self._poller.poll(self._patience_ms())):
-                for number in [n for n, socket in self._sockets.items() if socket in ready]:
-                    if number not in self._sockets:
-                        continue  # detached by the parent's message
-                    message = self._receive(number)
-                    if isinstance(message, Stop):
-                        return
-                    self._handle(message, number)
+            if not self._take_messages():
+                return False
             worked = worked or core.has_work
             if core.has_work:
                 self._deliver(core.step())
-            now = time.monotonic()
-            if now - last_report >= HEARTBEAT_S:
-                for number in self._sockets:
-                    self._send(Stats(core.stats(), asked=False), number)
-                last_report = now
+            self._report()
+        return True
+
+    def _sleep(self, args: EngineArgs) -> bool:
+        """Sleep as it was asked to. True when it was woken, False to stop."""
+        from slipstream.engine.engine_core import Asleep
+
+        assert self._core is not None
+        asked, self._to_sleep = self._to_sleep, []
+        self._asleep = asleep = Asleep(self._core, args, max(level for _, level in asked))
+        self._core = None
+        gc.unfreeze()
+        asleep.free()
+        self._send_all(self._stats())
+        for number, _ in asked:
+            self._send(Slept(), number)
+        while not self._to_wake:
+            if not self._take_messages():
+                return False
+            self._report()
+        self._core, self._asleep = asleep.wake(), None
+        self._prepare()
+        woken, self._to_wake = self._to_wake, []
+        for number in woken:
+            self._send(Slept(), number)
+        return True
+
+    def _take_messages(self) -> bool:
+        """All that wait are taken before a step, so that a cancelled request frees its blocks first. False: it is to stop."""
+        while ready := dict(self._poller.poll(self._patience_ms())):
+            for number in [n for n, socket in self._sockets.items() if socket in ready]:
+                if number not in self._sockets:
+                    continue  # detached by the parent's message
+                message = self._receive(number)
+                if isinstance(message, Stop):
+                    return False
+                self._handle(message, number)
+        return True
+
+    def _report(self) -> None:
+        """A heartbeat, when it is time."""
+        if (now := time.monotonic()) - self._last_report >= HEARTBEAT_S:
+            self._send_all(self._stats())
+            self._last_report = now
+
+    def _stats(self, *, asked: bool = False) -> Stats:
+        return Stats(self._core.stats(experts=asked) if self._core else EngineStats(is_sleeping=True), asked)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """Send each process what belongs to its requests."""
@@ -261,7 +330,9 @@ class CoreProcess:
     def _patience_ms(self) -> int:
         """How long to wait for a message: 0 while steps can be made, else until the next wake-up or heartbeat."""
         core = self._core
-        if not core.has_work:
+        if self._to_wake or (self._to_sleep and core is not None and not core.has_work):
+            return 0
+        if core is None or not core.has_work:
             return int(HEARTBEAT_S * 1000)
         if core.can_step:
             return 0
@@ -275,30 +346,63 @@ class CoreProcess:
             if number != PARENT:
                 self._owners.update((request.request_id, number) for request in added)
             try:
+                if core is None or self._to_sleep:
+                    raise EngineAsleepError("the model sleeps; POST /wake_up wakes it")
                 if isinstance(message, Add):
                     core.add(message.requests)
                 else:
                     core.add_texts(message.request)
             except Exception as error:
                 ids = [r.request_id for r in added]
-                core.abort(ids)
+                if core is not None:
+                    core.abort(ids)
                 self._forget(ids)
                 self._send(Rejected(ids, type(error).__name__, str(error), getattr(error, "field", None)), number)
         elif isinstance(message, Abort):
-            self._deliver(core.abort(message.request_ids))
+            if core is not None:
+                self._deliver(core.abort(message.request_ids))
             self._forget(message.request_ids)
         elif isinstance(message, GetStats):
-            self._send(Stats(core.stats(experts=True), asked=True), number)
+            self._send(self._stats(asked=True), number)
+        elif isinstance(message, Sleep):
+            self._take_sleep(message.level, number)
+        elif isinstance(message, WakeUp):
+            self._take_wake_up(number)
         elif isinstance(message, Attach):
             self._connect(message.number, f"ipc://{message.path}")
             self._send(self._ready, message.number)
+            self._send(self._stats(), message.number)
         elif isinstance(message, Detach) and message.number in self._sockets:
             socket = self._sockets.pop(message.number)
             self._poller.unregister(socket)
             socket.close(linger=0)
             ids = [request_id for request_id, owner in self._owners.items() if owner == message.number]
-            core.abort(ids)
+            if core is not None:
+                core.abort(ids)
             self._forget(ids)
+
+    def _take_sleep(self, level: int, number: int) -> None:
+        from slipstream.engine.engine_core import Asleep
+
+        try:
+            if self._core is not None:
+                Asleep.check(self._core, level)
+                self._to_sleep.append((number, level))
+            elif self._asleep is not None and level > self._asleep.level:
+                raise RequestError(f"it sleeps at level {self._asleep.level}; wake it up first", field="level")
+            else:
+                self._send(Slept(), number)
+        except RequestError as error:
+            self._send(Slept(error.message, error.field), number)
+
+    def _take_wake_up(self, number: int) -> None:
+        for other, _ in self._to_sleep:
+            self._send(Slept("it was woken before it slept"), other)
+        self._to_sleep.clear()
+        if self._core is None:
+            self._to_wake.append(number)
+        else:
+            self._send(Slept(), number)
 
     def _forget(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -310,8 +414,14 @@ class CoreProcess:
 
     def _send(self, message: ToParent, number: int = PARENT) -> None:
         """A queue has no bound. What is sent to one who has died is lost: a Detach is on its way."""
+        if number not in self._sockets:
+            return  # detached meanwhile
         with contextlib.suppress(self._zmq.Again):
             self._sockets[number].send(self._encoder.encode(message), self._zmq.NOBLOCK)
+
+    def _send_all(self, message: ToParent) -> None:
+        for number in self._sockets:
+            self._send(message, number)
 
 
 def _reported() -> type[Exception]:

@@ -15,6 +15,7 @@ Not thread-safe: one thread owns a core. No torch.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -25,7 +26,7 @@ from slipstream.core.scheduler import Scheduler
 from slipstream.engine.grammar import GrammarError, Grammars
 from slipstream.engine.processor import end_tokens, load_tokenizer
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.errors import EngineError
+from slipstream.errors import EngineError, RequestError
 from slipstream.types import (
     FROM_MODEL,
     EngineOutput,
@@ -251,6 +252,42 @@ class EngineCore:
             uptime_s=now - self._started,
             expert_load=self.executor.expert_load() if experts else (),
         )
+
+
+class Asleep:
+    """What is left of a core that gave memory back: at level 1 the weights, at level 2 nothing. Who owns the core makes this,
+    lets go of the core, and calls `free`; `wake` makes another. RequestError if the level can't be had."""
+
+    def __init__(self, core: EngineCore, args: EngineArgs, level: int) -> None:
+        self.check(core, level)
+        executor = core.executor
+        assert isinstance(executor, LocalExecutor)
+        self._args, self.level, self._platform = args, level, executor.runner.platform
+        executor.runner.release()
+        self._runner, self._canary = executor.runner if level == 1 else None, executor.canary
+
+    @staticmethod
+    def check(core: EngineCore, level: int) -> None:
+        """RequestError if the level can't be had."""
+        if level not in (1, 2):
+            raise RequestError(f"level must be 1 (the KV cache) or 2 (the weights, too), got {level!r}", field="level")
+        if level == 1 and core.config.device.info.is_cuda:
+            message = "level 1 keeps weights in the host's memory, which is not done for a GPU; level=2 reads them again"
+            raise RequestError(message, field="level")
+
+    def free(self) -> None:
+        gc.collect()  # an engine's parts know each other
+        self._platform.release_unused()
+
+    def wake(self) -> EngineCore:
+        """The core as it was, without requests and cached prefixes."""
+        runner, args = self._runner, self._args
+        if runner is None:
+            return EngineCore.build(args)
+        description = runner.model.description
+        executor = LocalExecutor(runner.config, description, runner)
+        executor.canary = self._canary
+        return EngineCore(executor, lambda: load_tokenizer(args, description))
 
 
 def check_alive(core: EngineCore) -> None:

@@ -19,8 +19,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from concurrent.futures import Future
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -28,16 +28,20 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
+from slipstream.engine.bounded_threads import BoundedThreads
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.engine.tokenizer_parts import is_panic
 from slipstream.errors import RequestError
-from slipstream.types import EngineRequest, StepPlan, StructuredOutputsParams, TokenMask
+from slipstream.types import EngineRequest, SamplingParams, StepPlan, StructuredOutputsParams, TokenMask
 
 MAX_CHARACTERS = 256 * 1024
 """Of a schema, a regular expression, a grammar, or all choices."""
 
 MAX_SECONDS = 10.0
 """Of a compilation. What the limits below allow takes under a second."""
+
+MAX_STUCK = 4
+"""Compilations that take longer and go on. With more of them no other grammar is begun."""
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Between two tokens of JSON. Without a bound a model that has lost its way writes spaces until max_tokens."""
@@ -117,10 +121,16 @@ def check(params: StructuredOutputsParams) -> None:
 async def check_in_thread(params: StructuredOutputsParams) -> None:
     """`check`, while the event loop goes on. What it finds is kept, so that the next `check` takes no time."""
     try:
-        await asyncio.wait_for(asyncio.to_thread(check, params), MAX_SECONDS)
+        await asyncio.wrap_future(_checks.submit(partial(check, params)))
     except TimeoutError:
-        name = _given(params)[0]
-        raise _refused(f"it takes longer than {MAX_SECONDS:g} s to compile", name) from None
+        raise _refused(_too_slow(), _given(params)[0]) from None
+
+
+_checks: BoundedThreads[None] = BoundedThreads(lambda: MAX_SECONDS, most=4, most_stuck=MAX_STUCK, name="grammar checks")
+
+
+def _too_slow() -> str:
+    return f"it takes longer than {MAX_SECONDS:g} s to compile"
 
 
 @lru_cache(maxsize=64)
@@ -188,14 +198,25 @@ class GrammarError(Exception):
 
 
 class GrammarState:
-    """Where one answer stands in its grammar. `ends`: the tokens that end it; of `never`, none is allowed anywhere."""
+    """Where one answer stands in its grammar. `ends`: the tokens that end it; of `never`, none is allowed anywhere. `sampling`
+    says what else the request rules out, so that it is known where nothing is left."""
 
-    def __init__(self, matcher: LLMatcher, ends: Collection[int] = (), never: Collection[int] = ()) -> None:
-        self._matcher = matcher
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        ends: Collection[int] = (),
+        never: Collection[int] = (),
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
+    ) -> None:
+        self._matcher, self._sampling = matcher, sampling
         self._ends, self._never = tuple(ends), tuple(set(never) - set(ends))
+        self._answer: list[int] = []
+        self._allowed: Bits | None = None  # as a mask
 
     def copy(self) -> GrammarState:
-        return GrammarState(self._matcher.deep_copy(), self._ends, self._never)
+        other = GrammarState(self._matcher.deep_copy(), self._ends, self._never, self._sampling)
+        other._answer[:] = self._answer
+        return other
 
     def mask(self, into: Bits) -> None:
         """Write which tokens may come next into int32 [words]; none may if the answer is complete. GrammarError if it can't go
@@ -211,14 +232,32 @@ class GrammarState:
             into[token >> 5] &= ~_bit(token)
         for token in self._ends:
             into[token >> 5] = into[token >> 5] | _bit(token) if accepts else into[token >> 5] & ~_bit(token)
+        fits = into.any()
+        self._rule_out(into)
         if not accepts and not into.any():
-            raise GrammarError("no token of the model's vocabulary can follow here")
+            what = "what allowed_token_ids and bad_words leave" if fits else "the model's vocabulary"
+            raise GrammarError(f"no token of {what} can follow here")
+
+    def _rule_out(self, into: Bits) -> None:
+        """What the request's other fields do not allow."""
+        sampling, answer = self._sampling, self._answer
+        if sampling.allowed_token_ids is not None:
+            if self._allowed is None:
+                tokens = np.array(sampling.allowed_token_ids)
+                self._allowed = np.zeros_like(into)
+                np.bitwise_or.at(self._allowed.view(np.uint32), tokens >> 5, np.uint32(1) << (tokens & 31).astype(np.uint32))
+            into &= self._allowed
+        for *before, last in sampling.bad_words_token_ids:
+            if not before or answer[-len(before) :] == before:
+                into[last >> 5] &= ~_bit(last)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance by tokens that its masks allowed. GrammarError if it can't."""
         if not self._matcher.consume_tokens(list(tokens)):
             self._check()
             raise GrammarError("a token was drawn that the grammar does not allow")
+        if self._sampling.bad_words_token_ids:
+            self._answer += tokens
 
     def forced(self, num_pending: int = 0) -> tuple[int, ...]:
         """The tokens that must follow `num_pending` ones which its masks have forced, up to one behind which the answer is not
@@ -235,6 +274,7 @@ class GrammarState:
     def rollback(self, num_tokens: int) -> None:
         """Take back the last tokens."""
         self._matcher.rollback(num_tokens)
+        del self._answer[len(self._answer) - num_tokens :]
 
     def mask_drafts(self, masks: Bits, drafts: Sequence[int]) -> None:
         """Of int32 [1 + drafts, words], where the first is written: the masks behind each guessed token. Behind a wrong one
@@ -247,7 +287,11 @@ class GrammarState:
             self.accept([token])
             taken += 1
             if not self.is_finished:
-                self.mask(masks[taken])
+                try:
+                    self.mask(masks[taken])
+                except GrammarError:  # it is an error once the guess turns out right
+                    masks[taken] = -1
+                    break
         if taken:
             self.rollback(taken)
 
@@ -290,14 +334,16 @@ class Grammars:
         self.load, self.num_rows, self._ends_of = load, num_rows, ends
         self._ends: tuple[int, ...] = ()
         self._vocabulary: LLTokenizer | None = None
-        self._threads, self._lock = ThreadPoolExecutor(2, "grammar"), threading.Lock()
+        seconds, self._lock = lambda: MAX_SECONDS, threading.Lock()
+        self._threads: BoundedThreads[LLMatcher] = BoundedThreads(seconds, most=2, most_stuck=MAX_STUCK, name="grammars")
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
-        self._pending: dict[str, tuple[EngineRequest, Future[LLMatcher], float]] = {}
+        self._pending: dict[str, tuple[EngineRequest, Future[LLMatcher]]] = {}
         self._states: dict[str, GrammarState] = {}
 
     def begin(self, request: EngineRequest) -> bool:
-        """Compile the request's grammar. Whether it is ready; else `compiled` says when it is."""
+        """Compile the request's grammar. Whether it is ready; else `compiled` says when it is. EngineOverloadedError if too
+        many compilations are stuck."""
         params = request.sampling.structured_outputs
         assert params is not None
         matcher = self._compiled.get(params)
@@ -305,9 +351,9 @@ class Grammars:
             self._compiled.move_to_end(params)
             self._start(request, matcher)
             return True
-        same = (future for other, future, _ in self._pending.values() if other.sampling.structured_outputs == params)
-        future = next(same, None) or self._threads.submit(self._compile, params)
-        self._pending[request.request_id] = request, future, time.monotonic() + MAX_SECONDS
+        same = (future for other, future in self._pending.values() if other.sampling.structured_outputs == params)
+        future = next(same, None) or self._threads.submit(partial(self._compile, params))
+        self._pending[request.request_id] = request, future
         return False
 
     @property
@@ -317,15 +363,14 @@ class Grammars:
     def compiled(self) -> list[tuple[str, str | None]]:
         """The requests whose grammar has become ready, or what is wrong with it."""
         found: list[tuple[str, str | None]] = []
-        for request_id, (request, future, until) in list(self._pending.items()):
-            late = time.monotonic() > until
-            if not future.done() and not late:
+        for request_id, (request, future) in list(self._pending.items()):
+            if not future.done():
                 continue
             del self._pending[request_id]
             error = None
-            if late:
-                error = f"the grammar takes longer than {MAX_SECONDS:g} s to compile"
-            elif (failure := future.exception()) is not None:  # whatever it is, it is this request's alone
+            if isinstance(failure := future.exception(), TimeoutError):
+                error = f"the grammar can't be enforced: {_too_slow()}"
+            elif failure is not None:  # whatever it is, it is this request's alone
                 error = str(failure) or type(failure).__name__
             else:
                 matcher, params = future.result(), request.sampling.structured_outputs
@@ -406,7 +451,7 @@ class Grammars:
 
     def _start(self, request: EngineRequest, matcher: LLMatcher) -> None:
         ends = (*request.eos_token_ids, *request.sampling.stop_token_ids)
-        self._states[request.request_id] = GrammarState(matcher.deep_copy(), ends, self._ends)
+        self._states[request.request_id] = GrammarState(matcher.deep_copy(), ends, self._ends, request.sampling)
 
     def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
         with self._lock:

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from slipstream.config import EngineArgs, EngineConfig, setting_help
-from slipstream.engine.engine_core import EngineCore, check_alive
+from slipstream.engine.engine_core import Asleep, EngineCore, check_alive
 from slipstream.engine.output import OutputProcessor, merge, raise_on_error
 from slipstream.engine.pooled import (
     EncodingOutput,
@@ -59,10 +59,6 @@ from slipstream.types import (
     tokens_of,
     vectors_of,
 )
-from slipstream.worker.executor import LocalExecutor
-
-if TYPE_CHECKING:
-    from slipstream.worker.model_runner import ModelRunner
 
 Message = dict[str, Any]
 P = ParamSpec("P")
@@ -119,8 +115,8 @@ class LLM:
         return llm
 
     def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
-        self._args, self._sleeps = args, False
-        self._asleep: ModelRunner | None = None  # which keeps the weights
+        self._args = args
+        self._asleep: Asleep | None = None
         self._core: EngineCore | None = EngineCore.build(args, progress=progress)
         log_canary(self._core.executor.canary)
         progress("tokenizer")
@@ -133,7 +129,7 @@ class LLM:
     @property
     def core(self) -> EngineCore:
         if self._core is None:
-            why = "sleeps; call wake_up()" if self._sleeps else "was shut down; make a new one"
+            why = "sleeps; call wake_up()" if self.is_sleeping else "was shut down; make a new one"
             raise RequestError(f"this LLM {why}")
         return self._core
 
@@ -331,46 +327,27 @@ class LLM:
 
         Level 1 leaves the weights in the host's memory. A GPU's are not moved there: on a GPU there is level 2.
         """
-        if level not in (1, 2):
-            raise RequestError(f"level must be 1 (the KV cache) or 2 (the weights, too), got {level!r}", field="level")
-        core = self.core
-        executor = core.executor
-        assert isinstance(executor, LocalExecutor)
-        if level == 1 and executor.runner.platform.kind != "cpu":
-            message = "level 1 keeps weights in the host's memory, which is not done for a GPU; level=2 reads them again"
-            raise RequestError(message, field="level")
-        platform = executor.runner.platform
         with self._exclusive():
-            executor.runner.release()
-            self._core, self._asleep = None, executor.runner if level == 1 else None
-            self._sleeps = True
-        del core, executor
-        gc.collect()  # an engine's parts know each other
-        platform.release_unused()
+            self._asleep = Asleep(self.core, self._args, level)
+            self._core = None
+        self._asleep.free()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back what `sleep` gave away. `tags` are vLLM's: None, or both of "weights" and "kv_cache"."""
         if tags is not None and set(tags) != {"weights", "kv_cache"}:
             raise RequestError(f"all is taken back at once; leave tags out, got {list(tags)!r}", field="tags")
-        if not self._sleeps:
+        if self._asleep is None:
             return
-        runner = self._asleep
-        if runner is None:
-            self._core = EngineCore.build(self._args)
-        else:
-            args, description = self._args, runner.model.description
-            executor = LocalExecutor(runner.config, description, runner)
-            self._core = EngineCore(executor, lambda: load_tokenizer(args, description))
-        self._sleeps, self._asleep = False, None
+        self._core, self._asleep = self._asleep.wake(), None
         self._input = InputProcessor.for_model(self._core.description, self._core.config, self.tokenizer)
 
     @property
     def is_sleeping(self) -> bool:
-        return self._sleeps
+        return self._asleep is not None
 
     def shutdown(self) -> None:
         """Give the model's memory back."""
-        self._core, self._asleep, self._sleeps = None, None, False
+        self._core = self._asleep = None
 
     def __enter__(self) -> Self:
         return self

@@ -127,7 +127,9 @@ class SharedCore:
             self._send(Attach(number, path))
 
     def core_said(self, message: ToParent) -> None:
-        """A heartbeat: front ends hear their own."""
+        """Of heartbeats front ends hear their own."""
+        if isinstance(message, Ready):  # it woke up
+            self.ready = message
 
     def core_died(self, reason: str, *, final: bool) -> None:
         self._paths.clear()

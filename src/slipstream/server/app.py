@@ -11,21 +11,22 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from slipstream import __version__
 from slipstream.errors import SlipstreamError
 from slipstream.server import chat, completions, docs_page, ollama, openapi
 from slipstream.server.auth import ApiKeys
-from slipstream.server.embeddings import RERANK_PATHS, PooledRoute, embeddings, rerank
+from slipstream.server.embeddings import RERANK_PATHS, SCORE_PATHS, PooledRoute, embeddings, rerank, score
 from slipstream.server.errors import ApiError, ClientDisconnected, answer_error
 from slipstream.server.generation import GenerationRoute
 from slipstream.server.health import Probes
 from slipstream.server.metrics import Metrics
 from slipstream.server.models import Models
-from slipstream.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest
+from slipstream.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from slipstream.server.record import RequestLog
+from slipstream.server.sleep import Sleeping
 from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener
 from slipstream.server.tokens import Tokens
 
@@ -47,6 +48,12 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
     async def version(request: Request) -> Response:
         return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
 
+    async def root(request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse("docs")  # a browser
+        text = f"Slipstream {__version__} serves {', '.join(state.model_names)}: OpenAI's API at /v1, all of it at /docs\n"
+        return Response(text, media_type="text/plain")
+
     cors = Middleware(
         CORSMiddleware,
         allow_origins=settings.cors_origins,
@@ -60,6 +67,7 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
             Route("/v1/chat/completions", GenerationRoute(state, ChatRequest, chat.prepare), methods=["POST"]),
             Route("/v1/embeddings", PooledRoute(state, EmbeddingRequest, embeddings), methods=["POST"]),
             *(Route(path, PooledRoute(state, RerankRequest, rerank), methods=["POST"]) for path in RERANK_PATHS),
+            *(Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"]) for path in SCORE_PATHS),
             Route("/v1/models", models.list),
             Route("/v1/models/{id:path}", models.get),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
@@ -70,8 +78,10 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
             Route("/ready", probes.ready),
             Route("/health", probes.health),
             Route("/metrics", probes.metrics),
+            Route("/", root),
             Route("/openapi.json", describe),
             Route("/docs", docs),
+            *Sleeping(state).routes(),
             *ollama.routes(state),
         ],
         middleware=[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from slipstream.server.token_details import choice_details, id_name, prompt_deta
 from slipstream.server.tokens import chat_tokens, template_tokens
 from slipstream.server.tool_formats.base import Arguments, BeginCall, Content, Event, Parser, Reasoning
 from slipstream.server.tools import Reading, reading_of
-from slipstream.types import CompletionOutput, FinishReason, Logprob, PositionLogprobs, SamplingParams, TokensPrompt
+from slipstream.types import CompletionOutput, FinishReason, Logprob, PositionLogprobs, TokensPrompt
 
 _ROLE = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
 
@@ -97,7 +98,7 @@ class ReadAnswer(ChatAnswer):
         events = parser.feed(delta.text)
         if delta.finish_reason is not None:
             events += parser.finish()
-        told = [encode(self._delta(event)) for event in _merged(events)]
+        told = [encode(self._delta(event)) for event in merged(events)]
         ids = self._ids(delta)
         if (delta.logprobs or ids) and not told:
             told.append(b"{}")
@@ -146,7 +147,7 @@ def _call(begin: BeginCall) -> dict[str, Any]:
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-def _merged(events: list[Event]) -> list[Event]:
+def merged(events: list[Event]) -> list[Event]:
     """Neighbours that say the same kind of thing as one."""
     found: list[Event] = []
     for event in events:
@@ -166,31 +167,18 @@ def _reason(reason: str, parser: Parser) -> str:
     return "tool_calls" if reason == FinishReason.STOP and parser.num_calls else reason
 
 
-async def answer_of(
-    state: ServerState,
-    body: ChatRequest,
-    tokens: list[int],
-    sampling: SamplingParams,
-    record: RequestRecord,
-    template: str | None,
-) -> ChatAnswer:
-    prompts, reading = [TokensPrompt(prompt_token_ids=tokens)], reading_of(state, body, tokens, template)
-    if reading is None:
-        return ChatAnswer(state, body, prompts, sampling, record)
-    tokenizer = state.engine.tokenizer
-    assert tokenizer is not None
-    sampling = dataclasses.replace(
-        sampling,
-        structured_outputs=await reading.structured(sampling.structured_outputs, tokenizer),
-        skip_special_tokens=sampling.skip_special_tokens and not reading.shows(tokenizer),
-    )
-    return ReadAnswer(reading, state, body, prompts, sampling, record)
+def chat_answer(reading: Reading | None, *args: Any) -> Answer:
+    return ChatAnswer(*args) if reading is None else ReadAnswer(reading, *args)
 
 
 async def prepare(
-    state: ServerState, body: ChatRequest, record: RequestRecord, *, answer: type[Answer] | None = None
+    state: ServerState,
+    body: ChatRequest,
+    record: RequestRecord,
+    *,
+    answer: Callable[..., Answer] = chat_answer,
 ) -> Answer:
-    """`answer` writes it in another shape, in which calls and reasoning are text."""
+    """`answer` writes it; it is given a Reading, or None if there is nothing but text, and what an Answer takes."""
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = body.sampling(
         state.engine.description.sampling,
@@ -217,10 +205,15 @@ async def prepare(
         plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
         shorter, told = await shorten(state, plain, body.compress_prompt)
         tokens = await template_tokens(state, shorter, **variables)
-    if answer is None:
-        made: Answer = await answer_of(state, body, tokens, sampling, record, template)
-    else:
-        made = answer(state, body, [TokensPrompt(prompt_token_ids=tokens)], sampling, record)
+    reading = reading_of(state, body, tokens, template)
+    if reading is not None:
+        assert tokenizer is not None
+        sampling = dataclasses.replace(
+            sampling,
+            structured_outputs=await reading.structured(sampling.structured_outputs, tokenizer),
+            skip_special_tokens=sampling.skip_special_tokens and not reading.shows(tokenizer),
+        )
+    made = answer(reading, state, body, [TokensPrompt(prompt_token_ids=tokens)], sampling, record)
     if told is not None:
         made.more_usage = {"prompt_compression": told}
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +12,7 @@ from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState, Tokenizer
 from slipstream.server.token_details import choice_details, id_name, prompt_details
 from slipstream.server.tokens import text_prompt
-from slipstream.types import CompletionOutput, Logprob, PositionLogprobs, Prompt, TokensPrompt
+from slipstream.types import CompletionOutput, FinishReason, Logprob, PositionLogprobs, Prompt, TokensPrompt
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -65,6 +66,8 @@ class CompletionAnswer(Answer):
     def note(self, delta: CompletionOutput, now: float) -> None:
         if self.body.max_tokens == 0:  # the engine makes one token of every prompt; this one nobody asked for
             delta.text, delta.token_ids, delta.logprobs = "", [], None if delta.logprobs is None else []
+            if delta.finish_reason is not None:
+                delta.finish_reason = FinishReason.LENGTH
         super().note(delta, now)
 
     def _echo(self, index: int) -> str:
@@ -137,7 +140,7 @@ async def prepare(
     body: CompletionRequest,
     record: RequestRecord,
     *,
-    answer: type[Answer] = CompletionAnswer,
+    answer: Callable[..., Answer] = CompletionAnswer,
     max_tokens: int | None = DEFAULT_MAX_TOKENS,
 ) -> Answer:
     """The `answer` to a body; `max_tokens` if the body has none (None: the rest of the context)."""

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, as OpenAI's client uses it, and POST /rerank, in the shape of Jina's and Cohere's.
+"""POST /v1/embeddings, as OpenAI's client uses it, /rerank, in the shape of Jina's and Cohere's, and vLLM's /score.
 
 The texts of a request are one request to the engine, which batches them by tokens with everyone else's. The answer is whole or
 an error: there is nothing to stream.
@@ -13,18 +13,28 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from slipstream.engine.pooled import check_dimensions, rank, refuse_classifier, rerank_texts, rows
+from slipstream.engine.pooled import (
+    check_dimensions,
+    rank,
+    refuse_classifier,
+    rerank_texts,
+    rows,
+    score_texts,
+    scores,
+    scores_pairs,
+)
 from slipstream.errors import RequestError
 from slipstream.server.errors import bad_request, shutting_down
 from slipstream.server.generation import encode, send_json
 from slipstream.server.limits import in_flight, read_body
-from slipstream.server.models import require_model
-from slipstream.server.protocol import EmbeddingRequest, Pooled, RerankRequest, decode
+from slipstream.server.models import served_model
+from slipstream.server.protocol import EmbeddingRequest, Pooled, RerankRequest, ScoreRequest, decode
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState
 from slipstream.types import FinishReason, Prompt, TokensPrompt, Vectors
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
+SCORE_PATHS = ("/score", "/v1/score")
 
 
 class PooledRoute:
@@ -46,7 +56,7 @@ class PooledRoute:
         if state.draining:
             raise shutting_down()
         body = self.read(await read_body(scope, receive, state.settings))
-        require_model(state, body.model)
+        body.model = served_model(state, body.model)
         async with in_flight(state, receive):
             found = await self.answer(state, body, record)
         state.metrics.e2e.observe(time.monotonic() - record.start)
@@ -95,6 +105,33 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
         results.append({**one, "document": {"text": result.document}} if body.return_documents else one)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"id": f"rerank-{record.id}", "model": body.model, "results": results, "usage": usage}
+
+
+async def score(state: ServerState, body: ScoreRequest, record: RequestRecord) -> dict[str, Any]:
+    model = state.engine.description
+    first, second = ([given] if isinstance(given, str) else given for given in (body.text_1, body.text_2))
+    try:
+        texts = score_texts(model, first, second)
+        answer = await embed(state, texts, body, "text_2")
+    except RequestError as error:
+        if error.field == "data_1":
+            error.field = "text_1"
+        elif error.field == "prompt" and error.text is not None:
+            own, number = "text_2", error.text
+            if not scores_pairs(model):  # the first texts stand before the second
+                own, number = ("text_1", number) if number < len(first) else (own, number - len(first))
+            error.field = own if isinstance(getattr(body, own), str) else f"{own}[{number}]"
+        raise
+    found, _ = scores(model, len(first), answer)
+    record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
+    return {
+        "id": f"score-{record.id}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": body.model,
+        "data": [{"index": i, "object": "score", "score": float(one)} for i, one in enumerate(found)],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
 
 
 async def embed(

@@ -4,7 +4,7 @@
 401 invalid_request_error   code invalid_api_key
 404, 405, 408, 413          an unknown route or model, a wrong method, a body too slow or too long
 429 rate_limit_error        the engine's queue or the server is full; Retry-After says when to come back
-503 service_unavailable     draining, or the engine process died
+503 service_unavailable     draining, or the engine process died or sleeps
 500 server_error            a fault of ours; the message says nothing of the inside, the log does
 """
 
@@ -22,6 +22,7 @@ from starlette.types import Scope
 
 from slipstream.errors import (
     ContextLengthError,
+    EngineAsleepError,
     EngineDeadError,
     EngineOverloadedError,
     RequestError,
@@ -95,6 +96,8 @@ def as_api_error(exc: Exception) -> ApiError:
             return bad_request(exc.message, exc.field)
         case EngineOverloadedError():
             return overloaded(exc.message)
+        case EngineAsleepError():
+            return unavailable(exc.message, "engine_asleep")
         case EngineDeadError():
             return unavailable(exc.message, "engine_dead")
         case HTTPException():

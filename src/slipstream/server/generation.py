@@ -34,7 +34,7 @@ from slipstream.server.errors import (
     shutting_down,
 )
 from slipstream.server.limits import in_flight, read_body
-from slipstream.server.models import require_model
+from slipstream.server.models import served_model
 from slipstream.server.protocol import Generation, decode
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState
@@ -322,7 +322,7 @@ class GenerationRoute:
             raise shutting_down()
         body = self.read(await read_body(scope, receive, state.settings))
         body.check()
-        require_model(state, body.model)
+        body.model = served_model(state, body.model)
         record = scope["record"]
         started = False
         try:

@@ -1,7 +1,7 @@
 """The three probes and the metrics route.
 
 /live    200 while the event loop turns; restart the server when it does not answer
-/ready   200 when new requests are welcome; 503 while the server drains or the engine is down
+/ready   200 when new requests are welcome; 503 while the server drains or the engine is down or sleeps
 /health  200 when the engine answers and, if requests wait, steps; 503 with the reason when not; and what the checkpoint's
          canary said at the start, if it has one
 """
@@ -33,6 +33,8 @@ class Probes:
     async def ready(self, request: Request) -> Response:
         if self.state.draining:
             raise shutting_down()
+        if self.state.engine.is_sleeping:
+            raise unavailable("the model sleeps; POST /wake_up wakes it", "engine_asleep")
         self._require_health()
         return _ok("ready")
 

@@ -20,6 +20,14 @@ def require_model(state: ServerState, name: str) -> None:
         )
 
 
+def served_model(state: ServerState, name: str | None) -> str:
+    """The name that the answer bears: the first one served if the request has none. A 404 for one that is not served."""
+    if name is None:
+        return state.model_names[0]
+    require_model(state, name)
+    return name
+
+
 class Models:
     def __init__(self, state: ServerState) -> None:
         self.state = state
@@ -33,8 +41,9 @@ class Models:
         return _json(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        max_model_len = self.state.engine.config.model.max_model_len
-        owner = {"owned_by": "slipstream", "max_model_len": max_model_len}
+        engine = self.state.engine
+        sizes = {"max_model_len": engine.config.model.max_model_len, "vocab_size": engine.description.spec.vocab_size}
+        owner = {"owned_by": "slipstream", **sizes}
         return {"id": name, "object": "model", "created": self.state.created, **owner}
 
 

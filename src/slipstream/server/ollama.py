@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, Struct, field
@@ -27,6 +27,7 @@ from slipstream import __version__
 from slipstream.engine.pooled import check_dimensions, refuse_classifier, rows
 from slipstream.errors import SlipstreamError
 from slipstream.server import chat, completions
+from slipstream.server.chat import merged
 from slipstream.server.embeddings import PooledRoute, embed
 from slipstream.server.errors import ApiError, bad_request, noted
 from slipstream.server.generation import Answer, GenerationRoute, encode
@@ -46,6 +47,8 @@ from slipstream.server.protocol import (
 )
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState
+from slipstream.server.tool_formats.base import Reasoning
+from slipstream.server.tools import Reading, reasons
 from slipstream.types import CompletionOutput, SamplingParams
 
 _Off = field(default_factory=Raw)
@@ -99,13 +102,12 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None  # default: true
     options: OllamaOptions | None = None
     format: Raw = _Off  # "json" or a schema
-    think: Raw = _Off
+    think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: float | str | None = None  # no effect
     logprobs: Raw = _Off
     top_logprobs: Raw = _Off
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
-        "think": (b"null", b"false"),
         "logprobs": (b"null", b"false"),
         "top_logprobs": (b"null", b"0"),
     }
@@ -131,11 +133,11 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
             **found,
         }
 
-    def chat(self, state: ServerState, said: list[tuple[str, str | None]]) -> ChatRequest:
+    def chat(self, state: ServerState, messages: list[dict[str, str]]) -> ChatRequest:
         fields = {**self.shared(state), **self.response_format(), **self.thinking(state)}
-        if not said:
+        if not messages:
             return ChatRequest(model=fields["model"], messages=[])
-        return _checked(ChatRequest, messages=[{"role": role, "content": text} for role, text in said], **fields)
+        return _checked(ChatRequest, messages=messages, **fields)
 
     def response_format(self) -> dict[str, Raw]:
         """OpenAI's field for the same."""
@@ -147,10 +149,18 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
         return {"response_format": Raw(b'{"type":"json_schema","json_schema":{"name":"format","schema":' + raw + b"}}")}
 
     def thinking(self, state: ServerState) -> dict[str, Any]:
-        """`think: false` is said to a template that can think."""
-        tokenizer = state.engine.tokenizer
-        knows = tokenizer is not None and "enable_thinking" in (tokenizer.chat_template or "")
-        return {"chat_template_kwargs": {"enable_thinking": False}} if knows and bytes(self.think) == b"false" else {}
+        """What `think` says, in the words of the chat template. A 400 if it asks for what the model doesn't do."""
+        tokenizer, think = state.engine.tokenizer, self.think
+        template = (tokenizer.chat_template if tokenizer is not None else None) or ""
+        if think is None or (think is False and "enable_thinking" not in template):
+            return {}
+        if isinstance(think, str):
+            if "reasoning_effort" not in template:
+                raise bad_request(f"think={think!r}: this model's chat template knows no effort; say true or false", "think")
+            return {"reasoning_effort": think}
+        if think and not reasons(state, template):
+            raise bad_request("this model does not think; leave think out", "think")
+        return {"chat_template_kwargs": {"enable_thinking": think}} if "enable_thinking" in template else {}
 
 
 _SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
@@ -171,13 +181,12 @@ class OllamaMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     images: Raw = _Off
     tool_calls: Raw = _Off
     tool_name: Raw = _Off
-    thinking: Raw = _Off
+    thinking: str | None = None
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "images": (b"null", b"[]"),
         "tool_calls": (b"null", b"[]"),
         "tool_name": (b"null", b'""'),
-        "thinking": (b"null", b'""'),
     }
 
 
@@ -191,7 +200,8 @@ class OllamaChatRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True):
         refuse_unless_off(self, {"tools": (b"null", b"[]")})
         for i, message in enumerate(self.messages):
             refuse_unless_off(message, message.off, f"messages[{i}].")
-        return self.chat(state, [(message.role, message.content) for message in self.messages])
+        said = [{"role": m.role, "content": m.content, "reasoning_content": m.thinking or None} for m in self.messages]
+        return self.chat(state, [{k: v for k, v in message.items() if v is not None} for message in said])
 
 
 class OllamaGenerateRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True):
@@ -217,13 +227,13 @@ class OllamaGenerateRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True
         refuse_unless_off(self, self.no_more)
         tokenizer = state.engine.tokenizer
         if self.raw or tokenizer is None or tokenizer.chat_template is None:
-            if self.system or self.response_format():
-                field = "system" if self.system else "format"
+            if self.system or self.response_format() or self.think:
+                field = "system" if self.system else "think" if self.think else "format"
                 raise bad_request(f"{field} needs a chat template; this is a prompt as it is", field)
             body = CompletionRequest(model=known_name(state, self.model), prompt=[])
             return _checked(CompletionRequest, prompt=self.prompt, **self.shared(state)) if self.prompt else body
-        said = [("system", self.system), ("user", self.prompt)] if self.prompt else []
-        return self.chat(state, [(role, text) for role, text in said if text])
+        said = {"system": self.system, "user": self.prompt} if self.prompt else {}
+        return self.chat(state, [{"role": role, "content": text} for role, text in said.items() if text])
 
 
 class OllamaEmbedRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -261,27 +271,44 @@ def known_name(state: ServerState, name: str) -> str:
 
 
 class OllamaAnswer(Answer):
-    """The text is the field `response`, or a message."""
+    """The text is the field `response`, or a message; `reading` tells reasoning apart."""
 
     kind = chunk_kind = id_prefix = ""
     media_type = b"application/x-ndjson"
     is_plain = False
     as_message: ClassVar[bool]
 
+    def __init__(self, reading: Reading | None, *args: Any) -> None:
+        super().__init__(*args)
+        self.parser = None if reading is None else reading.parser()
+
     def chunk(self, delta: CompletionOutput) -> bytes:
-        return encode({**self._said(delta.text), "done": False}) + b"\n" if delta.text else b""
+        parts = self._read(delta.text, delta.finish_reason is not None)
+        return b"".join(_line({**self._said(*part), "done": False}) for part in parts)
+
+    def _read(self, text: str, finished: bool) -> list[tuple[str, str]]:
+        """What is new, each as (text, reasoning)."""
+        if self.parser is None:
+            return [(text, "")] if text else []
+        events = self.parser.feed(text) + (self.parser.finish() if finished else [])
+        return [("", e.text) if isinstance(e, Reasoning) else (e.text, "") for e in merged(events) if hasattr(e, "text")]
 
     def end(self) -> bytes:
-        return self._take_events() + encode({**self._said(""), **self._done()}) + b"\n"
+        return self._take_events() + _line({**self._said(""), **self._done()})
 
     def failure(self, error: ApiError) -> bytes:
-        return encode({"error": error.message}) + b"\n"
+        return _line({"error": error.message})
 
     def collected(self) -> bytes:
-        return encode({**self._said("".join(text for choice in self.choices for text in choice.text)), **self._done()})
+        parts = self._read("".join(text for choice in self.choices for text in choice.text), True)
+        text, reasoning = ("".join(some) for some in zip(*parts, strict=True)) if parts else ("", "")
+        return encode({**self._said(text, reasoning), **self._done()})
 
-    def _said(self, text: str) -> dict[str, Any]:
-        said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self.as_message else {"response": text}
+    def _said(self, text: str, reasoning: str = "") -> dict[str, Any]:
+        thought = {"thinking": reasoning} if reasoning else {}
+        said: dict[str, Any] = {"response": text, **thought}
+        if self.as_message:
+            said = {"message": {"role": "assistant", "content": text, **thought}}
         return {"model": self.body.model, "created_at": _stamp(), **said}
 
     def _done(self) -> dict[str, Any]:
@@ -309,6 +336,14 @@ class ResponseAnswer(OllamaAnswer):
     as_message = False
 
 
+def _line(value: Any) -> bytes:
+    """Clients that split lines as Python splits texts find only the one at the end."""
+    line = encode(value)
+    for mark in ("\x85", "\u2028", "\u2029"):
+        line = line.replace(mark.encode(), b"\\u%04x" % ord(mark))
+    return line + b"\n"
+
+
 def _stamp(seconds: float | None = None) -> str:
     moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return moment.isoformat().replace("+00:00", "Z")
@@ -318,12 +353,12 @@ async def _prepare(
     state: ServerState, body: ChatRequest | CompletionRequest, record: RequestRecord, *, answer: type[OllamaAnswer]
 ) -> Answer:
     if not (body.messages if isinstance(body, ChatRequest) else body.prompt):
-        loaded = answer(state, body, [], SamplingParams(), record)
+        loaded = answer(None, state, body, [], SamplingParams(), record)
         loaded.stream = False
         return loaded
     if isinstance(body, ChatRequest):
         return await chat.prepare(state, body, record, answer=answer)
-    return await completions.prepare(state, body, record, answer=answer, max_tokens=None)
+    return await completions.prepare(state, body, record, answer=partial(answer, None), max_tokens=None)
 
 
 # --- Routes ---------------------------------------------------------------------------------------------------------
@@ -407,7 +442,7 @@ class _About:
                 f"{kind}.embedding_length": spec.hidden_size,
                 f"{kind}.block_count": len(spec.layers),
             },
-            "capabilities": ["completion"] if spec.generates else ["embedding"],
+            "capabilities": (["completion"] + ["thinking"] * reasons(state, template)) if spec.generates else ["embedding"],
             "modified_at": _stamp(state.created),
         }
         await _json(answer)(scope, receive, send)

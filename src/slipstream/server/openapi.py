@@ -13,6 +13,7 @@ from slipstream.server.protocol import (
     DetokenizeRequest,
     EmbeddingRequest,
     RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
 )
 
@@ -23,6 +24,8 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/rerank": RerankRequest,
     "/v1/rerank": RerankRequest,
     "/v2/rerank": RerankRequest,
+    "/score": ScoreRequest,
+    "/v1/score": ScoreRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     **ollama.BODIES,
@@ -38,7 +41,12 @@ _GETS = {
     "/metrics": "Prometheus metrics",
     "/api/tags": "The models served, as Ollama lists them",
     "/api/version": "The server's version",
+    "/is_sleeping": "Whether the model gave its memory back (of a server with --enable-sleep-mode, as the next two)",
     "/docs": "This description as a page",
+}
+_POSTS = {
+    "/sleep": ("Give the model's memory back: level 1 the KV cache, level 2 the weights, too", {"level": ["1", "2"]}),
+    "/wake_up": ("Take it back", {}),
 }
 _ERROR = {
     "type": "object",
@@ -74,6 +82,9 @@ def document(version: str, *, has_keys: bool) -> dict[str, Any]:
             [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}] if "{id}" in path else []
         )
         paths[path] = {"get": {"summary": summary, "parameters": parameters, "responses": answers}}
+    for path, (summary, query) in _POSTS.items():
+        parameters = [{"name": n, "in": "query", "schema": {"type": "string", "enum": some}} for n, some in query.items()]
+        paths[path] = {"post": {"summary": summary, "parameters": parameters, "responses": answers}}
     scheme = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if has_keys else {}
     return {
         "openapi": "3.1.0",

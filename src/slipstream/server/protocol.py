@@ -65,7 +65,7 @@ class PromptCompression(Struct, forbid_unknown_fields=True, kw_only=True):
 class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
     """What completions and chat completions share."""
 
-    model: str
+    model: str | None = None  # the one that is served, as vLLM has it
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Int | None = None
@@ -247,9 +247,9 @@ _TEMPLATE_FIELDS = {
 
 
 class Pooled(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What embeddings and reranking share: the model and vLLM's extensions."""
+    """What embeddings, reranking and scores share: the model and vLLM's extensions."""
 
-    model: str
+    model: str | None = None  # the one that is served
     truncate_prompt_tokens: Int | None = None  # cut texts that are longer; -1: than the model takes
     priority: Int | None = None  # lower goes first
     user: str | None = None  # about the caller; no effect
@@ -268,6 +268,9 @@ class EmbeddingRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
         return one_kind(self.input, "input")
 
 
+Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+
+
 class TextDocument(Struct, forbid_unknown_fields=True, kw_only=True):
     text: str
 
@@ -279,6 +282,13 @@ class RerankRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
     documents: Annotated[list[str | TextDocument], Meta(min_length=1, max_length=MAX_INPUTS)]
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool = False
+
+
+class ScoreRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
+    """POST /score and /v1/score: vLLM's. One text of `text_1` goes with all of `text_2`"""
+
+    text_1: str | Texts
+    text_2: str | Texts
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -394,6 +404,7 @@ register(
     ChatRequest,
     EmbeddingRequest,
     RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
     DetokenizeRequest,
     TextPart,

@@ -178,6 +178,12 @@ def _special(tokenizer: Tokenizer, text: str) -> int | None:
     return ids[0] if len(ids) == 1 and ids[0] in tokenizer.special_ids else None
 
 
+def reasons(state: ServerState, template: str | None) -> bool:
+    """Whether answers of the model may begin with reasoning, as its chat template or the server's settings say."""
+    form = tool_format(state.settings.tool_call_parser, template)
+    return reasoning_markers(state.settings.reasoning_parser, template) is not None or (form is not None and form.reasons)
+
+
 def reading_of(state: ServerState, body: WithTools, prompt: Sequence[int], template: str | None) -> Reading | None:
     """None: the answer is its text. A 400 if the model can't call tools."""
     tokenizer, settings = state.engine.tokenizer, state.settings

@@ -31,6 +31,12 @@ class StoredType:
     num_bytes: int
 
 
+def usual_sampling() -> dict[str, float]:
+    """Of a model whose files don't say how tokens are drawn: llama.cpp's defaults. Drawing from all tokens at temperature 1, as
+    OpenAI's API has it, a small model soon loses its way."""
+    return {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
     """`dtype` is the one the checkpoint was saved in. `eos_token_ids` are the generation config's, else the config's. `gguf` is
@@ -46,7 +52,7 @@ class ModelDescription:
     bos_token_id: int | None
     quantization: StoredQuantization | None = None  # how weights, or scales of a cache, are stored
     pooling: PoolingSpec = LAST_TOKEN
-    sampling: Mapping[str, float] = field(default_factory=dict)  # the generation config's, by SamplingParams' names
+    sampling: Mapping[str, float] = field(default_factory=usual_sampling)  # or the generation config's
     stored: tuple[StoredType, ...] = ()  # a GGUF file's types, the largest first
     gguf: GGUFFile | None = field(default=None, repr=False, compare=False)
 
@@ -213,14 +219,14 @@ def _read_folder(path: Path) -> ModelDescription:
 
 
 def _sampling(config: Mapping[str, Any]) -> dict[str, float]:
-    """How a generation config would have tokens drawn where a request does not say: `repetition_penalty`, and if it samples at
-    all (`do_sample`) also temperature and filters."""
+    """How tokens are drawn where a request does not say. By a generation config `repetition_penalty`, and if it samples
+    (`do_sample`) temperature and filters; if it names none of these, the usual ones."""
     drawn = ("temperature", "top_p", "top_k", "min_p") if config.get("do_sample") else ()
     found = {name: value for name in (*drawn, "repetition_penalty") if (value := config.get(name)) is not None}
     for name, value in found.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise UnsupportedModelError(f"generation_config.json: {name} = {value!r} is no number", field=name)
-    return found
+    return found if found.keys() & set(drawn) else usual_sampling() | found
 
 
 def _tensor_names(path: Path) -> frozenset[str]:

@@ -46,6 +46,25 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         return {"name": "openai", "url": self.url, "model": self.model, "ignore_eos": self.ignore_eos}
 
 
+class ServedModel(msgspec.Struct, frozen=True):
+    """`vocab_size` as Slipstream says it, or llama.cpp (`meta`); others don't."""
+
+    class Meta(msgspec.Struct, frozen=True):
+        n_vocab: int | None = None
+
+    id: str
+    vocab_size: int | None = None
+    meta: Meta | None = None
+
+    @property
+    def num_token_ids(self) -> int | None:
+        return self.vocab_size or (None if self.meta is None else self.meta.n_vocab)
+
+
+class _Models(msgspec.Struct):
+    data: list[ServedModel]
+
+
 class OpenAIEndpoint:
     """A `StreamingEngine` that asks an endpoint."""
 
@@ -61,14 +80,14 @@ class OpenAIEndpoint:
         self._address = self._host  # a number after the first connection: names are looked up once
         self._idle: list[_Connection] = []
 
-    async def served_models(self) -> list[str]:
-        """The names that the endpoint serves. EngineError if it does not answer as one should."""
+    async def served_models(self) -> list[ServedModel]:
+        """What the endpoint serves. EngineError if it does not answer as one should."""
         try:
             status, body = await self._exchange("GET", "/models", b"", None, CONNECT_S)
             if status != 200:
                 raise _refusal(status, body)
-            return [str(entry["id"]) for entry in msgspec.json.decode(body)["data"]]
-        except (EngineError, OSError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            return msgspec.json.decode(body, type=_Models).data
+        except (EngineError, OSError, TimeoutError, ValueError) as error:
             url = f"{self.endpoint.url.rstrip('/').removesuffix('/v1')}/v1/models"
             raise EngineError(f"{url} does not answer like OpenAI's API: {type(error).__name__}: {error}") from error
 
