@@ -262,6 +262,8 @@ class GrammarState:
     def forced(self, num_pending: int = 0) -> tuple[int, ...]:
         """The tokens that must follow `num_pending` ones which its masks have forced, up to one behind which the answer is not
         complete. () if not even those are known."""
+        if self._sampling.allowed_token_ids is not None or self._sampling.bad_words_token_ids:
+            return ()  # what is forced may be ruled out
         tokens: list[int] = self._matcher.compute_ff_tokens()
         taken = next((i for i, token in enumerate(tokens) if token in self._ends or token in self._never), len(tokens))
         if taken <= num_pending:
