@@ -277,7 +277,7 @@ def _gather_inputs_after_upload(
     max_seq_len: int,
     from_start: bool,
     max_encoder_len: int,
-    ahead: int,
+    ahead: int = 0,
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
     token_rows, positions, starts, seq_lens, rows, *more = _upload_together(arrays, table.device)
     token_ids, meta = gather_inputs(
@@ -306,7 +306,7 @@ def _gather_inputs_on_host(
     max_seq_len: int,
     from_start: bool,
     max_encoder_len: int,
-    ahead: int,
+    ahead: int = 0,
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
     """`gather_inputs`, by numpy."""
     token_rows, positions, starts, seq_lens, rows, *more = arrays
