@@ -32,6 +32,7 @@ from slipstream.errors import ConfigError
 from slipstream.model.save import new_folder, stored, write_config, write_tensors
 from slipstream.model.sequences import SequenceBatch, WholeModel
 from slipstream.plan.environment import environment, plain
+from slipstream.plan.hardware import cpu_features
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.draft_heads import EagleSpec, MedusaSpec
 from slipstream.spec.model import RopeSpec
@@ -71,7 +72,7 @@ def train_head(
         )
     else:
         held_out = []
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = torch.bfloat16 if in_bfloat16(device) else torch.float32
     training = HeadTraining(load_dense(source.path, dtype=dtype, device=device), examples, settings, device)
     history = training.run(begin + seconds, progress)
     trained = time.perf_counter() - begin
@@ -140,7 +141,7 @@ def _engine(source: ModelDescription, settings: DraftHead, device: torch.device)
 
 
 class HeadTraining:
-    """One run. The head is in float32; on a GPU products are in bfloat16."""
+    """One run. The head is in float32; products are in bfloat16 where that is faster."""
 
     def __init__(self, source: DenseModel, examples: Sequence[Example], settings: DraftHead, device: torch.device) -> None:
         self.source, self.settings, self.device = source, settings, device
@@ -201,8 +202,9 @@ class HeadTraining:
                 found.append(now)
             yield from (found[i] for i in torch.randperm(len(found), generator=generator).tolist())
 
-    def padded(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(tokens [B, L], what the head reads [B, L, …], the model's logits among the head's tokens [B, L, D], counted [B, L])"""
+    def padded(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """(tokens [B, L], what the head reads [B, L, …], the model's final states [B, L, E], its logits among the head's tokens
+        [B, L, D], counted [B, L])"""
         some = [self.examples[i] for i in indices]
         longest, e = max(len(x.token_ids) for x in some), self.source.spec.hidden_size
         tokens = torch.zeros(len(some), longest, dtype=torch.int64)
@@ -213,12 +215,12 @@ class HeadTraining:
         tokens = tokens.to(self.device)
         states = torch.nn.utils.rnn.pad_sequence(list(self.states(indices)), batch_first=True).to(self.device)
         final, rest = states[..., :e], states[..., e:]
-        wanted = torch.nn.functional.linear(final.float(), self.rows.float()) * self.source.spec.logit_scale
+        wanted = torch.nn.functional.linear(final.to(self.rows.dtype), self.rows).float() * self.source.spec.logit_scale
         if (cap := self.source.spec.logit_softcap) is not None:
             wanted = (wanted / cap).tanh() * cap
         following = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
         counted = answered.to(self.device) & (self.place[following] >= 0)
-        return tokens, (rest if rest.shape[-1] else final).float(), wanted, counted
+        return tokens, (rest if rest.shape[-1] else final).float(), final.float(), wanted, counted
 
     def run(self, until: float, progress: Progress) -> list[dict[str, Any]]:
         """Train until the steps are done or the time is up; a record of each step."""
@@ -232,9 +234,10 @@ class HeadTraining:
             share = max(step / s.num_steps, (time.perf_counter() - begin) / max(1e-9, until - begin))
             if share >= 1 and step:
                 break
-            tokens, states, wanted, counted = self.padded(indices)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type != "cpu"):
-                loss, hits, counts = losses(self.net, self.net(tokens, states, s.num_places), wanted, counted)
+            tokens, states, final, wanted, counted = self.padded(indices)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=in_bfloat16(self.device)):
+                hidden = self.net(tokens, states, s.num_places)
+                loss, hits, counts = losses(self.net, hidden, wanted, counted, final, s.state_weight)
             if not torch.isfinite(loss):
                 raise ConfigError(f"the loss of step {step} is {float(loss)}: lower learning_rate", field="learning_rate")
             optimizer.zero_grad(set_to_none=True)
@@ -272,6 +275,11 @@ class HeadTraining:
         tensors = {name: stored(values[place.target].detach(), place).bfloat16() for name, place in names.items()}
         write_tensors(folder, (*tensors.items(), *maps.items()))
         write_config(folder, {**config, "dtype": "bfloat16"})
+
+
+def in_bfloat16(device: torch.device) -> bool:
+    """Whether products are faster so."""
+    return device.type != "cpu" or bool({"avx512_bf16", "amx_bf16"} & set(cpu_features()))
 
 
 def frequent_tokens(examples: Sequence[Example], vocab_size: int, count: int) -> Tensor:

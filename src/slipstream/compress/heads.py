@@ -132,11 +132,17 @@ class MedusaNet(nn.Module):
 
 
 def losses(
-    net: EagleNet | MedusaNet, hidden: list[Tensor], wanted: Tensor, counted: Tensor
+    net: EagleNet | MedusaNet,
+    hidden: list[Tensor],
+    wanted: Tensor,
+    counted: Tensor,
+    final: Tensor | None = None,
+    state_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the loss, its sum over steps weighed; per step: how often the likeliest token is the model's, over how many places).
     `wanted` [B, L, D]: the model's logits at each place among the head's tokens; `counted` [B, L]: places whose prediction
-    counts, those whose next token is one of the head's."""
+    counts, those whose next token is one of the head's. With `state_weight` it is also to give the states of which the model's
+    own logits are made, `final` [B, L, E] (smooth L1, as EAGLE-1 and 2 are trained)."""
     total, hits, counts = wanted.new_zeros(()), [], []
     for step, h in enumerate(hidden):
         shift = step + 1
@@ -146,7 +152,11 @@ def losses(
         target = wanted[:, shift:][rows]
         logits = net.logits(h[:, :-shift][rows], step).float()
         weight = DECAY**step
-        total = total - weight * (target.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean() if len(target) else total
+        if len(target):
+            total = total - weight * (target.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+        if len(target) and final is not None and state_weight:
+            like = F.smooth_l1_loss(h[:, :-shift][rows].float(), final[:, shift:][rows])
+            total = total + weight * state_weight * like
         hits.append((logits.argmax(-1) == target.argmax(-1)).sum())
         counts.append(rows.sum())
     return total, torch.stack(hits), torch.stack(counts)

@@ -215,6 +215,7 @@ class DraftHead:
     learning_rate: float = 5e-4
     warmup_steps: int = 20
     weight_decay: float = 0.01
+    state_weight: float = 0.0
     minutes: float | None = None
     num_questions_held_out: int = 48
     seed: int = 0
@@ -228,7 +229,7 @@ class DraftHead:
 
     def check(self) -> None:
         require_at_least(self, 1, "num_answers", "num_places", "num_steps", "batch_tokens", "max_tokens")
-        require_at_least(self, 0, "num_questions_held_out", "seed", "warmup_steps", "temperature", "weight_decay")
+        require_at_least(self, 0, "num_questions_held_out", "seed", "warmup_steps", "temperature", "weight_decay", "state_weight")
         require_at_least(self, 8, "context")
         require_inside(self, "learning_rate")
         require(self, lambda value: value is None or value >= 1, "at least 1", "draft_vocab_size")

@@ -23,6 +23,7 @@ from slipstream.model.draft_heads import ChainHead, LoadedHead, MedusaHead, load
 from slipstream.spec.draft_heads import HeadDescription
 from slipstream.spec.scheme import SCHEMES
 from slipstream.types import ScheduledRequest
+from slipstream.worker.chain_graphs import ChainGraphs
 from slipstream.worker.drafter import Chain, Drafter
 from slipstream.worker.forward import StateCache
 from slipstream.worker.input_batch import RowTable, SampledRows, gather_pairs
@@ -71,7 +72,7 @@ class HeadDrafter(Drafter):
         return wide
 
 
-class ChainDrafter(HeadDrafter, Chain):
+class ChainDrafter(Chain, HeadDrafter):
     """EAGLE-3 and MTP. `ends` has for each row the state for the pair behind its last one."""
 
     first, keeps_drafts = 1, False
@@ -83,6 +84,11 @@ class ChainDrafter(HeadDrafter, Chain):
         rows = config.scheduling.max_num_seqs + 1
         self.ends = torch.zeros(rows, self.hidden_size, dtype=torch.float32 if self.device.type == "cpu" else self.dtype)
         self.ends = self.ends.to(self.device)
+        self.graphs: ChainGraphs | None = None
+
+    def release(self) -> None:
+        super().release()
+        self.graphs = None
 
     @property
     def token_bytes(self) -> int:
@@ -91,6 +97,24 @@ class ChainDrafter(HeadDrafter, Chain):
     def probe(self, token_ids: Tensor, meta: AttentionMetadata) -> None:
         states = torch.zeros(len(token_ids), self.hidden_size, dtype=self.ends.dtype, device=self.device)
         self.head.forward(token_ids, states, self.make_cache(1), meta)
+
+    def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:
+        """Capture the chains of a fixed number of drafts; others when they are wanted."""
+        scheduling, speculation = config.scheduling, config.speculation
+        assert speculation is not None
+        self.graphs = ChainGraphs(
+            self, rows, max_model_len=config.model.max_model_len, max_num_seqs=scheduling.max_num_seqs
+        )
+        if speculation.num_speculative_tokens is not None and config.model.max_model_len > 2 * speculation.limit:
+            self.graphs.capture(speculation.num_speculative_tokens)
+
+    def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        if self.graphs is None or not self.graphs.covers(drafted):
+            super().draft(drafted, rows)
+            return
+        self.graphs.run(drafted)
+        for s in drafted:
+            rows.rows[s.request_id].num_drafted = s.num_computed_tokens + 1
 
     def step(self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False) -> None:
         given = gather_pairs(rows, shares)

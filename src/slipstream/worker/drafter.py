@@ -75,6 +75,9 @@ class Drafter(ABC):
             LayerKV(*cache_tensors(layer.attention, num_blocks, size, new, values_by_dim=by_dim)) for layer in self.layers
         ]
 
+    def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:
+        """Capture what it will run, on a GPU."""
+
     def copy_blocks(self, source: Tensor, target: Tensor) -> None:
         for layer in self.kv:
             self.ops.copy_blocks(layer, source, target)

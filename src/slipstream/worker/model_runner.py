@@ -296,6 +296,8 @@ class ModelRunner:
             self.graphs = StepGraphs(self.forwards, self.kv, self.rows, config)
             self.graphs.capture()
             self.forwards.add(self.graphs)
+            if self.draft is not None and self.platform.is_asynchronous:
+                self.draft.make_graphs(self.rows, config)
 
     def rows_bytes(self) -> int:
         """What `allocate` takes beside cache and graphs."""
