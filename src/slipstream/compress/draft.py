@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from slipstream.compress.checkpoint import claim, fingerprint
-from slipstream.compress.dense import DenseModel, load_dense
 from slipstream.compress.heads import EagleNet, MedusaNet, eagle_for, eagle_start, losses, medusa_for, medusa_start
 from slipstream.compress.steps import DraftHead, warmup_cosine
 from slipstream.compress.teacher import Example, read_examples, read_questions, teacher_examples, write_examples
+from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
+from slipstream.evals.states import States
 from slipstream.model.save import new_folder, stored, write_config, write_tensors
-from slipstream.model.sequences import SequenceBatch, WholeModel
+from slipstream.model.weights import load_parameters
 from slipstream.plan.environment import environment, plain
 from slipstream.plan.hardware import cpu_features
 from slipstream.spec.description import ModelDescription
@@ -72,8 +73,7 @@ def train_head(
         )
     else:
         held_out = []
-    dtype = torch.bfloat16 if in_bfloat16(device) else torch.float32
-    training = HeadTraining(load_dense(source.path, dtype=dtype, device=device), examples, settings, device)
+    training = HeadTraining(source, examples, settings, device)
     history = training.run(begin + seconds, progress)
     trained = time.perf_counter() - begin
     with new_folder(out) as folder:
@@ -92,7 +92,7 @@ def train_head(
             },
         }
         if held_out:
-            del training.model
+            training.forget()
             receipt["acceptance"] = measure_head(source, settings, folder, held_out, device=device, progress=progress)
         (folder / RECEIPT_NAME).write_text(json.dumps(receipt, indent=1, default=plain) + "\n")
     shutil.rmtree(work, ignore_errors=True)
@@ -143,43 +143,53 @@ def _engine(source: ModelDescription, settings: DraftHead, device: torch.device)
 class HeadTraining:
     """One run. The head is in float32; products are in bfloat16 where that is faster."""
 
-    def __init__(self, source: DenseModel, examples: Sequence[Example], settings: DraftHead, device: torch.device) -> None:
+    def __init__(
+        self, source: ModelDescription, examples: Sequence[Example], settings: DraftHead, device: torch.device
+    ) -> None:
         self.source, self.settings, self.device = source, settings, device
-        self.examples = [e for e in examples if len(e.token_ids) > 3]
+        self.examples = [e for e in examples if 3 < len(e.token_ids) <= settings.batch_tokens]
         spec, longest = source.spec, max(len(e.token_ids) for e in self.examples)
-        table = source.parameters["embed.weight"]
-        rows = source.parameters.get("head.weight", table)
+        dense = load_parameters(source, dtype=torch.bfloat16, device=device, wanted=self.is_read)
+        table = dense["embed.weight"]
+        rows = dense.get("head.weight", table)
         self.tokens = frequent_tokens(examples, spec.vocab_size, settings.vocab_size(spec.vocab_size))
         self.place = torch.full((spec.vocab_size,), -1).scatter(0, self.tokens, torch.arange(len(self.tokens))).to(device)
         self.rows = rows[self.tokens.to(rows.device)].detach().to(device)
         self.net: EagleNet | MedusaNet
         if settings.kind == "eagle3":
             head = eagle_for(spec, len(self.tokens))
-            start = eagle_start(head, spec, source.parameters, self.rows, settings.seed)
+            start = eagle_start(head, spec, dense, self.rows, settings.seed)
             self.spec: EagleSpec | MedusaSpec = head
             self.net = EagleNet(head, start, table.detach().float().to(device), max_len=longest + settings.num_places).to(device)
         else:
             self.spec = medusa_for(spec, settings.num_places)
             self.net = MedusaNet(self.spec, medusa_start(self.spec), self.rows.float()).to(device)
-        self.model = WholeModel(spec, dict(source.parameters), max_len=longest).requires_grad_(False)
+        aux = self.spec.aux_layers if isinstance(self.spec, EagleSpec) else ()
+        args = EngineArgs(model=str(source.path), device=str(device))
+        self.model: States | None = States(args, aux, context=longest, step_tokens=2 * settings.batch_tokens)
         taken = 1 + (len(self.spec.aux_layers) if isinstance(self.spec, EagleSpec) else 0)
         total = sum(len(e.token_ids) for e in self.examples) * taken * spec.hidden_size * 2
         self.cache: list[Tensor | None] | None = [None] * len(self.examples) if total <= CACHE_BYTES else None
+
+    def is_read(self, name: str) -> bool:
+        """Of the model's parameters those that a head begins with, or is to agree with."""
+        last = f"layers.{self.source.spec.num_layers - 1}."
+        return name.startswith(("embed.", "head.", "final_norm.", last))
+
+    def forget(self) -> None:
+        """Drop the model, which another one may need the memory of."""
+        self.model, self.cache = None, None
 
     @torch.no_grad()
     def states(self, indices: Sequence[int]) -> list[Tensor]:
         """Of these examples: [L, E of the final state, then of each aux layer], bfloat16 (of a cache: on the CPU)."""
         if self.cache is not None and all(self.cache[i] is not None for i in indices):
             return [t for i in indices if (t := self.cache[i]) is not None]
-        batch, taken = SequenceBatch.of([self.examples[i].token_ids for i in indices], self.device), dict[int, Tensor]()
-        aux = self.spec.aux_layers if isinstance(self.spec, EagleSpec) else ()
-
-        def each(layer: int, state: Tensor) -> None:
-            if layer in aux:
-                taken[layer] = state
-
-        final = self.model.hidden(batch, each)
-        found = list(torch.cat([final, *(taken[i] for i in aux)], -1).bfloat16().split(batch.lengths))
+        assert self.model is not None
+        final, aux = self.model.of([self.examples[i].token_ids for i in indices])
+        if isinstance(self.spec, EagleSpec):
+            final = [torch.cat(pair, -1) for pair in zip(final, aux, strict=True)]
+        found = [states.bfloat16() for states in final]
         if self.cache is not None:
             for i, states in zip(indices, found, strict=True):
                 self.cache[i] = states.cpu()
@@ -279,7 +289,7 @@ class HeadTraining:
 
 def in_bfloat16(device: torch.device) -> bool:
     """Whether products are faster so."""
-    return device.type != "cpu" or bool({"avx512_bf16", "amx_bf16"} & set(cpu_features()))
+    return device.type != "cpu" or "AVX-512 BF16" in cpu_features()
 
 
 def frequent_tokens(examples: Sequence[Example], vocab_size: int, count: int) -> Tensor:

@@ -47,7 +47,8 @@ def compile_program(decoder: Decoder) -> CpuProgram | Reason:
     more = () if step.taken is None else (step.taken,)
     body = compiled(ops, len(decoder.spec.cache_groups), *lowered_part(decoder.spec, step), more)
     if isinstance(body, Reason) or decoder.encoder is None:
-        return body if isinstance(body, Reason) else CpuProgram(decoder, ops, body, None, step.head)
+        width = 0 if step.taken is None else step.taken.width
+        return body if isinstance(body, Reason) else CpuProgram(decoder, ops, body, None, step.head, width)
     encoder = trace_encoder(decoder)
     reading = compiled(ops, 1, encoder.body, encoder.embedded, None)
     return reading if isinstance(reading, Reason) else CpuProgram(decoder, ops, body, reading, step.head)
@@ -57,9 +58,17 @@ class CpuProgram:
     """A decoder's step, or an encoder's, as C++ operators; hidden states and logits are float32."""
 
     def __init__(
-        self, decoder: Decoder, ops: NativeOps, body: CompiledOps, reading: CompiledOps | None, head: Sequence[Op]
+        self,
+        decoder: Decoder,
+        ops: NativeOps,
+        body: CompiledOps,
+        reading: CompiledOps | None,
+        head: Sequence[Op],
+        taken_width: int = 0,
     ) -> None:
-        """`reading`: what an encoder-decoder's prompts pass; `head`: from hidden states to logits."""
+        """`reading`: what an encoder-decoder's prompts pass; `head`: from hidden states to logits. `taken_width`: of what a tap
+        reads."""
+        self._taken_width = taken_width
         self.decoder, self.spec, self.hidden_size = decoder, decoder.spec, decoder.spec.hidden_size
         self._body, self._reading = body, reading
         self._head = [_head_step(ops, op) for op in head]
@@ -89,7 +98,7 @@ class CpuProgram:
         return hidden, taken[0] if taken else hidden
 
     def _more(self, hidden: Tensor) -> list[Tensor]:
-        return [torch.empty_like(hidden) for _ in self._body.lowered.more]
+        return [torch.empty(len(hidden), self._taken_width) for _ in self._body.lowered.more]
 
     def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """`Decoder.encode`"""
@@ -127,8 +136,7 @@ class CpuProgram:
     def token_bytes(self) -> int:
         """Bytes that a step takes for each of its tokens: the programs' buffers, what they are given, and the hidden states."""
         reading = 0 if self._reading is None else self._reading.program.token_bytes + 4 * self.hidden_size
-        results = 1 + len(self._body.lowered.more)
-        return self._body.program.token_bytes + 4 * results * self.hidden_size + reading
+        return self._body.program.token_bytes + 4 * (self.hidden_size + self._taken_width) + reading
 
 
 @dataclasses.dataclass(slots=True, eq=False)
