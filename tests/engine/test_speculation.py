@@ -204,13 +204,13 @@ def test_a_draft_model_computes_nothing_twice(path):
     config = {"method": "draft", "model": str(path), "num_speculative_tokens": 3}
     with LLM(str(path), speculative_config=config, **SIZES) as llm:
         draft, seen = llm.core.executor.runner.draft, []
-        step = draft._step
+        step = draft.step
 
-        def noted(shares, rows):
+        def noted(shares, rows, **more):
             seen.extend((s.num_computed_tokens, s.num_tokens) for s in shares)
-            step(shares, rows)
+            step(shares, rows, **more)
 
-        draft._step = noted
+        draft.step = noted
         llm.generate(PROMPTS[1:2], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
     # After the first token, of which the target's step made one: 11 tokens and the prompt's answer, two drafts more, and so on.
     assert seen == [(0, 12), (12, 1), (13, 1), (14, 2), (16, 1), (17, 1)]

@@ -1,7 +1,7 @@
 """`slipstream compress MODEL --recipe R --out DIR`: write a smaller checkpoint, with a report of what it cost.
 
 R is a preset (fp8, fp8-gptq, fp8-static, int8, int8-outliers, int4-awq-gptq, int4-awq, int4-gptq, int4-learned,
-w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3) or a YAML file. DIR appears whole or not at all. What an interrupted run had
+w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3, draft:eagle3, draft:medusa) or a YAML file. DIR appears whole or not at all. What an interrupted run had
 finished is kept beside it, and the same command goes on from there. The exit code is 1 if the result is broken: its perplexity
 or its agreement with MODEL is outside of the limits. DIR and the report in it are written all the same.
 """
@@ -23,6 +23,7 @@ from slipstream.errors import ConfigError
 if TYPE_CHECKING:
     from slipstream.compress.planning import CompressionPlan
     from slipstream.compress.recipe import Recipe
+    from slipstream.compress.steps import DraftHead
     from slipstream.compress.report import Report
     from slipstream.evals.text import TextSettings
     from slipstream.spec.description import ModelDescription
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
 def _compress(args: argparse.Namespace) -> int:
     from slipstream.compress.planning import plan
     from slipstream.compress.recipe import read_recipe
+    from slipstream.compress.steps import DraftHead
     from slipstream.hub import resolve_model
     from slipstream.spec.description import read_spec
 
@@ -105,6 +107,8 @@ def _compress(args: argparse.Namespace) -> int:
     if args.back_off and args.max_kl is None:
         raise ConfigError("--back-off tries again where --max-kl is broken; give it, too", field="back_off")
     original = source = read_spec(resolve_model(args.model, download_dir=args.download_dir))
+    if (head := recipe.one(DraftHead)) is not None:
+        return _train_head(args, recipe, head, original)
     if recipe.reshapes:
         from slipstream.compress.pipeline import reshaped_spec
 
@@ -230,6 +234,54 @@ def _carry_out(
     if recipe.reshapes:
         clean(out)
     return attempt, planned, reports[-1] if reports else None
+
+
+def _train_head(args: argparse.Namespace, recipe: Recipe, head: DraftHead, source: ModelDescription) -> int:
+    """A head that drafts is no smaller checkpoint: it has a receipt of its own, and takes no report."""
+    from slipstream.compress.run import resolve_device
+
+    report = {"max_kl": None, "speed": False, "no_report": False, "back_off": False, "allow_any_quality": False}
+    if given := [name for name, unset in report.items() if getattr(args, name) != unset] or task_names(args):
+        raise ConfigError(f"{given[0]} is for smaller models; a head that drafts has a receipt of its own", field=given[0])
+    device, _ = resolve_device(args.device, "auto")
+    minutes = head.limit(on_gpu=device.type != "cpu")
+    rows = [
+        ("recipe", recipe.name),
+        ("head", f"{head.kind}, {head.num_places} tokens in a row"),
+        ("text", f"the model's answers to up to {head.num_answers:,} questions of {head.text}"),
+        ("time", f"{minutes:g} minutes for answers and training, on {device}"),
+    ]
+    if args.dry_run:
+        if args.json:
+            print_json({"recipe": {"name": recipe.name, "steps": recipe.as_data()}, "out": None, "minutes": minutes})
+        else:
+            print_info(f"would write {args.out or 'a folder'}: a head that drafts for {args.model}", rows)
+        return 0
+    from slipstream.compress.draft import train_head
+
+    with shown(Progress(f"compress {args.model}")) as progress:
+        receipt = train_head(
+            source,
+            head,
+            Path(args.out).expanduser(),
+            device=device,
+            restart=args.restart,
+            download_dir=args.download_dir,
+            progress=progress.update,
+        )
+    if args.json:
+        print_json({"recipe": {"name": recipe.name, "steps": recipe.as_data()}, "out": args.out, "receipt": receipt})
+        return 0
+    done = receipt["training"]
+    rows[2] = ("text", f"{done['num_answers']:,} answers of the model, {done['num_tokens']:,} tokens, to questions of {head.text}")
+    rows[3] = ("training", f"{done['num_steps']:,} steps; {done['seconds'] / 60:.1f} minutes with the answers, on {device}")
+    if (found := receipt.get("acceptance")) is not None:
+        shares = ", ".join(f"{p:.0%}" for p in found["by_position"])
+        rows.append(("accepted", f"{found['accepted_length']:.2f} tokens a verification; by position {shares}"))
+        rows += [("", f"{kind}: {x['accepted_length']:.2f}, of {x['num_prompts']} questions") for kind, x in found["by_text"].items()]
+    print_info(f"{args.out}: a head that drafts for {args.model}", rows)
+    say(f"slipstream: wrote {args.out}; use it with --speculative-config '{{\"method\": \"{head.kind}\", \"model\": \"{args.out}\"}}'")
+    return 0
 
 
 def _limits(args: argparse.Namespace) -> QualityLimits:

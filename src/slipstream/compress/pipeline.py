@@ -27,13 +27,14 @@ from slipstream.compress.teacher import (
     Example,
     cache_logits,
     read_examples,
+    read_questions,
     teacher_examples,
     text_examples,
     write_examples,
 )
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
-from slipstream.evals.text import Part, TextSettings, calibration_windows, read_documents, read_windows
+from slipstream.evals.text import Part, TextSettings, calibration_windows, read_windows
 from slipstream.model.save import check_writable, new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel
 from slipstream.spec.description import ModelDescription, huggingface_config, read_spec
@@ -215,13 +216,8 @@ def _answers(
     """The teacher's answers to the first questions of the calibration text that leave room for an answer."""
     from slipstream.engine.llm import LLM
 
-    questions: list[str] = []
-    for document in read_documents(settings.text, "calibration", download_dir=download_dir):
-        asked = next((content for role, content in document.turns if role == "user"), None)
-        if asked is not None and len(asked) <= context:  # a token has at least one character
-            questions.append(asked)
-        if len(questions) == settings.num_answers:
-            break
+    # A token has at least one character.
+    questions = read_questions(settings.text, "calibration", settings.num_answers, context, download_dir=download_dir)
     if len(questions) < settings.num_answers:
         raise ConfigError(
             f"{settings.text} holds {len(questions)} short questions, not {settings.num_answers}; ask for fewer",

@@ -28,6 +28,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from slipstream.compress.steps import (
     Distill,
+    DraftHead,
     PruneSettings,
     Sparsify,
     require,
@@ -234,7 +235,7 @@ class KVCache:
 
 
 S = TypeVar("S")
-Step: TypeAlias = Calibrate | PruneSettings | Distill | Rotate | Sparsify | Quantize | QAT | KVCache
+Step: TypeAlias = Calibrate | PruneSettings | Distill | Rotate | Sparsify | Quantize | QAT | KVCache | DraftHead
 
 STEPS: dict[str, type[Step]] = {
     "calibrate": Calibrate,
@@ -245,6 +246,7 @@ STEPS: dict[str, type[Step]] = {
     "quantize": Quantize,
     "qat": QAT,
     "kv_cache": KVCache,
+    "draft_head": DraftHead,
 }
 
 LAYER_STEPS = (Rotate, Sparsify, Quantize, QAT, KVCache)
@@ -262,9 +264,11 @@ PRESETS: dict[str, list[Any]] = {
     "2:4": [{"sparsify": {"pattern": "2:4"}}],
     "2:4-int8": [{"sparsify": {"pattern": "2:4"}}, {"quantize": {"bits": 8, "inputs": "int8"}}],
     "int4-learned": [{"quantize": {"bits": 4, "rounding": "learned"}}],
+    "draft:eagle3": [{"draft_head": {"kind": "eagle3"}}],
+    "draft:medusa": [{"draft_head": {"kind": "medusa"}}],
 }
-"""By name. There are also `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3`, a draft model with this share of the
-parameters."""
+"""By name. There are also `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3` (or `draft:small`), a draft model with this
+share of the parameters."""
 
 _DRAFT = re.compile(r"draft:(\d+)/(\d+)")
 _MIXED = re.compile(r"w4a16-mixed:(\d+(?:\.\d+)?)bpw")
@@ -358,6 +362,7 @@ def more_bits(recipe: Recipe) -> list[Recipe]:
 def preset(name: str) -> list[Any] | None:
     if found := _MIXED.fullmatch(name):
         return [{"quantize": {"bits": {"average": float(found[1])}, "rounding": "gptq"}}]
+    name = "draft:1/3" if name == "draft:small" else name
     if (found := _DRAFT.fullmatch(name)) and 0 < int(found[1]) < int(found[2]):
         steps = {"num_steps": 4000, "batch_size": 32, "micro_batch": 8, "learning_rate": 1e-3, "num_windows": 16384}
         return [{"prune": {"size": int(found[1]) / int(found[2])}}, {"distill": {**steps, "state_weight": 0.1}}]
@@ -406,6 +411,8 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
     fixed = quantize is not None and isinstance(quantize.bits, int) and recipe.one(QAT) is None
     if recipe.one(Rotate) is not None and not fixed:
         raise ConfigError("rotate needs a quantize step after it, with a number of bits and without qat", field="rotate")
+    if recipe.one(DraftHead) is not None and len(found) > 1:
+        raise ConfigError("draft_head leaves the model as it is; it stands alone in a recipe", field="steps")
     if all(isinstance(s, Calibrate) for s in found):
         raise ConfigError("the recipe only calibrates; add a step such as quantize", field="steps")
     return recipe

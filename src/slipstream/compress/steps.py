@@ -1,4 +1,4 @@
-"""The settings of the steps sparsify, prune and distill. No torch."""
+"""The settings of the steps sparsify, prune, distill and draft_head. No torch."""
 
 from __future__ import annotations
 
@@ -192,3 +192,45 @@ class Distill(DistillSettings):
             raise ConfigError("rationale_weight must be above 0, and needs num_answers", field="rationale_weight")
         if self.top_k is not None and (self.top_k < 1 or self.state_weight > 0 or self.attention_weight > 0):
             raise ConfigError("top_k must be at least 1, and keeps no hidden states or attention", field="top_k")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftHead:
+    """Trains a head that drafts for the model (`compress.draft`), from its own answers to up to `num_answers` questions of
+    `text`, of up to `max_tokens` tokens. Questions have `context` characters at most. The head learns to guess `num_places`
+    tokens in a row. It knows the `draft_vocab_size` most frequent tokens of the answers (None: a quarter of the model's, up to
+    32,000). Training ends after `num_steps` steps of `batch_tokens` tokens, or with the time: `minutes` for answers and training
+    (None: 50 on a CPU, 9 on a GPU). The receipt is of `num_questions_held_out` questions."""
+
+    kind: Literal["eagle3", "medusa"]
+    text: str = "sharegpt"
+    num_answers: int = 16_384
+    max_tokens: int = 256
+    context: int = 1024
+    temperature: float = 0.0
+    num_places: int = 5
+    draft_vocab_size: int | None = None
+    num_steps: int = 8000
+    batch_tokens: int = 4096
+    learning_rate: float = 5e-4
+    warmup_steps: int = 20
+    weight_decay: float = 0.01
+    state_weight: float = 0.0
+    minutes: float | None = None
+    num_questions_held_out: int = 48
+    seed: int = 0
+
+    def limit(self, *, on_gpu: bool) -> float:
+        """Minutes."""
+        return (9.0 if on_gpu else 50.0) if self.minutes is None else self.minutes
+
+    def vocab_size(self, of_model: int) -> int:
+        return min(of_model, self.draft_vocab_size or min(32_000, of_model // 4))
+
+    def check(self) -> None:
+        require_at_least(self, 1, "num_answers", "num_places", "num_steps", "batch_tokens", "max_tokens")
+        require_at_least(self, 0, "num_questions_held_out", "seed", "warmup_steps", "temperature", "weight_decay", "state_weight")
+        require_at_least(self, 8, "context")
+        require_inside(self, "learning_rate")
+        require(self, lambda value: value is None or value >= 1, "at least 1", "draft_vocab_size")
+        require(self, lambda value: value is None or value > 0, "above 0", "minutes")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slipstream.compress.objective import TopK
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.evals.text import Part, read_documents
 from slipstream.model.save import new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel
 
@@ -63,6 +64,23 @@ def teacher_examples(
         prompt, generated = tuple(answer.prompt_token_ids), tuple(answer.outputs[0].token_ids)
         if generated:
             found.append(Example(token_ids=prompt + generated, num_context=len(prompt), weight=weight))
+    return found
+
+
+def read_questions(
+    text: str, part: Part, count: int, longest: int, *, download_dir: str | None = None
+) -> list[str]:
+    """The first `count` questions of a part of `text`, of up to `longest` characters, or as many as it has. ConfigError without
+    any."""
+    found: list[str] = []
+    for document in read_documents(text, part, download_dir=download_dir):
+        asked = next((content for role, content in document.turns if role == "user"), None)
+        if asked is not None and len(asked) <= longest:
+            found.append(asked)
+        if len(found) == count:
+            break
+    if not found:
+        raise ConfigError(f"the {part} part of {text} holds no questions of up to {longest} characters", field="text")
     return found
 
 

@@ -202,12 +202,18 @@ MOST_DRAFTS = 16
 class SpeculationConfig:
     """How tokens are guessed. None of `num_speculative_tokens`: as many as pay, chosen at each step."""
 
-    method: Literal["ngram", "suffix", "draft"]
+    method: Literal["ngram", "suffix", "draft", "eagle3", "medusa", "mtp"]
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int = 2  # ngram: lengths of the runs that are looked up
     prompt_lookup_max: int = 32
-    model: str | None = None  # draft: the smaller model, and the scheme that its weights are rounded by at load
-    quantization: str | None = None
+    model: str | None = None  # draft: the smaller model; eagle3, medusa: the head
+    quantization: str | None = None  # the scheme that its weights are rounded by at load
+    most_drafts: int = MOST_DRAFTS  # of a request in a step; a head may have fewer
+
+    @property
+    def limit(self) -> int:
+        """The most drafts of a request in a step."""
+        return self.num_speculative_tokens or self.most_drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +244,7 @@ class EngineConfig:
     @property
     def max_num_sampled(self) -> int:
         """The most tokens that a step samples: one of each sequence, and one behind each draft."""
-        drafts = 0 if self.speculation is None else self.speculation.num_speculative_tokens or MOST_DRAFTS
+        drafts = 0 if self.speculation is None else self.speculation.limit
         num_seqs = self.scheduling.max_num_seqs
         return min(num_seqs + min(num_seqs * drafts, MOST_STEP_DRAFTS), self.scheduling.max_num_mixed_tokens)
 

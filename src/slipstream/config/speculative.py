@@ -14,6 +14,9 @@ KEYS = {
     "ngram": ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("method", "num_speculative_tokens"),
     "draft": ("method", "num_speculative_tokens", "model", "quantization"),
+    "eagle3": ("method", "num_speculative_tokens", "model", "quantization"),
+    "medusa": ("method", "num_speculative_tokens", "model", "quantization"),
+    "mtp": ("method", "num_speculative_tokens", "quantization"),
 }
 """What each method takes."""
 
@@ -62,7 +65,7 @@ def _checked(given: dict[str, Any]) -> SpeculationConfig:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             other = ', or "auto"' if key == "num_speculative_tokens" else ""
             raise ConfigError(f"{key} must be a whole number of at least {least}{other}, got {value!r}")
-    for key, wanted in (("model", method == "draft"), ("quantization", "quantization" in values)):
+    for key, wanted in (("model", "model" in KEYS[method]), ("quantization", "quantization" in values)):
         if wanted and not isinstance(values.get(key), str):
             raise ConfigError(f"method {method!r} needs {key!r}, a text, got {values.get(key)!r}")
     if values.get("quantization") not in (None, *SCHEMES):

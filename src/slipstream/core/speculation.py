@@ -25,7 +25,7 @@ from math import sqrt
 from statistics import median
 from typing import Any
 
-from slipstream.config import MOST_DRAFTS, SpeculationConfig
+from slipstream.config import SpeculationConfig
 from slipstream.core.proposer import LookUp, ModelDrafts, Proposal, Proposer, Traffic
 from slipstream.core.request import Request
 
@@ -180,7 +180,7 @@ class Speculation:
         plain = None if most is not None else self.costs.plain(len(decodes))
         if not decodes or (most is None and plain is None):
             return False
-        proposals = [self._propose(request, most or MOST_DRAFTS) for request in decodes]
+        proposals = [self._propose(request, self.config.limit) for request in decodes]
         counts = [len(p.tokens) for p in proposals]
         if plain is not None and any(counts):
             counts = self._best(decodes, proposals, plain)
@@ -205,7 +205,7 @@ class Speculation:
         config, text = self.config, request.spec.encoder_token_ids
         if config.method == "ngram":
             return LookUp(least=config.prompt_lookup_min, most_match=config.prompt_lookup_max, text=text)
-        if config.method == "draft":
+        if config.method != "suffix":
             return ModelDrafts()
         return LookUp(text=text, traffic=self._traffic_of(request))
 

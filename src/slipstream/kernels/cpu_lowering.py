@@ -16,7 +16,7 @@ A buffer is free for other values after the last read of what is in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from slipstream.kernels.layouts import MLAParams, NormParams
@@ -170,20 +170,52 @@ Place: TypeAlias = Stored | Added | Routed | Weighed
 @dataclass(frozen=True, slots=True)
 class Lowered:
     """`given`: the buffer of the value that the caller binds before a run, if there is one; `out`: the result's. `counts`: by
-    layer, where its tokens are counted by expert; while that is not bound, they are not."""
+    layer, where its tokens are counted by expert; while that is not bound, they are not. `more`: the further results' buffers."""
 
     given: int | None
     out: int | None
     counts: dict[int, int]
+    more: tuple[int, ...] = ()
 
 
-def lower(ops: Sequence[Op], given: Value | None, result: Value | None, emit: Emitter) -> Lowered | Reason:
-    """Write `ops` with `emit`. `given` is made before; `result` is handed to the caller. A `Reason` says what the program
-    lacks."""
+def lower(
+    ops: Sequence[Op], given: Value | None, result: Value | None, emit: Emitter, more: Sequence[Value] = ()
+) -> Lowered | Reason:
+    """Write `ops` with `emit`. `given` is made before; `result` is handed to the caller, and copies of `more`. A `Reason` says
+    what the program lacks."""
     try:
-        return Lowering(ops, given, result, emit).run()
+        return Lowering(sums_of_norms(ops), given, result, emit, more).run()
     except Refused as refused:
         return refused.reason
+
+
+def sums_of_norms(ops: Sequence[Op]) -> list[Op]:
+    """The same ops, where a sum that a later norm makes of the same two values is that norm's. What reads it stands behind the
+    norm then. So what is read between layers costs no sum, and a product can still add into the residual."""
+    norms = {op.inputs: op for op in reversed(ops) if op.name == "norm" and len(op.inputs) == 2}
+    same: dict[int, Value] = {}  # sums that are made by a norm
+    late: dict[int, list[Op]] = {}  # by a norm's sum: what waits for it
+    found: list[Op] = []
+    for op in ops:
+        if op.name == "add" and op.inputs in norms:
+            same[op.out.index] = norms[op.inputs].outputs[1]
+            late[same[op.out.index].index] = []
+            continue
+        inputs = tuple(same.get(x.index, x) for x in op.inputs)
+        op = op if inputs == op.inputs else replace(op, inputs=inputs)
+        waits = next((key for key, ops_ in late.items() if any(_made(x, key, ops_) for x in inputs)), None)
+        if waits is not None:
+            late[waits].append(op)
+            continue
+        found.append(op)
+        if op.name == "norm" and len(op.outputs) == 2:
+            found += late.pop(op.outputs[1].index, [])
+    return found
+
+
+def _made(x: Value, total: int, waiting: Sequence[Op]) -> bool:
+    """Whether the value is the sum, or comes from what waits for it."""
+    return x.index == total or any(x == out for op in waiting for out in op.outputs)
 
 
 def refusal(head: Sequence[Op]) -> Reason | None:
@@ -196,8 +228,10 @@ def refusal(head: Sequence[Op]) -> Reason | None:
 
 
 class Lowering:
-    def __init__(self, ops: Sequence[Op], given: Value | None, result: Value | None, emit: Emitter) -> None:
-        self.ops, self.emit, self.result = ops, emit, result
+    def __init__(
+        self, ops: Sequence[Op], given: Value | None, result: Value | None, emit: Emitter, more: Sequence[Value] = ()
+    ) -> None:
+        self.ops, self.emit, self.result, self.more = ops, emit, result, more
         self.uses: dict[int, list[int]] = {}  # by value: the ops that read it
         for i, op in enumerate(ops):
             for x in op.inputs:
@@ -226,9 +260,12 @@ class Lowering:
                     self._release(x.index)
         if self.result is not None and self.places.get(self.result.index) != Stored(self._out):
             raise Refused("the C++ program has no sum after the last layer (a model without a final norm)")
-        return Lowered(
-            None if self.given is None else self.given.number, None if self.out is None else self.out.number, self.counts
-        )
+        copies = []
+        for value in self.more:
+            copies.append(self.emit.bound())
+            self.emit.convert(self.stored(value).number, copies[-1], F32, value.width)
+        given, out = (None if b is None else b.number for b in (self.given, self.out))
+        return Lowered(given, out, self.counts, tuple(copies))
 
     # --- Buffers and values -----------------------------------------------------------------------------------------
 
@@ -253,10 +290,13 @@ class Lowering:
 
     def lives(self, value: int) -> bool:
         """Whether the value is read after this op."""
-        return self._is_result(value) or any(i > self.at for i in self.uses.get(value, ()))
+        return self._is_result(value) or self._is_kept(value) or any(i > self.at for i in self.uses.get(value, ()))
 
     def _is_result(self, value: int) -> bool:
         return self.result is not None and value == self.result.index
+
+    def _is_kept(self, value: int) -> bool:
+        return any(value == more.index for more in self.more)
 
     def _release(self, value: int) -> None:
         found = [self.converted.pop(key) for key in [k for k in self.converted if k[0] == value]]
@@ -286,7 +326,7 @@ class Lowering:
 
     def form_for(self, value: Value) -> int:
         """The one form in which all readers of the value want it, else float32."""
-        if self._is_result(value.index):
+        if self._is_result(value.index) or self._is_kept(value.index):
             return F32
         readers = [self.ops[i] for i in self.uses.get(value.index, ())]
         forms = {self.emit.form(r.arguments["w"]) if r.name == "linear" else F32 for r in readers}
@@ -304,7 +344,7 @@ class Lowering:
     def _sum_of(self, value: Value) -> Buffer | None:
         """The buffer of what the value is added to and to nothing else, if it stands there already and is not read before."""
         uses = self.uses.get(value.index, [])
-        if len(uses) != 1 or self._is_result(value.index):
+        if len(uses) != 1 or self._is_result(value.index) or self._is_kept(value.index):
             return None
         reader = self.ops[uses[0]]
         if len(reader.inputs) != 2:
@@ -319,7 +359,8 @@ class Lowering:
         if not isinstance(place, Stored):
             return self._sum_of(reader.out) if reader.name == "add" else None
         others = [i for i in self.uses[other.index] if i > self.at and i != uses[0]]
-        alone = place.buffer.values == {other.index} and not others and not self._is_result(other.index)
+        wanted = self._is_result(other.index) or self._is_kept(other.index)
+        alone = place.buffer.values == {other.index} and not others and not wanted
         return place.buffer if alone and place.buffer.form == F32 else None
 
     # --- Ops --------------------------------------------------------------------------------------------------------

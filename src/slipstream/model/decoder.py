@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slipstream.model.encoder import Classifier, Encoder
-from slipstream.model.layers import Layer, MoE, build_layer, build_linear, build_norm, finished, normed, run_layers
+from slipstream.model.layers import Layer, MoE, Tap, build_layer, build_linear, build_norm, finished, normed, run_layers
 from slipstream.spec.model import LayerSpec, ModelSpec
 from slipstream.spec.scheme import Scheme
 
@@ -72,6 +72,7 @@ class Decoder:
         self.device, self.dtype = ops.place_of(table)
         tables = ops.position_tables(max_model_len, self.device)
         self.encoder = self.classifier = None
+        self.tap: Tap | None = None  # what a draft head reads between layers
 
         def stack(own: Sequence[LayerSpec], name: str) -> list[Layer]:
             tables.distances = parameters.pop(f"{name}distances.weight", None)
@@ -93,6 +94,30 @@ class Decoder:
         """token_ids [T] → hidden states [T, E] after the final norm; keys and values are in the cache."""
         h = self.embedded(token_ids, meta)
         return self.finished(*run_layers(self.ops, self.layers, h, kv, meta))
+
+    def tapped(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
+        """(what `forward` gives, what a draft head reads of the step [T, E])"""
+        return self.run(self.embedded(token_ids, meta), kv, meta)
+
+    def run(
+        self,
+        h: Tensor,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        before: Callable[[int], None] = lambda layer: None,
+    ) -> tuple[Tensor, Tensor]:
+        """What the layers give of `h`, and what the tap does; without one, the hidden states twice. `before(i)` is called before
+        layer i, and in the end."""
+        taken: Tensor | None = None
+
+        def look(layer: int, pending: Tensor, residual: Tensor | None) -> None:
+            nonlocal taken
+            before(layer)
+            if self.tap is not None:
+                taken = self.tap.add(self.ops, taken, layer, pending, residual)
+
+        hidden = self.finished(*run_layers(self.ops, self.layers, h, kv, meta, look))
+        return hidden, hidden if taken is None else taken
 
     def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """An encoder-decoder's prompts, whole, token_ids [T]: what the decoder's layers read of them goes into `meta`'s slots

@@ -52,8 +52,11 @@ class Attention:
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]"""
+        return self.attend(ops, ops.linear(x, self.qkv), kv, meta)
+
+    def attend(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """Of the queries, keys and values as they come from their product."""
         s = self.spec
-        qkv = ops.linear(x, self.qkv)
         if s.clip_qkv is not None:
             qkv = ops.clip(qkv, limit=s.clip_qkv)
         if self.q_norm is not None and self.k_norm is not None:
@@ -235,6 +238,21 @@ def run_layers(
         h, residual = layer(ops, h, residual, kv, meta)
     before(len(layers), h, residual)
     return h, residual
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """What a draft head reads between layers: the sum of `products[i]` of the states before layer i. Side by side under one
+    weight they would give the same."""
+
+    products: Mapping[int, Linear]
+
+    def add(self, ops: OpSet, taken: Tensor | None, layer: int, pending: Tensor, residual: Tensor | None) -> Tensor | None:
+        """`taken`, with what this layer adds."""
+        if layer not in self.products:
+            return taken
+        part = ops.linear(_sum(pending, residual), self.products[layer])
+        return part if taken is None else taken + part
 
 
 def normed(ops: OpSet, norm: NormParams, h: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -34,6 +34,8 @@ def compile_one_token(decoder: Decoder) -> OneTokenKernel | Reason:
     """The decoder's kernel, or what the kernel lacks. Call it again after `count_experts`, which says where to count."""
     if not decoder.layers:
         return Reason("the model has no layers here", notable=False)
+    if decoder.tap is not None:
+        return Reason("the one-token kernel shows no states between layers, which the draft head reads")
     if len(decoder.spec.cache_groups) > 1:
         return Reason("the one-token kernel has one block table, and the model's layers have several")
     found = match_layers(trace(decoder).body)

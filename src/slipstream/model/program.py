@@ -44,11 +44,13 @@ def compile_program(decoder: Decoder) -> CpuProgram | Reason:
     step = trace(decoder)
     if (reason := refusal(step.head)) is not None:
         return reason
-    body = _compiled(ops, len(decoder.spec.cache_groups), *lowered_part(decoder.spec, step))
+    more = () if step.taken is None else (step.taken,)
+    body = compiled(ops, len(decoder.spec.cache_groups), *lowered_part(decoder.spec, step), more)
     if isinstance(body, Reason) or decoder.encoder is None:
-        return body if isinstance(body, Reason) else CpuProgram(decoder, ops, body, None, step.head)
+        width = 0 if step.taken is None else step.taken.width
+        return body if isinstance(body, Reason) else CpuProgram(decoder, ops, body, None, step.head, width)
     encoder = trace_encoder(decoder)
-    reading = _compiled(ops, 1, encoder.body, encoder.embedded, None)
+    reading = compiled(ops, 1, encoder.body, encoder.embedded, None)
     return reading if isinstance(reading, Reason) else CpuProgram(decoder, ops, body, reading, step.head)
 
 
@@ -56,9 +58,17 @@ class CpuProgram:
     """A decoder's step, or an encoder's, as C++ operators; hidden states and logits are float32."""
 
     def __init__(
-        self, decoder: Decoder, ops: NativeOps, body: CompiledOps, reading: CompiledOps | None, head: Sequence[Op]
+        self,
+        decoder: Decoder,
+        ops: NativeOps,
+        body: CompiledOps,
+        reading: CompiledOps | None,
+        head: Sequence[Op],
+        taken_width: int = 0,
     ) -> None:
-        """`reading`: what an encoder-decoder's prompts pass; `head`: from hidden states to logits."""
+        """`reading`: what an encoder-decoder's prompts pass; `head`: from hidden states to logits. `taken_width`: of what a tap
+        reads."""
+        self._taken_width = taken_width
         self.decoder, self.spec, self.hidden_size = decoder, decoder.spec, decoder.spec.hidden_size
         self._body, self._reading = body, reading
         self._head = [_head_step(ops, op) for op in head]
@@ -78,10 +88,17 @@ class CpuProgram:
 
     def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         """token_ids [T] → hidden states float32 [T, E] after the final norm; keys and values are in the cache."""
+        return self.tapped(token_ids, kv, meta)[0]
+
+    def tapped(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
+        """`Decoder.tapped`, in float32"""
         hidden = torch.empty(len(token_ids), self.hidden_size)
-        given = self.decoder.embedded(token_ids, meta) if self.spec.is_encoder else None
-        self._body.run(kv, meta, token_ids, given, hidden)
-        return hidden
+        given, taken = self.decoder.embedded(token_ids, meta) if self.spec.is_encoder else None, self._more(hidden)
+        self._body.run(kv, meta, token_ids, given, hidden, taken)
+        return hidden, taken[0] if taken else hidden
+
+    def _more(self, hidden: Tensor) -> list[Tensor]:
+        return [torch.empty(len(hidden), self._taken_width) for _ in self._body.lowered.more]
 
     def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """`Decoder.encode`"""
@@ -101,13 +118,15 @@ class CpuProgram:
 
     def begin_greedy(
         self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
-    ) -> tuple[Tensor, Running] | None:
-        """`greedy(forward(...))` of a decoder in one: the tokens, and the step that is then under way. None: as `greedy`."""
+    ) -> tuple[Tensor, Tensor, Running] | None:
+        """`greedy(forward(...))` of a decoder in one: the tokens, what `tapped` gives beside, and the step that is then under
+        way, after which they are there. None: as `greedy`."""
         if self._argmax is None:
             return None
         hidden = torch.empty(len(token_ids), self.hidden_size)
-        found = self._argmax.of(hidden)
-        return found, self._body.begin(kv, meta, token_ids, hidden, self._argmax.program)
+        taken, found = self._more(hidden), self._argmax.of(hidden)
+        running = self._body.begin(kv, meta, token_ids, hidden, self._argmax.program, taken)
+        return found, taken[0] if taken else hidden, running
 
     def count_experts(self, layer: int, counts: Tensor) -> None:
         """From now on each step adds its tokens by expert to `counts`, int64 [X]."""
@@ -117,7 +136,7 @@ class CpuProgram:
     def token_bytes(self) -> int:
         """Bytes that a step takes for each of its tokens: the programs' buffers, what they are given, and the hidden states."""
         reading = 0 if self._reading is None else self._reading.program.token_bytes + 4 * self.hidden_size
-        return self._body.program.token_bytes + 4 * self.hidden_size + reading
+        return self._body.program.token_bytes + 4 * (self.hidden_size + self._taken_width) + reading
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -137,38 +156,58 @@ class CompiledOps:
         token_ids: Tensor | None,
         given: Tensor | None,
         out: Tensor | None,
+        more: Sequence[Tensor] = (),
     ) -> None:
-        """`given` [T, E] is read, not changed; `out` [T, E] is written."""
+        """`given` [T, E] is read, not changed; `out` [T, E] and `more` are written."""
         if given is not None and self.lowered.given is not None:
             given = given.to(torch.float32, copy=True, memory_format=torch.contiguous_format)  # layers add to it in place
             self.program.bind(self.lowered.given, given)
-        inputs, kept = self._inputs(kv, meta, token_ids, out)
+        inputs, kept = self._inputs(kv, meta, token_ids, out, more)
         self.program.run(inputs)
         del kept, given
 
     def begin(
-        self, kv: Sequence[LayerKV], meta: AttentionMetadata, token_ids: Tensor, out: Tensor, then: Program
+        self,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        token_ids: Tensor,
+        out: Tensor,
+        then: Program,
+        more: Sequence[Tensor] = (),
     ) -> Running:
-        inputs, kept = self._inputs(kv, meta, token_ids, out)
-        return self.program.begin(inputs, then, (kept, out, kv))
+        inputs, kept = self._inputs(kv, meta, token_ids, out, more)
+        return self.program.begin(inputs, then, (kept, out, kv, more))
 
     def _inputs(
-        self, kv: Sequence[LayerKV], meta: AttentionMetadata, token_ids: Tensor | None, out: Tensor | None
+        self,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        token_ids: Tensor | None,
+        out: Tensor | None,
+        more: Sequence[Tensor],
     ) -> tuple[native.StepInputs, object]:
         """The step as the library reads it, and what must live while it runs."""
         if out is not None and self.lowered.out is not None:
             self.program.bind(self.lowered.out, out)
+        for buffer, tensor in zip(self.lowered.more, more, strict=True):
+            self.program.bind(buffer, tensor)
         if self._kv is not kv:
             self._kv, self._pointers = kv, native.layer_pointers(kv)
         inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids, self.num_groups)
         return inputs, (kept, self._pointers)
 
 
-def _compiled(
-    ops: NativeOps, num_groups: int, part: Sequence[Op], given: Value | None, result: Value | None
+def compiled(
+    ops: NativeOps,
+    num_groups: int,
+    part: Sequence[Op],
+    given: Value | None,
+    result: Value | None,
+    more: Sequence[Value] = (),
 ) -> CompiledOps | Reason:
+    """`part` of a record as a program, or what the program lacks. `more`: further results."""
     program = Program(ops.pool)
-    lowered = lower(part, given, result, ProgramEmitter(program))
+    lowered = lower(part, given, result, ProgramEmitter(program), more)
     return lowered if isinstance(lowered, Reason) else CompiledOps(program, lowered, num_groups)
 
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Trace:
     """The ops of one pass, in three parts: tokens → `embedded`; layers and final norm → `hidden` (an encoder-decoder's encoder:
-    until all keys and values of its states are cached); `hidden` → `logits`, if there is a head."""
+    until all keys and values of its states are cached); `hidden` → `logits`, if there is a head. `taken` is what a draft head
+    reads between the layers."""
 
     embedding: tuple[Op, ...]
     embedded: Value
@@ -34,6 +35,7 @@ class Trace:
     hidden: Value
     head: tuple[Op, ...] = ()
     logits: Value | None = None
+    taken: Value | None = None
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -44,12 +46,13 @@ def trace(decoder: Decoder) -> Trace:
     """A step of the decoder, or of an encoder."""
     recorder, view = _recorded(decoder)
     embedded, embedding = _embed(recorder, view)
-    hidden = view.finished(*_layers(recorder, view, view.layers, embedded, _caches(decoder)))
-    body = _taken(recorder)
+    h, kv, meta = (cast("Any", given) for given in (embedded, _caches(decoder), TracedMeta()))
+    hidden, tapped = view.run(h, kv, meta, lambda layer: _enter(recorder, layer, len(view.layers)))
+    body, taken = _taken(recorder), None if view.tap is None else _value(tapped)
     if view.head is None:
-        return Trace(embedding, embedded, body, _value(hidden))
+        return Trace(embedding, embedded, body, _value(hidden), taken=taken)
     logits = view.logits(hidden)
-    return Trace(embedding, embedded, body, _value(hidden), _taken(recorder), _value(logits))
+    return Trace(embedding, embedded, body, _value(hidden), _taken(recorder), _value(logits), taken)
 
 
 def trace_encoder(decoder: Decoder) -> Trace:
@@ -92,7 +95,7 @@ def program_refusal(decoder: Decoder) -> Reason | None:
     step = trace(decoder)
     if (reason := refusal(step.head)) is not None:
         return reason
-    found = lower(*lowered_part(decoder.spec, step), Emitter())
+    found = lower(*lowered_part(decoder.spec, step), Emitter(), () if step.taken is None else (step.taken,))
     if not isinstance(found, Reason) and decoder.encoder is not None:
         encoder = trace_encoder(decoder)
         found = lower(encoder.body, encoder.embedded, None, Emitter())
@@ -130,10 +133,14 @@ def _layers(
     """What the layers give, each recorded under its index."""
 
     def before(index: int, *_: object) -> None:
-        recorder.layer = index if index < len(layers) else None
+        _enter(recorder, index, len(layers))
 
     h, kv, meta = (cast("Any", given) for given in (embedded, caches, TracedMeta()))
     return run_layers(view.ops, layers, h, kv, meta, before)
+
+
+def _enter(recorder: RecordingOps, layer: int, num_layers: int) -> None:
+    recorder.layer = layer if layer < num_layers else None
 
 
 def _taken(recorder: RecordingOps) -> tuple[Op, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -72,10 +72,12 @@ def load_parameters(
         assert description.family.gguf is not None
         ignored = (*map(re.escape, GGUF_FREQUENCIES), *GGUF_UNREAD, *description.family.gguf.ignored)
     else:
-        stored, names = _safetensors(description.path), description.family.names(description.spec)
+        stored, names = stored_tensors_of(description.path), description.family.names(description.spec)
         if description.quantization is not None and description.quantization.sparse:
             stored = made_dense(stored)
         ignored = (*ROTARY_BUFFERS, *description.family.ignored)
+        if description.family.mtp:
+            ignored = (*ignored, rf"model\.layers\.{description.spec.num_layers}\..*")
     filled: set[str] = set()
     prefixes = description.family.prefixes
     formats = description.quantization.formats if description.quantization is not None else None
@@ -119,6 +121,32 @@ def load_parameters(
     if missing:
         some = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
         raise CheckpointError(f"the checkpoint lacks {some}", field=missing[0])
+    return values
+
+
+def fill(
+    shapes: Mapping[str, Shape],
+    names: Mapping[str, Placement],
+    stored: Iterable[Stored],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Parameters of these `shapes`, of a file's tensors with these `names`. CheckpointError names the tensor at fault."""
+    values = {name: torch.empty(shape, dtype=_dtype(name, dtype), device=device) for name, shape in shapes.items()}
+    filled: set[str] = set()
+    for name, shape, read in stored:
+        if name not in names:
+            raise CheckpointError(f"the checkpoint has a tensor {name!r} that the draft head has no place for", field=name)
+        into = place(values[names[name].target], names[name])
+        if tuple(shape) != tuple(into.shape):
+            raise CheckpointError(
+                f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(into.shape)}", field=name
+            )
+        into.copy_(transform(read(), names[name].transform))
+        filled.add(name)
+    if missing := [name for name in names if name not in filled]:
+        raise CheckpointError(f"the checkpoint lacks {', '.join(missing[:10])}", field=missing[0])
     return values
 
 
@@ -193,7 +221,7 @@ def _strip(name: str, prefixes: tuple[str, ...]) -> str:
     return next((name[len(p) :] for p in sorted(prefixes, key=len, reverse=True) if p and name.startswith(p)), name)
 
 
-def _safetensors(path: Path) -> Iterator[Stored]:
+def stored_tensors_of(path: Path) -> Iterator[Stored]:
     """The tensors of a folder, file by file, mapped rather than read."""
     from safetensors import SafetensorError, safe_open
 

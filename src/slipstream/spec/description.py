@@ -187,7 +187,7 @@ def _read_folder(path: Path) -> ModelDescription:
     beside = CONFIG_KEYS | {"quantization_config", "compression_config"}
     own = {k: v for k, v in own.items() if k not in beside}
     spec = family.read(ConfigReader(own))
-    if spec.encoder is not None and (names := _tensor_names(path)):
+    if spec.encoder is not None and (names := tensor_names(path)):
         spec = dataclasses.replace(spec, tied_embeddings="lm_head.weight" not in names)
     if compressed is not None and not isinstance(compressed, Mapping):
         raise UnsupportedModelError("quantization_config must be an object", field="quantization_config")
@@ -229,7 +229,7 @@ def _sampling(config: Mapping[str, Any]) -> dict[str, float]:
     return found if found.keys() & set(drawn) else usual_sampling() | found
 
 
-def _tensor_names(path: Path) -> frozenset[str]:
+def tensor_names(path: Path) -> frozenset[str]:
     """Of a folder's safetensors files; none, if there are no files."""
     names: set[str] = set()
     for file in path.glob("*.safetensors"):

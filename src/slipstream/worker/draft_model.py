@@ -1,42 +1,31 @@
-"""A smaller model that guesses the tokens which the engine's model then verifies.
-
-It proposes at the begin of a step, token by token on the device, for the requests whose drafts the plan leaves open
-(`FROM_MODEL`). It samples as the request does: with its filters, penalties and biases, and with the random number that the
-engine's model will draw with at that place. So where both models think alike they draw the same token, and a seed gives the
-answer that it gives without drafts (communication-free coupling: Daliri, Musco and Suresh 2024). The worker then keeps what the
-engine's model draws, so the answer's distribution is that of plain sampling, whatever the draft model is.
-
-Its keys and values stand in the blocks of the requests' full group, in tensors of its own. Of a request that has no drafts it
-computes nothing. When drafts are wanted it first computes the tokens that it has not seen yet (`Row.num_drafted`), after a
-prefix hit or a preemption from the first token on: what others have put into a shared block is the same.
-"""
+"""A smaller model that guesses the tokens which the engine's model then verifies, token by token on the device
+(`worker/drafter.py`). What others have put into a shared block is what it would put there itself."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
-from slipstream.kernels.metadata import LayerKV, cache_tensors
+from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.ops import OpSet
 from slipstream.model.loader import load_model
-from slipstream.platform import platform_of
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.scheme import SCHEMES
-from slipstream.types import FROM_MODEL, ScheduledRequest, StepPlan
+from slipstream.types import ScheduledRequest, StepPlan
+from slipstream.worker.drafter import Chain
 from slipstream.worker.forward import Forwards, InputBatch
 from slipstream.worker.input_batch import RowTable
 from slipstream.worker.sampler import sampling_tensors
 
 
-class DraftModel:
-    """Loads the model at once; `allocate` must come before `propose`."""
+class DraftModel(Chain):
+    """Loads the model at once."""
 
     def __init__(
         self,
@@ -49,13 +38,10 @@ class DraftModel:
         dtype: torch.dtype,
         weights_folder: Path | None,
     ) -> None:
+        super().__init__(config, ops=ops, device=device, dtype=dtype)
         check_draft_model(description.spec, target, config.model.max_model_len)
         assert config.speculation is not None
         quantization = config.speculation.quantization
-        self.ops, self.device, self.dtype = ops, device, dtype
-        self.platform = platform_of(device)
-        self.max_tokens = config.scheduling.max_num_batched_tokens
-        self.block_size = config.cache.block_size
         self.model = load_model(
             description,
             ops=ops,
@@ -68,72 +54,16 @@ class DraftModel:
             weights_folder=weights_folder,
         )
         self.forwards = Forwards(self.model.decoder)
-        self.kv: list[LayerKV] = []
+        self.weights_bytes, self.layers = self.model.weights_bytes, self.model.spec.layers
 
     @property
-    def block_bytes(self) -> int:
-        return self.model.spec.block_bytes_per_token(self.dtype.itemsize) * self.block_size
+    def token_bytes(self) -> int:
+        return self.forwards.token_bytes or 0
 
-    def allocate(self, num_blocks: int) -> None:
-        self.kv = self.make_cache(num_blocks)
+    def probe(self, token_ids: Tensor, meta: AttentionMetadata) -> None:
+        self.forwards.hidden(token_ids, self.make_cache(1), meta)
 
-    def make_cache(self, num_blocks: int) -> list[LayerKV]:
-        by_dim = self.ops.values_by_dim(self.dtype)
-        tensors = [
-            cache_tensors(
-                layer.attention,
-                num_blocks,
-                self.block_size,
-                lambda shape: self.platform.zeros(shape, self.dtype),
-                values_by_dim=by_dim,
-            )
-            for layer in self.model.spec.layers
-        ]
-        return [LayerKV(*pair) for pair in tensors]
-
-    def copy_blocks(self, source: Tensor, target: Tensor) -> None:
-        for layer in self.kv:
-            self.ops.copy_blocks(layer, source, target)
-
-    def propose(self, plan: StepPlan, rows: RowTable) -> Tensor | None:
-        """Put drafts behind the last tokens of the requests that want some. All drafts [N], in the plan's order."""
-        for s in plan.scheduled:  # wrong drafts are forgotten in the step behind them, before plain ones pass them by
-            row = rows.rows[s.request_id]
-            row.num_drafted = min(row.num_drafted, s.num_computed_tokens)
-        drafted = [s for s in plan.scheduled if FROM_MODEL in s.drafts]
-        if not drafted:
-            return None
-        self._catch_up(drafted, rows)
-        for i in range(1, max(len(s.drafts) for s in drafted)):
-            self._step(
-                [ScheduledRequest(s.request_id, s.num_computed_tokens + i, 1, 1) for s in drafted if len(s.drafts) > i],
-                rows,
-            )
-        where: list[int] = []
-        width = rows.tokens.shape[1]
-        for s in drafted:
-            row = rows.rows[s.request_id]
-            row.num_drafted = s.num_computed_tokens + len(s.drafts)
-            first = row.index * width + s.num_computed_tokens + 1
-            where.extend(range(first, first + len(s.drafts)))
-        return rows.tokens.view(-1)[self.platform.upload(np.array(where, np.int64))]
-
-    def _catch_up(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        """Compute what it has not seen of the requests, up to their last tokens, and draw the first draft of each."""
-        begins = {s.request_id: rows.rows[s.request_id].num_drafted for s in drafted}
-        while True:
-            room, shares = self.max_tokens, []
-            for s in drafted:
-                begin, end = begins[s.request_id], s.num_computed_tokens + 1
-                if count := min(end - begin, room):
-                    shares.append(ScheduledRequest(s.request_id, begin, count, int(begin + count == end)))
-                    begins[s.request_id] += count
-                    room -= count
-            if not shares:
-                return
-            self._step(sorted(shares, key=lambda s: s.num_tokens > 1), rows)
-
-    def _step(self, shares: Sequence[ScheduledRequest], rows: RowTable) -> None:
+    def step(self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False) -> None:
         batch = InputBatch(self.kv, StepPlan(0, tuple(shares)), rows)
         output = self.forwards.run(batch)
         sampled, tokens = output.sampled, output.tokens

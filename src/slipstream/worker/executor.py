@@ -8,14 +8,16 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from slipstream.config import DTYPE_BYTES, EngineArgs, EngineConfig, resolve
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, scratch_blocks
 from slipstream.spec.autotune_table import NO_TILES, TileTable, load_tiles
 from slipstream.spec.description import ModelDescription, read_spec
+from slipstream.spec.draft_heads import HeadDescription, HeadMethod, read_head
 from slipstream.types import CanaryResult, ExpertTokens, Plan, StepResult, TokenMask
 from slipstream.worker.canary import CANARY_NAME, log_no_canary, read_canary, run_canary
 from slipstream.worker.constrained import AwaitingMask
@@ -174,11 +176,21 @@ def load_runner(
     tiles = load_tiles(config.device.tile_table, config.device.info.name, tiles_folder())
     runner = ModelRunner(config, description, tiles, weights_folder=weights_folder(args.download_dir))
     runner.phases["resolve"] = found
-    if config.speculation is not None and config.speculation.model is not None:
+    if (speculation := config.speculation) is not None and speculation.method not in ("ngram", "suffix"):
         progress("draft model")
-        draft = read_spec(resolve_model(config.speculation.model, download_dir=args.download_dir))
-        runner.load_draft(draft, weights_folder(args.download_dir))
+        folder = path if speculation.model is None else resolve_model(speculation.model, download_dir=args.download_dir)
+        if speculation.method == "draft":
+            runner.load_draft(read_spec(folder), weights_folder(args.download_dir))
+        else:
+            runner.load_head(_read_head(speculation.method, folder, description))
     return description, runner, tiles
+
+
+def _read_head(method: HeadMethod, folder: Path, target: ModelDescription) -> HeadDescription:
+    try:
+        return read_head(method, folder, target)
+    except (UnsupportedModelError, CheckpointError) as error:
+        raise ConfigError(f"speculative_config: {error}", field="speculative_config") from error
 
 
 def _fit(
@@ -191,7 +203,7 @@ def _fit(
     weights, rows = runner.model.weights_bytes, runner.rows_bytes()
     if runner.draft is not None:
         one_block += runner.draft.block_bytes
-        weights += runner.draft.model.weights_bytes
+        weights += runner.draft.weights_bytes
     graphs = 0 if config.device.enforce_eager else runner.graph_reserve_bytes(activation_bytes)
     runner.platform.release_unused()
     free, total = runner.platform.memory()  # now, with the weights loaded

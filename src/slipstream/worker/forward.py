@@ -18,16 +18,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import Running
 from slipstream.model.decoder import Decoder
+from slipstream.model.layers import Tap
 from slipstream.model.one_token import OneTokenKernel, compile_one_token
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.reason import Reason
 from slipstream.types import StepPlan
-from slipstream.worker.input_batch import NEEDS_LOGITS, GatheredInputs, RowTable, SampledRows, gather
+from slipstream.worker.input_batch import GatheredInputs, RowTable, SampledRows, gather
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -75,8 +77,7 @@ class InputBatch:
         """Of the logits nothing is wanted but where they are largest."""
         assert self.plan is not None
         assert self.table is not None
-        names = [s.request_id for s in self.plan.scheduled if s.num_sampled]
-        return not any(self.table.wanted(want, names) for want in NEEDS_LOGITS)
+        return self.table.is_greedy([s.request_id for s in self.plan.scheduled if s.num_sampled])
 
     @property
     def has_grammar(self) -> bool:
@@ -84,6 +85,30 @@ class InputBatch:
         assert self.plan is not None
         assert self.table is not None
         return self.table.wanted("grammar", [s.request_id for s in self.plan.scheduled if s.num_sampled])
+
+
+class StateCache:
+    """States of tokens that a draft head reads, in the blocks of their requests' first group. They are kept while `tensor`
+    [B · block_size, E] is there."""
+
+    def __init__(self, block_size: int, hidden_size: int, dtype: torch.dtype) -> None:
+        self.block_size, self.hidden_size, self.dtype = block_size, hidden_size, dtype
+        self.tensor: Tensor | None = None
+
+    def write(self, states: Tensor, meta: AttentionMetadata) -> None:
+        """Of a step's tokens [T, E]."""
+        if self.tensor is not None:
+            self.tensor.index_copy_(0, meta.slot_mapping, states.to(self.dtype))
+
+    def read(self, meta: AttentionMetadata) -> Tensor:
+        """[T, E]"""
+        assert self.tensor is not None
+        return self.tensor[meta.slot_mapping]
+
+    def copy_blocks(self, source: Tensor, target: Tensor) -> None:
+        assert self.tensor is not None
+        blocks = self.tensor.unflatten(0, (-1, self.block_size))
+        blocks[target] = blocks[source]
 
 
 @dataclass(slots=True)
@@ -96,6 +121,7 @@ class Output:
     sample_index: Tensor | None = None  # int64 [N]: which of `hidden` are sampled; None: all, as many as `sampled` has
     tokens: Tensor | None = None  # int64 [N], where the forward has sampled greedily itself
     running: Running | None = None  # the step, while it is under way on the CPU's threads
+    states: tuple[Tensor, AttentionMetadata] | None = None  # of that step: what its `StateCache` is to be given when it is done
     num_decodes: int = 0  # behind so many tokens `hidden` has
     padding: int = 0  # so many rows of no token
 
@@ -126,8 +152,9 @@ class Forward(ABC):
 class Eager(Forward):
     name = "eager"
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: Decoder, states: StateCache | None = None) -> None:
+        """`states`: where a draft head's states go."""
+        self.decoder, self.states = decoder, states
 
     def covers(self, batch: InputBatch) -> Reason | None:
         return None
@@ -137,7 +164,14 @@ class Eager(Forward):
         return Output(self, self._hidden(given.token_ids, batch.kv, given.meta), given.sampled, given.sample_index)
 
     def _hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        return self.decoder.forward(token_ids, kv, meta)
+        if self.states is None:
+            return self.decoder.forward(token_ids, kv, meta)
+        return self._keep(*self.decoder.tapped(token_ids, kv, meta), meta)
+
+    def _keep(self, hidden: Tensor, states: Tensor, meta: AttentionMetadata) -> Tensor:
+        if self.states is not None:
+            self.states.write(states, meta)
+        return hidden
 
     def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """The encoder of an encoder-decoder over whole prompts [T]: what the decoder's layers read of them goes into the
@@ -151,22 +185,23 @@ class Eager(Forward):
 class OneToken(Eager):
     name = "one-token"
 
-    def __init__(self, decoder: Decoder, kernel: OneTokenKernel) -> None:
-        super().__init__(decoder)
+    def __init__(self, decoder: Decoder, kernel: OneTokenKernel, states: StateCache | None = None) -> None:
+        super().__init__(decoder, states)
         self.kernel = kernel
 
     def covers(self, batch: InputBatch) -> Reason | None:
         return None if batch.num_tokens == 1 else Reason("the step has more than one token")
 
     def _hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        return self.kernel.forward(token_ids, kv, meta)
+        hidden = self.kernel.forward(token_ids, kv, meta)
+        return self._keep(hidden, hidden, meta)
 
 
 class Program(Eager):
     name = "program"
 
-    def __init__(self, decoder: Decoder, program: CpuProgram) -> None:
-        super().__init__(decoder)
+    def __init__(self, decoder: Decoder, program: CpuProgram, states: StateCache | None = None) -> None:
+        super().__init__(decoder, states)
         self.program = program
 
     def run(self, batch: InputBatch) -> Output:
@@ -175,12 +210,13 @@ class Program(Eager):
         if batch.plan is not None and given.sample_index is None and batch.is_greedy:
             begun = self.program.begin_greedy(given.token_ids, batch.kv, given.meta)
             if begun is not None:
-                tokens, running = begun
-                return Output(self, None, given.sampled, tokens=tokens, running=running)
+                tokens, states, running = begun
+                kept = None if self.states is None else (states, given.meta)
+                return Output(self, None, given.sampled, tokens=tokens, running=running, states=kept)
         return super().run(batch)
 
     def _hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        return self.program.forward(token_ids, kv, meta)
+        return self._keep(*self.program.tapped(token_ids, kv, meta), meta)
 
     def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         self.program.encode(token_ids, kv, meta)
@@ -200,24 +236,31 @@ class Forwards:
         self.refused: dict[str, Reason] = {}
         self.paths: list[Forward] = []
         self.base: Eager = Eager(decoder)
+        self.states: StateCache | None = None
+        self._build()
+
+    def keep_states(self, states: StateCache, tap: Tap | None) -> None:
+        """From now on each step writes what `tap` reads between the layers, or without one its hidden states."""
+        self.states, self.decoder.tap = states, tap
         self._build()
 
     def _build(self) -> None:
         """Ways that run given tokens; graphs are added by `add` once there is a cache."""
+        self.base = Eager(self.decoder, self.states)
         self.paths = [self.base]
         if self.decoder.device.type == "cpu":
             program = compile_program(self.decoder)
             if isinstance(program, Reason):
                 self._refuse(Program.name, program)
             else:
-                self.base = Program(self.decoder, program)
+                self.base = Program(self.decoder, program, self.states)
                 self.paths = [self.base]
         else:
             kernel = compile_one_token(self.decoder)
             if isinstance(kernel, Reason):
                 self._refuse(OneToken.name, kernel)
             else:
-                self.paths = [OneToken(self.decoder, kernel), self.base]
+                self.paths = [OneToken(self.decoder, kernel, self.states), self.base]
 
     def _refuse(self, name: str, reason: Reason) -> None:
         if name not in self.refused and reason.notable:

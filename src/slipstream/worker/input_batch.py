@@ -32,7 +32,7 @@ Want: TypeAlias = Literal["vector", "grammar", "logprobs", "draw", "penalties", 
 """What a request can ask for beside its most likely tokens."""
 
 NEEDS_LOGITS: tuple[Want, ...] = ("grammar", "logprobs", "draw", "penalties", "bias", "allowed")
-"""Without these, all that is wanted of the logits is where they are largest."""
+"""What takes more of the logits than where they are largest."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Row:
     seed: int
     forbidden_early: tuple[int, ...]  # tokens that may not end it before min_tokens
     num_encoder_tokens: int = 0
-    num_drafted: int = 0  # tokens that the draft model has computed; those of wrong drafts are computed again
+    num_drafted: int = 0  # tokens that the drafter has computed; those of wrong drafts are computed again
     allowed: LongArray | None = field(init=False)  # the only tokens that can be drawn, each once
 
     def __post_init__(self) -> None:
@@ -154,6 +154,10 @@ class RowTable:
         self.sampling_floats.index_copy_(1, where, upload(np.array(floats, np.float32).T.copy(), self.device))
         self.sampling_ints.index_copy_(1, where, self._upload(np.array(ints, np.int64).T.copy()))
 
+    def is_greedy(self, request_ids: Sequence[str]) -> bool:
+        """Nothing is wanted of their logits but where they are largest."""
+        return not any(self.wanted(want, request_ids) for want in NEEDS_LOGITS)
+
     def wanted(self, want: Want, request_ids: Sequence[str]) -> bool:
         """One of the requests asks for it."""
         wanting = self.wanting[want]
@@ -246,8 +250,18 @@ def laid_out(rows: LongArray, computed: LongArray, lengths: LongArray) -> tuple[
     return rows[request_of], np.arange(starts[-1]) + (computed - starts[:-1])[request_of], starts
 
 
-def gather(table: RowTable, plan: StepPlan) -> GatheredInputs:
-    """The inputs of `plan`, whose rows `table` already holds.
+def gather_pairs(table: RowTable, shares: Sequence[ScheduledRequest]) -> GatheredInputs:
+    """The inputs of a draft head for `shares` of requests: each token, at the place of the one before it, whose state stands
+    there (`worker/draft_head.py`). What is sampled follows the token, as always."""
+    before = tuple([s._replace(num_computed_tokens=s.num_computed_tokens - 1) for s in shares])
+    given = gather(table, StepPlan(0, before), ahead=1)
+    assert given.sampled is not None
+    requests = tuple([s for s in shares if s.num_sampled])
+    return dataclasses.replace(given, sampled=dataclasses.replace(given.sampled, requests=requests))
+
+
+def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs:
+    """The inputs of `plan`, whose rows `table` already holds. The tokens themselves are those so many places `ahead`.
 
     On a GPU this is one upload, then lookups on the device. On a CPU numpy looks up: its calls cost a tenth of torch's, and at
     one request a step has only some 2 ms.
@@ -270,11 +284,11 @@ def gather(table: RowTable, plan: StepPlan) -> GatheredInputs:
         from_start = not computed[num_decodes:].any()
     index = None
     if max_query_len == 1 and len(requests) == num_seqs:
-        sample_rows, sample_positions = rows, seq_lens
+        sample_rows, sample_positions = rows, seq_lens + ahead
     else:
         counts = np.array([s.num_sampled for s in scheduled], np.int64)
         sample_rows, last, _ = laid_out(rows, seq_lens - counts, counts)
-        sample_positions = last + 1  # of the token that follows
+        sample_positions = last + 1 + ahead  # of the token that follows
         if len(last) < len(positions):
             index = laid_out(rows, starts[1:] - counts, counts)[1]
     arrays = [token_rows, positions, starts, seq_lens, rows, sample_rows, sample_positions]
@@ -290,6 +304,7 @@ def gather(table: RowTable, plan: StepPlan) -> GatheredInputs:
         max_seq_len=max(seq_lens.tolist()),
         from_start=from_start,
         max_encoder_len=longest,
+        ahead=ahead,
     )
     return GatheredInputs(
         token_ids=token_ids,
@@ -308,6 +323,7 @@ def _gather_inputs_after_upload(
     max_seq_len: int,
     from_start: bool,
     max_encoder_len: int,
+    ahead: int = 0,
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
     token_rows, positions, starts, seq_lens, rows, *more = _upload_together(arrays, table.device)
     token_ids, meta = gather_inputs(
@@ -322,6 +338,7 @@ def _gather_inputs_after_upload(
         max_seq_len=max_seq_len,
         from_start=from_start,
         max_encoder_len=max_encoder_len,
+        ahead=ahead,
     )
     return token_ids, meta, [*more[:2], *(t.long() for t in more[2:])]
 
@@ -335,6 +352,7 @@ def _gather_inputs_on_host(
     max_seq_len: int,
     from_start: bool,
     max_encoder_len: int,
+    ahead: int = 0,
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
     """`gather_inputs`, by numpy."""
     token_rows, positions, starts, seq_lens, rows, *more = arrays
@@ -363,7 +381,7 @@ def _gather_inputs_on_host(
         *(dataclasses.replace(meta, block_table=t, slot_mapping=s) for t, s in map(tables, others)),
         *_of_cross(table, meta, torch.from_numpy(rows), max_encoder_len),
     )
-    return torch.from_numpy(tokens[token_rows, positions]), meta, [torch.from_numpy(a) for a in more]
+    return torch.from_numpy(tokens[token_rows, positions + ahead]), meta, [torch.from_numpy(a) for a in more]
 
 
 def gather_inputs(
@@ -379,11 +397,12 @@ def gather_inputs(
     max_seq_len: int,
     from_start: bool = False,
     max_encoder_len: int = 0,
+    ahead: int = 0,
 ) -> tuple[Tensor, AttentionMetadata]:
     """Tokens, slots and block tables from the rows: device work only, so a graph can capture it."""
     num_blocks, size = -(-max_seq_len // table.block_size), table.block_size
     first = table.block_tables[0]
-    ids, positions, slots = table.ops.gather_inputs(table.tokens, first, token_rows, positions, size)
+    ids, positions, slots = table.ops.gather_inputs(table.tokens[:, ahead:], first, token_rows, positions, size)
     meta = AttentionMetadata(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,

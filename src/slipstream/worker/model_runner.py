@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.config import EngineConfig
+from slipstream.config import MOST_DRAFTS, EngineConfig
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, cache_tensors
@@ -34,6 +34,7 @@ from slipstream.model.loader import LoadedModel, load_model
 from slipstream.platform import Event, platform_of
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.description import ModelDescription
+from slipstream.spec.draft_heads import HeadDescription
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 from slipstream.types import (
@@ -51,7 +52,9 @@ from slipstream.types import (
     TokenMask,
 )
 from slipstream.worker.constrained import AwaitingMask, apply_mask
+from slipstream.worker.draft_head import HeadDrafter, load_drafter
 from slipstream.worker.draft_model import DraftModel
+from slipstream.worker.drafter import Drafter
 from slipstream.worker.forward import Forwards, InputBatch, Output
 from slipstream.worker.graphs import StepGraphs, ladder, mixed_decodes, mixed_prompts
 from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch
@@ -193,10 +196,19 @@ class ModelRunner:
         self._expert_load: ExpertTokens = ()
         self.kv: list[LayerKV] = []
         self.rows: RowTable | None = None
-        self._under_way: tuple[Tensor, Running, SampledRows] | None = None  # on a CPU: its tokens, and whose they are
+        self._under_way: Output | None = None  # on a CPU
         self.graphs: StepGraphs | None = None
         self.texts: EagerTexts | TextGraphs | None = None  # an encoder's
-        self.draft: DraftModel | None = None
+        self.draft: Drafter | None = None
+
+    def load_head(self, description: HeadDescription) -> None:
+        """The head that proposes tokens."""
+        with self._phase("draft head"):
+            self.draft = head = load_drafter(self.config, description, self.model.decoder, device=self.device, dtype=self.dtype)
+            self.forwards.keep_states(head.states, head.head.tap)
+            if self.config.speculation is not None and (most := description.spec.most_drafts) is not None:
+                speculation = dataclasses.replace(self.config.speculation, most_drafts=min(most, MOST_DRAFTS))
+                self.config = dataclasses.replace(self.config, speculation=speculation)
 
     def load_draft(self, description: ModelDescription, weights_folder: Path) -> None:
         """The model that proposes tokens."""
@@ -221,7 +233,7 @@ class ModelRunner:
             num_rows = few_rows = self.config.max_num_sampled
             known = 0
             if per_token is not None:  # then a short step shows the rest, and leaves little behind in the process
-                known = num_tokens * (per_token + (self.draft.forwards.token_bytes or 0 if self.draft is not None else 0))
+                known = num_tokens * (per_token + (0 if self.draft is None else self.draft.token_bytes))
                 num_tokens = min(num_tokens, PROBE_TOKENS)
                 few_rows = min(num_rows, FEW_ROWS)
             length = min(self.config.model.max_model_len, num_tokens)
@@ -233,7 +245,7 @@ class ModelRunner:
             if self._has_latents:  # of a prompt that has something in the cache, whose queries are wider
                 self.forwards.hidden(tokens, kv, dataclasses.replace(meta, from_start=False))
             if self.draft is not None:
-                self.draft.forwards.hidden(tokens, self.draft.make_cache(1), meta)
+                self.draft.probe(tokens, meta)
             hidden = self.forwards.hidden(tokens, kv, meta)
             if not self.model.spec.generates:
                 pool(self.ops, hidden, meta.query_start_loc, "mean")
@@ -277,7 +289,7 @@ class ModelRunner:
         self._take_tokens()
         self.kv.clear()  # in place: the program looks at the same list
         if self.draft is not None:
-            self.draft.kv.clear()
+            self.draft.release()
         self.rows = self.texts = None
 
     def _capture(self, config: EngineConfig) -> None:
@@ -287,6 +299,8 @@ class ModelRunner:
             self.graphs = StepGraphs(self.forwards, self.kv, self.rows, config)
             self.graphs.capture()
             self.forwards.add(self.graphs)
+            if self.draft is not None and self.platform.is_asynchronous:
+                self.draft.make_graphs(self.rows, config)
 
     def rows_bytes(self) -> int:
         """What `allocate` takes beside cache and graphs."""
@@ -396,7 +410,7 @@ class ModelRunner:
         """A CPU's step of greedy decodes that was begun."""
         assert output.tokens is not None
         assert output.running is not None
-        self._under_way = (output.tokens, output.running, sampled)
+        self._under_way = output
         goes_on = len(plan.scheduled) <= RUN_AHEAD and self.config.device.num_threads > 1
         if not goes_on:
             self._take_tokens()
@@ -406,10 +420,14 @@ class ModelRunner:
         """What the step under way on a CPU has sampled goes where the next step reads it."""
         if self._under_way is not None:
             assert self.rows is not None
-            tokens, running, sampled = self._under_way
-            running.synchronize()
-            self.rows.write(sampled.rows, sampled.positions, tokens)
-            self._under_way = None
+            output, self._under_way = self._under_way, None
+            assert output.running is not None
+            assert output.tokens is not None
+            assert output.sampled is not None
+            output.running.synchronize()
+            self.rows.write(output.sampled.rows, output.sampled.positions, output.tokens)
+            if output.states is not None and isinstance(self.draft, HeadDrafter):
+                self.draft.states.write(*output.states)
 
     def forget_rows(self) -> None:
         """Every sequence is gone, after a step failed. What the device still computes changes nothing that is read again."""

@@ -202,4 +202,5 @@ class Family:
     prefixes: tuple[str, ...] = ("",)  # that some writers put before every name
     ignored: tuple[str, ...] = ()
     gguf: GGUFFamily | None = None
+    mtp: bool = False  # a layer of safetensors checkpoints, behind the last one, drafts a second token
     nested_config: str | None = None  # the key that holds the language model's own config

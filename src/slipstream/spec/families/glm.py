@@ -126,7 +126,7 @@ def glm4_moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 GLM4_MOE_GGUF: dict[str, Theirs] = {"pre_mlp": "post_attention_norm", "correction": {"weight": "exp_probs_b.bias"}}
 DRAFTING = r"(46|92)\..*"
-"""The layer that drafts a second token: GLM-4.5-Air's, GLM-4.5's and 4.6's."""
+"""The layer of a GGUF file that drafts a second token: GLM-4.5-Air's, GLM-4.5's and 4.6's."""
 
 FAMILIES = (
     Family(
@@ -148,7 +148,7 @@ FAMILIES = (
         architectures=("Glm4MoeForCausalLM",),
         read=read_glm4_moe,
         names=table(SHARED),
-        ignored=(rf"model\.layers\.{DRAFTING}",),
+        mtp=True,
         gguf=GGUFFamily(
             architecture="glm4moe",
             config=glm4_moe_gguf_config,

@@ -1,0 +1,229 @@
+"""Draft heads under autograd: what training computes, in plain torch over padded sequences [B, L].
+
+EAGLE-3 is trained as it will draft (its "training-time test", Li et al. 2025, section 3.2). Step 0 reads the model's states;
+step s reads, at each place, the head's own state of step s − 1 there, and the token s places further. So at step s the query of
+place p stands for a pair at place p + s. It sees the pairs 0 … p of step 0 and those of its own place of steps 1 … s, which is
+the path that a chain of drafts takes. Each step is to predict as the model does, among the head's tokens; step s counts 0.8^s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from slipstream.kernels.positions import rope_table
+from slipstream.model.sequences import register
+from slipstream.spec.draft_heads import EagleSpec, MedusaSpec, default_aux_layers
+from slipstream.spec.model import (
+    AttentionSpec,
+    DenseSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+    SequentialBlock,
+)
+
+DECAY = 0.8
+"""How much less each further step counts."""
+
+
+class EagleNet(nn.Module):
+    """`parameters` are by the names of `spec.shapes`; `embed` [V, E] is the model's table, and is not trained."""
+
+    def __init__(self, spec: EagleSpec, parameters: Mapping[str, Tensor], embed: Tensor, *, max_len: int) -> None:
+        super().__init__()
+        self.spec = spec
+        register(self, {name: nn.Parameter(value) for name, value in parameters.items()})
+        position = spec.layer.attention.position
+        assert isinstance(position, RopeSpec)
+        self.register_buffer("angles", rope_table(position, max_len).to(embed.device), persistent=False)
+        self.register_buffer("embed", embed, persistent=False)
+
+    def forward(self, token_ids: Tensor, aux: Tensor, num_steps: int) -> list[Tensor]:
+        """token_ids [B, L], the model's states before `aux_layers` side by side [B, L, 3E] → for each step s the hidden states
+        [B, L, E] whose product with the head predicts, at place p, token p + s + 2."""
+        states, found = F.linear(aux, self.of("fc.weight")), list[Tensor]()
+        first: tuple[Tensor, Tensor] | None = None
+        own: list[tuple[Tensor, Tensor]] = []
+        for step in range(num_steps):
+            tokens = F.pad(token_ids[:, 1 + step :], (0, 1 + step))
+            hidden, states, keys = self.layer(F.embedding(tokens, self.embed), states, first, own, step)  # type: ignore[arg-type]
+            first, own = (keys, own) if first is None else (first, [*own, keys])
+            found.append(hidden)
+        return found
+
+    def layer(
+        self, embedded: Tensor, states: Tensor, first: tuple[Tensor, Tensor] | None, own: list[tuple[Tensor, Tensor]], step: int
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """(normed hidden states, the states for the next step, its keys and values [B, K, L, D])"""
+        rows = self.norm(states, "pre_attention")
+        residual = rows if self.spec.norm_before_residual else states
+        a = self.spec.layer.attention
+        qkv = F.linear(torch.cat((self.norm(embedded, "embed_norm"), rows), -1), self.of("attention.qkv.weight"))
+        heads = qkv.unflatten(-1, (-1, a.head_dim)).transpose(1, 2)
+        q, k, v = heads.split((a.num_heads, a.num_kv_heads, a.num_kv_heads), 1)
+        q, k = self.rotate(q, step), self.rotate(k, step)
+        group = a.num_heads // a.num_kv_heads
+        if first is None:
+            mixed = F.scaled_dot_product_attention(q, *(t.repeat_interleave(group, 1) for t in (k, v)), is_causal=True, scale=a.scale)
+        else:
+            mixed = along(q, first, [*own, (k, v)], group, a.scale)
+        x = residual + F.linear(mixed.transpose(1, 2).flatten(2), self.of("attention.out.weight"))
+        gate, up = F.linear(self.norm(x, "pre_mlp"), self.of("mlp.up.weight")).chunk(2, -1)
+        x = x + F.linear(F.silu(gate) * up, self.of("mlp.down.weight"))
+        return self.norm(x, "final_norm"), x, (k, v)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], self.of(f"{name}.weight").float(), self.spec.norm.eps)
+
+    def rotate(self, x: Tensor, step: int) -> Tensor:
+        cos, sin = self.angles[step : step + x.shape[2]].chunk(2, -1)  # type: ignore[index]
+        a, b = x.float().chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+    def of(self, name: str) -> Tensor:
+        return self.get_parameter(name)
+
+    def logits(self, hidden: Tensor, place: int) -> Tensor:
+        return F.linear(hidden, self.of("head.weight"))
+
+
+def along(q: Tensor, first: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]], group: int, scale: float) -> Tensor:
+    """Queries [B, H, L, D] over the keys of step 0 up to their places, and those of the later steps at their own."""
+    k, v = (t.repeat_interleave(group, 1) for t in first)
+    length = q.shape[2]
+    ahead = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    scores = [(q @ k.mT).masked_fill(ahead, -torch.inf)]
+    scores += [(q * key.repeat_interleave(group, 1)).sum(-1, keepdim=True) for key, _ in own]
+    weights = (torch.cat(scores, -1).float() * scale).softmax(-1).to(q.dtype)
+    mixed = weights[..., :length] @ v
+    for i, (_, value) in enumerate(own):
+        mixed = mixed + weights[..., length + i, None] * value.repeat_interleave(group, 1)
+    return mixed
+
+
+class MedusaNet(nn.Module):
+    """The blocks of heads that share the model's output head (Cai et al. 2024, "Medusa-1")."""
+
+    def __init__(self, spec: MedusaSpec, parameters: Mapping[str, Tensor], rows: Tensor) -> None:
+        """`rows`: of the model's output head, those of the tokens that training counts; they are not trained."""
+        super().__init__()
+        self.spec = spec
+        register(self, {f"head{name}": nn.Parameter(value) for name, value in parameters.items()})
+        self.register_buffer("rows", rows, persistent=False)
+
+    def forward(self, token_ids: Tensor, states: Tensor, num_steps: int) -> list[Tensor]:
+        """The model's final states [B, L, E] → for each head i the states that predict, at place p, token p + i + 2."""
+        found = []
+        for i in range(num_steps):
+            x = states
+            for j in range(self.spec.num_layers):
+                name = f"head{i}.blocks.{j}"
+                x = x + F.silu(F.linear(x, self.get_parameter(f"{name}.weight"), self.get_parameter(f"{name}.bias")))
+            found.append(x)
+        return found
+
+    def logits(self, hidden: Tensor, place: int) -> Tensor:
+        return F.linear(hidden, self.rows)  # type: ignore[arg-type]
+
+
+def losses(
+    net: EagleNet | MedusaNet,
+    hidden: list[Tensor],
+    wanted: Tensor,
+    counted: Tensor,
+    final: Tensor | None = None,
+    state_weight: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the loss, its sum over steps weighed; per step: how often the likeliest token is the model's, over how many places).
+    `wanted` [B, L, D]: the model's logits at each place among the head's tokens; `counted` [B, L]: places whose prediction
+    counts, those whose next token is one of the head's. With `state_weight` it is also to give the states of which the model's
+    own logits are made, `final` [B, L, E] (smooth L1, as EAGLE-1 and 2 are trained)."""
+    total, hits, counts = wanted.new_zeros(()), [], []
+    for step, h in enumerate(hidden):
+        shift = step + 1
+        if h.shape[1] <= shift:
+            break
+        rows = counted[:, shift:]
+        target = wanted[:, shift:][rows]
+        logits = net.logits(h[:, :-shift][rows], step).float()
+        weight = DECAY**step
+        if len(target):
+            total = total - weight * (target.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+        if len(target) and final is not None and state_weight:
+            like = F.smooth_l1_loss(h[:, :-shift][rows].float(), final[:, shift:][rows])
+            total = total + weight * state_weight * like
+        hits.append((logits.argmax(-1) == target.argmax(-1)).sum())
+        counts.append(rows.sum())
+    return total, torch.stack(hits), torch.stack(counts)
+
+
+# --- Where training begins ------------------------------------------------------------------------------------------------
+
+
+def eagle_for(spec: ModelSpec, draft_vocab_size: int) -> EagleSpec:
+    """A head with a layer like the model's last, if that is of the usual kind; else of the usual proportions."""
+    last = spec.layers[-1]
+    a, m, e = last.attention, last.mlp, spec.hidden_size
+    if isinstance(a, AttentionSpec):
+        sizes = {"num_heads": a.num_heads, "num_kv_heads": a.num_kv_heads, "head_dim": a.head_dim}
+    else:
+        head_dim = 64 if e % 64 == 0 else e
+        sizes = dict(num_heads=e // head_dim, num_kv_heads=e // head_dim, head_dim=head_dim)
+    theta = a.position.theta if isinstance(a.position, RopeSpec) else 10000.0
+    position = RopeSpec(theta=theta, rotary_dim=sizes["head_dim"])
+    wide = m.intermediate_size if isinstance(m, DenseSpec) and m.gated else -(-8 * e // 3 // 64) * 64
+    norm = NormSpec(kind="rms", size=e, eps=spec.final_norm.eps if spec.final_norm is not None else 1e-6)
+    layer = LayerSpec(
+        attention=AttentionSpec(**sizes, scale=sizes["head_dim"] ** -0.5, position=position),
+        mlp=DenseSpec(intermediate_size=wide, activation="silu"),
+        block=SequentialBlock(pre_attention=norm, pre_mlp=norm),
+    )
+    aux = tuple(sorted({min(max(0, i), spec.num_layers) for i in default_aux_layers(spec.num_layers)}))
+    return EagleSpec(
+        hidden_size=e,
+        vocab_size=spec.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        layer=layer,
+        norm=norm,
+        aux_layers=aux,
+    )
+
+
+def eagle_start(head: EagleSpec, spec: ModelSpec, model: Mapping[str, Tensor], rows: Tensor, seed: int) -> dict[str, Tensor]:
+    """Parameters to begin with: the highest state passes `fc` as it is, the layer is the model's last where it has its shapes,
+    and the output head the model's `rows` of the head's tokens. What reads embeddings is random and small."""
+    g = torch.Generator().manual_seed(seed)
+    e, last = head.hidden_size, f"layers.{spec.num_layers - 1}."
+    values = {n: torch.ones(s) if len(s) == 1 else torch.randn(s, generator=g) * 0.02 for n, s in head.shapes.items()}
+    values["fc.weight"][:, -e:] += torch.eye(e)
+    values["head.weight"] = rows.float().cpu().clone()
+    for name in ("attention.out.weight", "mlp.up.weight", "mlp.down.weight", "attention.qkv.weight"):
+        own = model.get(f"{last}{name}")
+        if own is None:
+            continue
+        into = values[name][:, e:] if name == "attention.qkv.weight" else values[name]
+        if own.shape == into.shape:
+            into.copy_(own)
+    for ours, theirs in (("pre_attention", f"{last}pre_attention"), ("pre_mlp", f"{last}pre_mlp"), ("final_norm", "final_norm")):
+        own, norm = model.get(f"{theirs}.weight"), spec.final_norm
+        if own is not None and norm is not None and norm.kind == "rms":
+            values[f"{ours}.weight"] = own.float().cpu() + norm.weight_offset
+    return values
+
+
+def medusa_for(spec: ModelSpec, num_heads: int) -> MedusaSpec:
+    return MedusaSpec(
+        hidden_size=spec.hidden_size, vocab_size=spec.vocab_size, num_heads=num_heads, num_layers=1, bias=True, own_heads=False
+    )
+
+
+def medusa_start(head: MedusaSpec) -> dict[str, Tensor]:
+    """Blocks of zeros: each head begins as the model's own."""
+    return {name: torch.zeros(shape) for name, shape in head.shapes.items()}
+
+

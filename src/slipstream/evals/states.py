@@ -1,0 +1,82 @@
+"""The states that a model has at each token of a text, as it runs in the engine: what draft heads learn from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.config import EngineArgs
+from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.model.layers import Tap
+from slipstream.worker.executor import load_runner
+from slipstream.worker.forward import StateCache
+
+
+class Collected(StateCache):
+    """Keeps the states of the last step as they come."""
+
+    last: Tensor
+
+    def write(self, states: Tensor, meta: AttentionMetadata) -> None:
+        self.last = states
+
+
+class States:
+    """Of sequences of up to `context` tokens, up to `step_tokens` (in whole blocks) at once. `layers`: the states before these
+    are wanted beside the final ones."""
+
+    def __init__(self, args: EngineArgs, layers: Sequence[int], *, context: int, step_tokens: int) -> None:
+        args = dataclasses.replace(args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None)
+        self.description, runner, _ = load_runner(args)
+        self.forwards, self.block_size = runner.forwards, runner.config.cache.block_size
+        decoder = self.forwards.decoder
+        self.spec, self.device, size = decoder.spec, decoder.device, decoder.spec.hidden_size
+        self._kept, tap = Collected(self.block_size, size, torch.float32), None
+        if layers:  # side by side: each goes through a matrix that puts it into its place
+            places = torch.zeros(len(layers), len(layers) * size, size, dtype=decoder.dtype, device=self.device)
+            for i in range(len(layers)):
+                places[i, i * size : (i + 1) * size] = torch.eye(size)
+            tap = Tap({layer: decoder.ops.quantize_weight(places[i], None, None) for i, layer in enumerate(layers)})
+        self.forwards.keep_states(self._kept, tap)
+        self.kv = runner.make_cache(len(self.spec.cache_groups) * (-(-step_tokens // self.block_size) + 1))
+
+    @torch.inference_mode()
+    def of(self, sequences: Sequence[Sequence[int]]) -> tuple[list[Tensor], list[Tensor]]:
+        """(final states [L, E], the states before each of `layers` side by side; without layers the final ones) of each."""
+        tokens = torch.tensor([t for s in sequences for t in s], dtype=torch.int32, device=self.device)
+        lengths = [len(s) for s in sequences]
+        hidden = self.forwards.hidden(tokens, self.kv, self._meta(lengths))
+        return list(hidden.split(lengths)), list(self._kept.last.split(lengths))
+
+    def _meta(self, lengths: Sequence[int]) -> AttentionMetadata:
+        """Whole sequences, each in blocks of its own in every group, from block 1 on."""
+        size, groups = self.block_size, len(self.spec.cache_groups)
+        counts = torch.tensor([-(-n // size) for n in lengths])
+        first = counts.cumsum(0) - counts
+        blocks = (first[:, None] + torch.arange(int(counts.max()))).clamp(max=int(counts.sum()) - 1)
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+
+        def of_group(group: int) -> tuple[Tensor, Tensor]:
+            own = blocks * groups + 1 + group
+            slots = own[rows, positions // size] * size + positions % size
+            return own.int().to(self.device), slots.to(self.device)
+
+        table, slots = of_group(0)
+        meta = AttentionMetadata(
+            query_start_loc=starts.int().to(self.device),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
+            block_table=table,
+            positions=positions.to(self.device),
+            slot_mapping=slots,
+            num_decodes=0,
+            max_query_len=max(lengths),
+            max_seq_len=max(lengths),
+            from_start=True,
+        )
+        others = (of_group(g) for g in range(1, groups))
+        return meta.with_groups(*(dataclasses.replace(meta, block_table=t, slot_mapping=s) for t, s in others))

@@ -1,0 +1,161 @@
+"""Training of draft heads: it computes what drafting will, and what it writes drafts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from slipstream import LLM, SamplingParams
+from slipstream.cli.main import main
+from slipstream.compress.draft import RECEIPT_NAME, frequent_tokens, kind_of
+from slipstream.compress.heads import DECAY, EagleNet, MedusaNet, eagle_for, eagle_start, losses, medusa_for, medusa_start
+from slipstream.compress.recipe import parse, preset
+from slipstream.compress.steps import DraftHead
+from slipstream.compress.teacher import Example
+from slipstream.errors import ConfigError
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.model.draft_heads import build_head
+from slipstream.spec.description import read_spec
+from tests import tiny_models
+from tests.engine.test_speculation import SIZES
+from tests.model.harness import load
+
+DRAFT_VOCAB = 60
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_models.build_with_tokenizer(folder, num_hidden_layers=6)
+    return folder
+
+
+@torch.no_grad()
+def test_training_sees_what_drafting_will(path):
+    """Step s at place p is the draft that a chain makes at p, from the model's states up to p and its own behind."""
+    model = load(path)
+    head = eagle_for(model.spec, DRAFT_VOCAB)
+    parameters = {n: torch.randn(s) * 0.2 for n, s in head.shapes.items()}
+    embed, length, steps = torch.randn(tiny_models.VOCAB, 32), 9, 4
+    tokens, aux = torch.randint(0, tiny_models.VOCAB, (2, length)), torch.randn(2, length, 32 * len(head.aux_layers))
+    found = EagleNet(head, {n: p.clone() for n, p in parameters.items()}, embed, max_len=32)(tokens, aux, steps)
+    model.decoder.embed = embed
+    chain = build_head(head, {n: p.clone() for n, p in parameters.items()}, model.decoder, max_model_len=32)
+    states = sum(F.linear(part, w.weight) for part, w in zip(aux.split(32, -1), chain.tap.products.values(), strict=True))
+    for row in range(2):
+        for place in range(length - 1):
+            kv = [LayerKV(*(torch.zeros(2, 2, 32, 8) for _ in range(2)))]
+            meta = AttentionMetadata.alone(0, place + 1, block_size=32, device=torch.device("cpu"))
+            hidden, following = chain.forward(tokens[row, 1 : place + 2], states[row, : place + 1], kv, meta)
+            torch.testing.assert_close(found[0][row, place], hidden[-1])
+            for step in range(1, min(steps, length - place - 1)):
+                at = place + step
+                meta = AttentionMetadata.alone(at, 1, block_size=32, device=torch.device("cpu"))
+                hidden, following = chain.forward(tokens[row, at + 1 : at + 2], following[-1:], kv, meta)
+                torch.testing.assert_close(found[step][row, place], hidden[-1])
+
+
+def test_the_loss_is_the_cross_entropy_to_the_model(path):
+    """Among the head's tokens, at places that count, each further step by less."""
+    head = eagle_for(read_spec(path).spec, DRAFT_VOCAB)
+    net = EagleNet(head, {n: torch.randn(s) * 0.2 for n, s in head.shapes.items()}, torch.randn(288, 32), max_len=32)
+    hidden = [torch.randn(2, 7, 32) for _ in range(3)]
+    wanted, counted = torch.randn(2, 7, DRAFT_VOCAB), torch.rand(2, 7) < 0.6
+    loss, hits, counts = losses(net, hidden, wanted, counted)
+    expected = torch.zeros(())
+    for step, h in enumerate(hidden):
+        terms, right = [], 0
+        for row in range(2):
+            for place in range(7 - step - 1):
+                if counted[row, place + step + 1]:
+                    logits, target = net.get_parameter("head.weight") @ h[row, place], wanted[row, place + step + 1]
+                    terms.append(F.cross_entropy(logits, target.softmax(-1)))
+                    right += int(logits.argmax() == target.argmax())
+        expected = expected + DECAY**step * torch.stack(terms).mean()
+        assert (int(hits[step]), int(counts[step])) == (right, len(terms))
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert net.get_parameter("head.weight").grad.abs().sum() > 0
+
+
+def test_it_begins_with_the_model(path):
+    """An EAGLE head with the model's last layer and rows of its output head; Medusa heads that say what the model says."""
+    model = load(path)
+    head = eagle_for(model.spec, DRAFT_VOCAB)
+    values = {f"layers.5.{n}": torch.randn(s) for n, s in model.spec.layers[-1].shapes(32).items()}
+    rows = torch.randn(DRAFT_VOCAB, 32)
+    start = eagle_start(head, model.spec, values, rows, 0)
+    assert {n: tuple(v.shape) for n, v in start.items()} == head.shapes
+    assert torch.equal(start["head.weight"], rows)
+    assert torch.equal(start["mlp.down.weight"], values["layers.5.mlp.down.weight"])
+    medusa = medusa_for(model.spec, 2)
+    net, states = MedusaNet(medusa, medusa_start(medusa), rows), torch.randn(1, 4, 32)
+    for place, hidden in enumerate(net(torch.zeros(1, 4, dtype=torch.int64), states, 2)):
+        torch.testing.assert_close(net.logits(hidden, place), states @ rows.T)
+
+
+def test_frequent_tokens():
+    examples = [Example(token_ids=(9, 9, 9, 5, 5, 4), num_context=3), Example(token_ids=(1, 7, 7, 7), num_context=1)]
+    assert frequent_tokens(examples, 10, 2).tolist() == [5, 7]
+    assert frequent_tokens(examples, 10, 5).tolist() == [0, 1, 4, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("```\nx\n```", "code"), ("1. a\n2. b\n3. c", "lists"), ("- a\n- b", "prose"), ("Yes.", "prose")]
+)
+def test_kinds_of_answers(text, kind):
+    assert kind_of(text) == kind
+
+
+def test_settings():
+    assert parse(preset("draft:eagle3")).one(DraftHead).kind == "eagle3"
+    assert preset("draft:small") == preset("draft:1/3")
+    head = DraftHead(kind="medusa")
+    assert (head.limit(on_gpu=True), head.limit(on_gpu=False), head.vocab_size(49_152)) == (9.0, 50.0, 12_288)
+    with pytest.raises(ConfigError, match=r"steps\[0\].draft_head.kind"):
+        parse([{"draft_head": {"kind": "eagle2"}}])
+    with pytest.raises(ConfigError, match="stands alone"):
+        parse([{"draft_head": {"kind": "eagle3"}}, "quantize"])
+    with pytest.raises(ConfigError, match="num_places"):
+        parse([{"draft_head": {"kind": "eagle3", "num_places": 0}}])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_a_head_from_the_command(path, tmp_path, capsys, kind):
+    """What is trained learns, its folder drafts, and the receipt says how well."""
+    text = tmp_path / "text.jsonl"
+    turns = [[{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": w}] for w in map(str, range(40))]
+    text.write_text("".join(json.dumps({"messages": t}) + "\n" for t in turns))
+    settings = {"num_answers": 12, "max_tokens": 16, "num_steps": 12, "learning_rate": 0.01, "num_places": 2, "draft_vocab_size": 64}
+    more = {"text": str(text), "num_questions_held_out": 3, "warmup_steps": 0, "minutes": 5}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps([{"draft_head": {"kind": kind, **settings, **more}}]))
+    out = tmp_path / "head"
+    assert main(["compress", str(path), "--recipe", str(recipe), "--out", str(out), "--device", "cpu", "--json"]) == 0
+    receipt = json.loads((out / RECEIPT_NAME).read_text())
+    assert json.loads(capsys.readouterr().out)["receipt"]["training"] == receipt["training"]
+    history = receipt["training"]["history"]
+    assert len(history) == 12
+    assert history[-1]["loss"] < history[0]["loss"]
+    found = receipt["acceptance"]
+    assert found["num_prompts"] == sum(x["num_prompts"] for x in found["by_text"].values()) == 3
+    assert found["accepted_length"] == pytest.approx(1 + sum(found["by_position"]), abs=2e-3)
+    assert not list(tmp_path.glob(".head*"))
+    prompts, sampling = [{"prompt_token_ids": [5, 6, 7, 8]}], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with LLM(str(path), **SIZES) as llm:
+        expected = llm.generate(prompts, sampling)[0].outputs[0].token_ids
+    config = {"method": kind, "model": str(out), "num_speculative_tokens": 2}
+    with LLM(str(path), speculative_config=config, **SIZES) as llm:
+        assert llm.generate(prompts, sampling)[0].outputs[0].token_ids == expected
+        assert llm.core.stats().spec_draft_tokens > 0
+
+
+def test_options_of_reports_are_refused(path, tmp_path, capsys):
+    args = ["compress", str(path), "--recipe", "draft:eagle3", "--out", str(tmp_path / "x")]
+    assert main([*args, "--max-kl", "1"]) != 0
+    assert "max_kl is for smaller models" in capsys.readouterr().err
+    assert main([*args, "--dry-run"]) == 0
+    assert "50 minutes" in capsys.readouterr().out

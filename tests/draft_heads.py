@@ -1,0 +1,91 @@
+"""Tiny random draft heads, written as their authors publish them, for the models of `tiny_models`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.tiny_models import VOCAB
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+DRAFT_VOCAB = 120
+
+
+def eagle(path: Path, *, seed: int = 0, speculators: bool = False, drop: str = "", **changes: Any) -> dict[str, Tensor]:
+    """An EAGLE-3 head for a model of 6 layers; its tensors by the authors' names, without the layer's prefix."""
+    g = torch.Generator().manual_seed(seed)
+    e, f, q, kv = 32, 48, 32, 16
+    shapes = {
+        "fc.weight": (e, 3 * e), "norm.weight": (e,), "lm_head.weight": (DRAFT_VOCAB, e),
+        "hidden_norm.weight": (e,), "input_layernorm.weight": (e,), "post_attention_layernorm.weight": (e,),
+        "self_attn.q_proj.weight": (q, 2 * e), "self_attn.k_proj.weight": (kv, 2 * e), "self_attn.v_proj.weight": (kv, 2 * e),
+        "self_attn.o_proj.weight": (e, q), "mlp.gate_proj.weight": (f, e), "mlp.up_proj.weight": (f, e),
+        "mlp.down_proj.weight": (e, f),
+    }  # fmt: skip
+    tensors = {n: torch.randn(s, generator=g) * 0.3 + (1.0 if len(s) == 1 else 0.0) for n, s in shapes.items()}
+    ids = torch.randperm(VOCAB, generator=g)[:DRAFT_VOCAB].sort().values
+    tensors["d2t"] = ids - torch.arange(DRAFT_VOCAB)
+    tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).scatter(0, ids, True)
+    layer = {"model_type": "llama", "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "max_position_embeddings": 256, **SHAPE}
+    if speculators:
+        config: dict[str, Any] = {
+            "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.2.0",
+            "draft_vocab_size": DRAFT_VOCAB, "norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
+            "transformer_layer_config": {**layer, "vocab_size": VOCAB, "rope_theta": 5000.0},
+            "speculators_config": {"algorithm": "eagle3"},
+        }  # fmt: skip
+    else:
+        config = {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": VOCAB, "draft_vocab_size": DRAFT_VOCAB, **layer}
+        config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 4]
+    write(path, {**config, **changes}, {n: t for n, t in tensors.items() if n != drop}, "layers.0." if speculators else "midlayer.")
+    return tensors
+
+
+def medusa(path: Path, *, seed: int = 0, converted: bool = False, num_heads: int = 3, **changes: Any) -> dict[str, Tensor]:
+    """Medusa heads with two residual blocks each."""
+    g = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for i in range(num_heads):
+        for j in range(2):
+            name = f"blocks.{i}.layers.{j}" if converted else f"{i}.{j}.linear"
+            tensors[f"{name}.weight"] = torch.randn(32, 32, generator=g) * 0.3
+            tensors[f"{name}.bias"] = torch.randn(32, generator=g) * 0.3
+        tensors[f"lm_heads.{i}.weight" if converted else f"{i}.2.weight"] = torch.randn(VOCAB, 32, generator=g) * 0.3
+    config = {"model_type": "medusa", "num_heads": num_heads, "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": VOCAB}
+    if not converted:
+        config = {"medusa_num_heads": num_heads, "medusa_num_layers": 2, "base_model_name_or_path": "tiny"}
+    write(path, {**config, **changes}, tensors, "")
+    return tensors
+
+
+def mtp(path: Path, *, seed: int = 0) -> dict[str, Tensor]:
+    """Adds a layer that drafts to the checkpoint at `path`, which is one of DeepSeek's or GLM's kind: its last layer's weights,
+    changed a little, and what stands around them. The new tensors, without the layer's prefix."""
+    from safetensors.torch import load_file
+
+    g = torch.Generator().manual_seed(seed)
+    config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    n, e = config["num_hidden_layers"], config["hidden_size"]
+    last = f"model.layers.{n - 1}."
+    new = {name.removeprefix(last): t for name, t in tensors.items() if name.startswith(last)}
+    new = {name: t + 0.05 * torch.randn(t.shape, generator=g) for name, t in new.items()}
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        new[f"{name}.weight"] = 1 + 0.1 * torch.randn(e, generator=g)
+    new["eh_proj.weight"] = 0.3 * torch.randn(e, 2 * e, generator=g)
+    new["shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    new["embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    write(path, {**config, "num_nextn_predict_layers": 1, "num_mtp_layers": 1}, {**tensors, **{f"model.layers.{n}.{k}": t for k, t in new.items()}}, "")
+    return new
+
+
+def write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], below: str) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    of_layer = ("self_attn.", "mlp.", "hidden_norm.", "input_layernorm.", "post_attention_layernorm.")
+    named = {(below + n if n.startswith(of_layer) else n): t.contiguous() for n, t in tensors.items()}
+    save_file(named, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))

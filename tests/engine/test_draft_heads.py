@@ -1,0 +1,342 @@
+"""Trained heads that draft: what they propose is what the published maths gives, and no answer changes. On tiny random models."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from slipstream import LLM, SamplingParams
+from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
+from tests import draft_heads, tiny_models
+from tests.engine.test_speculation import PROMPTS, SETTINGS, SIZES, answers
+
+K = 3
+HEADS = {
+    "eagle3": lambda path: draft_heads.eagle(path),
+    "speculators": lambda path: draft_heads.eagle(path, speculators=True),
+    "medusa": lambda path: draft_heads.medusa(path),
+    "converted": lambda path: draft_heads.medusa(path, converted=True),
+}
+METHOD = {"eagle3": "eagle3", "speculators": "eagle3", "medusa": "medusa", "converted": "medusa", "mtp": "mtp"}
+
+
+class Setup:
+    """A model, as transformers has it, and its head."""
+
+    def __init__(self, folder, kind):
+        family = {"mtp": "deepseek_v3"}.get(kind, "llama")
+        more = {"num_hidden_layers": 6} if family == "llama" else {}
+        self.path, self.kind = str(folder / "model"), kind
+        self.model = tiny_models.build(folder / "model", family, **more)
+        self.config = {"method": METHOD[kind], "num_speculative_tokens": K}
+        if kind == "mtp":
+            self.tensors = draft_heads.mtp(folder / "model")
+        else:
+            self.tensors = HEADS[kind](folder / "head")
+            self.config["model"] = str(folder / "head")
+
+    def llm(self, *, plain=False, config=None, **more):
+        return LLM(self.path, speculative_config=None if plain else config or self.config, **{**SIZES, **more})
+
+
+@pytest.fixture(scope="module", params=[*HEADS, "mtp"])
+def setup(request, tmp_path_factory):
+    return Setup(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def plain(setup):
+    with setup.llm(plain=True) as llm:
+        return {name: answers(llm, sampling) for name, sampling in SETTINGS.items()}
+
+
+# --- The maths --------------------------------------------------------------------------------------------------------
+
+
+def rms(x, weight, eps=1e-5):
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def attend(q, k, v):
+    """[n, H, D] over [n, K, D], causal; rotary of half style at places 0, 1, …"""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf).softmax(-1), v)
+
+
+def rotate(x, theta):
+    half = x.shape[-1] // 2
+    angles = torch.outer(torch.arange(len(x)).float(), theta ** (-torch.arange(half) / half))[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+
+
+def naive_eagle(setup, hidden, tokens):
+    t, embed = setup.tensors, setup.model.get_input_embeddings().weight
+    speculators = setup.kind == "speculators"
+    theta = 5000.0 if speculators else 10000.0
+    states = torch.cat([hidden[i] for i in (1, 2, 4)], -1) @ t["fc.weight"].T
+    ids, drafts = torch.arange(draft_heads.DRAFT_VOCAB) + t["d2t"], []
+    for _ in range(K):
+        e = rms(embed[[*tokens[1:], *drafts]], t["input_layernorm.weight"])
+        h = rms(states, t["hidden_norm.weight"])
+        residual = h if speculators else states
+        x = torch.cat((e, h), -1)
+        q, k, v = ((x @ t[f"self_attn.{n}_proj.weight"].T).unflatten(1, (-1, 8)) for n in "qkv")
+        x = residual + attend(rotate(q, theta), rotate(k, theta), v).flatten(1) @ t["self_attn.o_proj.weight"].T
+        h = rms(x, t["post_attention_layernorm.weight"])
+        x = x + (F.silu(h @ t["mlp.gate_proj.weight"].T) * (h @ t["mlp.up_proj.weight"].T)) @ t["mlp.down_proj.weight"].T
+        logits = rms(x[-1], t["norm.weight"]) @ t["lm_head.weight"].T
+        drafts.append(int(ids[logits.argmax()]))
+        states = torch.cat((states, x[-1:]))
+    return drafts
+
+
+def naive_medusa(setup, hidden, tokens):
+    t, drafts = setup.tensors, []
+    for i in range(K):
+        x = hidden[-1][-1]
+        for j in range(2):
+            name = f"blocks.{i}.layers.{j}" if setup.kind == "converted" else f"{i}.{j}.linear"
+            x = x + F.silu(x @ t[f"{name}.weight"].T + t[f"{name}.bias"])
+        drafts.append(int((t[f"lm_heads.{i}.weight" if setup.kind == "converted" else f"{i}.2.weight"] @ x).argmax()))
+    return drafts
+
+
+def naive_mtp(setup, hidden, tokens):
+    """The layer itself is transformers': the model's last, with the head's weights."""
+    import copy
+
+    t, model, drafts, states = setup.tensors, setup.model, [], hidden[-1]
+    alone = copy.deepcopy(model.model)
+    alone.layers = alone.layers[-1:]
+    alone.layers[0].self_attn.layer_idx = 0
+    alone.config.num_hidden_layers = 1
+    own = {n: x for n, x in t.items() if n in alone.layers[0].state_dict()}
+    experts = [[t[f"mlp.experts.{e}.{n}_proj.weight"] for n in ("gate", "up", "down")] for e in range(8)]
+    own["mlp.experts.gate_up_proj"] = torch.stack([torch.cat((gate, up)) for gate, up, _ in experts])
+    own["mlp.experts.down_proj"] = torch.stack([down for *_, down in experts])
+    alone.layers[0].load_state_dict(own)
+    alone.norm = torch.nn.Identity()
+    eps = model.config.rms_norm_eps
+    for _ in range(K):
+        e = rms(model.get_input_embeddings().weight[[*tokens[1:], *drafts]], t["enorm.weight"], eps)
+        x = torch.cat((e, rms(states, t["hnorm.weight"], eps)), -1) @ t["eh_proj.weight"].T
+        x = alone(inputs_embeds=x[None], use_cache=False).last_hidden_state[0]
+        drafts.append(int((rms(x[-1], t["shared_head.norm.weight"], eps) @ t["shared_head.head.weight"].T).argmax()))
+        states = torch.cat((states, x[-1:]))
+    return drafts
+
+
+NAIVE = {"eagle3": naive_eagle, "speculators": naive_eagle, "medusa": naive_medusa, "converted": naive_medusa, "mtp": naive_mtp}
+
+
+def proposals(llm, sampling, prompts):
+    """What was proposed behind which tokens: (tokens, drafts)."""
+    draft, found = llm.core.executor.runner.draft, []
+    propose = draft.propose
+
+    def noted(plan, rows):
+        wanted = [s for s in plan.scheduled if s.drafts]
+        before = [rows.tokens[rows.rows[s.request_id].index, : s.num_computed_tokens + 1].tolist() for s in wanted]
+        proposed = propose(plan, rows)
+        ends = 0
+        for s, tokens in zip(wanted, before, strict=True):
+            found.append((tokens, proposed[ends : ends + len(s.drafts)].tolist()))
+            ends += len(s.drafts)
+        return proposed
+
+    draft.propose = noted
+    llm.generate(prompts, sampling)
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kernels", ["cpu", "torch"])
+def test_drafts_are_those_of_the_published_maths(setup, kernels):
+    """Behind prompts in chunks, after rejections, and for several requests at once."""
+    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    with setup.llm(kernels=kernels, max_num_batched_tokens=24) as llm:
+        found = proposals(llm, sampling, PROMPTS[:3])
+    assert len(found) > 20
+    for tokens, drafts in found:
+        output = setup.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+        hidden = [h[0] for h in output.hidden_states]  # the last one is normed
+        assert drafts == NAIVE[setup.kind](setup, hidden, tokens)[: len(drafts)]
+
+
+# --- The answers ------------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_the_same(setup, plain):
+    """With each setting of sampling, and with each again behind prefix hits."""
+    with setup.llm() as llm:
+        for name in (*SETTINGS, *SETTINGS):
+            before = llm.core.stats().spec_draft_tokens
+            assert (name, answers(llm, SETTINGS[name])) == (name, plain[name])
+            stats = llm.core.stats()
+            assert stats.spec_draft_tokens > before
+            assert stats.num_free_blocks == stats.num_blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("greedy", {"num_threads": 2}),  # a step is under way while the next is planned
+        ("greedy", {"kernels": "torch"}),
+        ("penalised", {"kv_cache_dtype": "int8"}),
+        ("greedy", {"quantization": "int8"}),
+        ("several", {"max_num_mixed_tokens": 6, "max_num_batched_tokens": 16}),
+        ("drawn", {"enable_prefix_caching": False}),
+    ],
+    ids=str,
+)
+def test_with_all_that_the_engine_does_beside(setup, name, more):
+    if setup.kind == "mtp" and {"kv_cache_dtype", "quantization"} & more.keys():
+        pytest.skip("latent attention has no 8-bit cache, and tiny latents no 8-bit products")
+    with setup.llm(plain=True, **more) as llm:
+        expected = answers(llm, SETTINGS[name])
+    with setup.llm(**more) as llm:
+        assert answers(llm, SETTINGS[name]) == expected
+        assert llm.core.stats().spec_draft_tokens > 0
+
+
+def test_preempted_requests_draft_on(setup, plain):
+    with setup.llm(enable_prefix_caching=False) as llm:
+        room = 12 * 4 * llm.ledger.block_bytes // 2
+    with setup.llm(enable_prefix_caching=False, max_model_len=96, kv_cache_bytes=room * 2) as llm:
+        assert answers(llm, SETTINGS["greedy"]) == plain["greedy"]
+        assert llm.core.stats().num_preemptions > 0
+
+
+def test_the_number_of_drafts_is_chosen_by_what_pays(setup, plain):
+    config = {key: value for key, value in setup.config.items() if key != "num_speculative_tokens"}
+    with setup.llm(config=config) as llm:
+        assert answers(llm, SETTINGS["greedy"]) == plain["greedy"]
+        limit = llm.config.speculation.limit
+    assert limit == (3 if setup.config["method"] == "medusa" else 16)
+
+
+def test_a_head_is_in_the_ledger(setup):
+    with setup.llm(plain=True) as llm:
+        before = llm.ledger
+    with setup.llm() as llm:
+        draft, ledger = llm.core.executor.runner.draft, llm.ledger
+    tensors = {n: t for n, t in setup.tensors.items() if n not in ("d2t", "t2d", "embed_tokens.weight")}
+    assert ledger.weights_bytes - before.weights_bytes == 4 * sum(t.numel() for t in tensors.values())
+    cached = {"medusa": 0, "converted": 0, "mtp": 24 + 8}.get(setup.kind, 2 * 16)
+    assert ledger.block_bytes - before.block_bytes == draft.block_bytes == 4 * 4 * (32 + cached)
+
+
+def test_drafts_that_are_right(tmp_path):
+    """An MTP layer's guesses count where the model draws the same: with a head that knows the answer. Its layer adds nothing,
+    and its join passes the token's embedding, so it guesses that a token comes twice."""
+    model = tiny_models.build(tmp_path, "deepseek_v3")
+    new = draft_heads.mtp(tmp_path)
+    del model
+    for name, tensor in new.items():
+        if name.startswith(("self_attn.o_proj", "mlp.experts", "mlp.shared_experts")):
+            tensor.zero_()
+    new["eh_proj.weight"].zero_()[:, :32] = torch.eye(32)
+    new["enorm.weight"].fill_(1.0), new["shared_head.norm.weight"].fill_(1.0)
+    new["shared_head.head.weight"] = F.normalize(new["embed_tokens.weight"], dim=-1)
+    from safetensors.torch import load_file, save_file
+
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file(stored | {f"model.layers.3.{n}": t.contiguous() for n, t in new.items()}, tmp_path / "model.safetensors")
+    sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logit_bias={7: 1000.0})
+    with LLM(str(tmp_path), speculative_config={"method": "mtp", "num_speculative_tokens": 4}, **SIZES) as llm:
+        found = llm.generate(PROMPTS[:1], sampling)[0].outputs[0]
+        stats = llm.core.stats()
+    assert list(found.token_ids) == [7] * 20
+    assert found.num_accepted == stats.spec_accepted_tokens == stats.spec_draft_tokens > 12
+    assert stats.spec_accepted_by_position[0] >= stats.spec_accepted_by_position[-1] > 0
+
+
+# --- Checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def refused(path, head, match, method="eagle3", **more):
+    with pytest.raises(SlipstreamError, match=match) as caught:
+        LLM(path, speculative_config={"method": method, "model": str(head), **more}, **SIZES)
+    assert isinstance(caught.value, (ConfigError, CheckpointError))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 64}, "hidden_size = 64"),
+        ({"vocab_size": 300}, "vocab_size = 300"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers = 2"),
+        ({"draft_vocab_size": 100}, "lm_head.weight' has shape"),
+        ({"intermediate_size": 40}, r"down_proj.weight' has shape \[32, 48\], and the config asks for \[32, 40\]"),
+        ({"parallel_drafting": True}, "parallel_drafting"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, "eagle_aux_hidden_state_layer_ids"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"fc.weight' has shape \[32, 96\]"),
+        ({"drop": "midlayer"}, None),
+    ],
+    ids=str,
+)
+def test_an_eagle_head_that_does_not_fit(tmp_path, changes, message):
+    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    if message is None:
+        draft_heads.eagle(tmp_path / "head", drop="self_attn.o_proj.weight")
+        message = "lacks midlayer.self_attn.o_proj.weight"
+    else:
+        draft_heads.eagle(tmp_path / "head", **changes)
+    refused(str(tmp_path / "model"), tmp_path / "head", message)
+
+
+def test_other_heads_that_do_not_fit(tmp_path):
+    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    path = str(tmp_path / "model")
+    draft_heads.medusa(tmp_path / "medusa", medusa_choices=[[0]], num_experts=2)
+    refused(path, tmp_path / "medusa", "num_experts = 2", "medusa")
+    draft_heads.medusa(tmp_path / "three")
+    refused(path, tmp_path / "three", "has 3 heads; lower it", "medusa", num_speculative_tokens=4)
+    draft_heads.eagle(tmp_path / "no-map", drop="d2t")
+    refused(path, tmp_path / "no-map", "lacks d2t")
+    refused(path, tmp_path / "model", "num_hidden_layers|eagle_aux")
+    with pytest.raises(ConfigError, match="method 'mtp' is for safetensors checkpoints with layers that draft"):
+        LLM(path, speculative_config={"method": "mtp"}, **SIZES)
+    with pytest.raises(ConfigError, match="takes no 'model'"):
+        LLM(path, speculative_config={"method": "mtp", "model": path}, **SIZES)
+    with pytest.raises(ConfigError, match="needs 'model', a text"):
+        LLM(path, speculative_config={"method": "eagle3"}, **SIZES)
+
+
+def test_layers_that_draft_are_left_out_without_the_method(tmp_path):
+    """And a model without them says so."""
+    tiny_models.build(tmp_path, "glm4_moe")
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers = 0"):
+        LLM(str(tmp_path), speculative_config={"method": "mtp"}, **SIZES)
+    with LLM(str(tmp_path), **SIZES) as llm:
+        expected = answers(llm, SETTINGS["greedy"])
+    draft_heads.mtp(tmp_path)
+    with LLM(str(tmp_path), **SIZES) as llm:
+        assert answers(llm, SETTINGS["greedy"]) == expected
+    with LLM(str(tmp_path), speculative_config={"method": "mtp", "num_speculative_tokens": 2}, **SIZES) as llm:
+        assert answers(llm, SETTINGS["greedy"]) == expected
+        assert llm.core.stats().spec_accepted_tokens > 0
+
+
+def test_layers_by_their_other_names(tmp_path):
+    """`eagle_config` counts the states behind layers; default layers are a low, a middle and a high one."""
+    from slipstream.spec.description import read_spec
+    from slipstream.spec.draft_heads import read_head
+
+    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=8)
+    target = read_spec(tmp_path / "model")
+    for name, changes, expected in (
+        ("plain", {"eagle_aux_hidden_state_layer_ids": None}, (2, 4, 5)),
+        ("inner", {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, (2, 4, 6)),
+    ):
+        draft_heads.eagle(tmp_path / name, **changes)
+        assert read_head("eagle3", tmp_path / name, target).spec.aux_layers == expected
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert config["draft_vocab_size"] == draft_heads.DRAFT_VOCAB
