@@ -15,6 +15,7 @@ since it fell asleep, and is put down when it wakes (`_wake`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from slipstream.core.request import Request, Status
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.step import StepBuilder
 from slipstream.errors import ConfigError
-from slipstream.types import EngineOutput, EngineRequest, StepPlan, StepResult
+from slipstream.types import EngineOutput, EngineRequest, FinishReason, StepPlan, StepResult
 
 ANY_TOKEN = 7
 """Stands for every token that is sampled."""
@@ -111,12 +112,9 @@ class SleepingScheduler(Scheduler):
 
     def _fall_asleep(self, request: Request, since: int, computed: int) -> None:
         """From the step after `since` on. It has `computed` tokens by then."""
-        self._put_down(request, Sleep(since, computed, since + request.decodes_until - computed))
+        self._asleep[request] = sleep = Sleep(since, computed, since + request.decodes_until - computed)
         self._next_asleep += 1
         self._next_context += computed + 1
-
-    def _put_down(self, request: Request, sleep: Sleep) -> None:
-        self._asleep[request] = sleep
         if request.decodes_until == request.end - 1:
             self._last[sleep.last].append((request, sleep))
         else:
@@ -139,19 +137,27 @@ class SleepingScheduler(Scheduler):
                 self._wake(request, this - 1)
                 self._register(request)
             return due
-        caching, size = self.cache.enable_prefix_caching, self._block_size
+        caching, size, asleep = self.cache.enable_prefix_caching, self._block_size, self._asleep
+        blocks = pool.allocate(len(due) * num_own)
         for request in due:
-            sleep, room = self._asleep[request], request.decodes_until
+            since, computed, last = asleep[request]
+            room = request.decodes_until
             if caching:
                 request.num_computed_tokens = room
                 request.token_ids.extend([ANY_TOKEN] * (room - len(request.token_ids)))
                 self._register(request)
             for g in self._own:
-                request.blocks[g] += pool.allocate(1)
-            request.decodes_until = min(room + size, request.end - 1)
-            self._put_down(request, sleep._replace(last=sleep.last + request.decodes_until - room))
-            self._next_asleep += 1
+                request.blocks[g].append(blocks.pop())
+            if request.end - 1 > room + size:
+                request.decodes_until = room + size
+                asleep[request] = sleep = Sleep(since, computed, last + size)
+                self._due[last + size + 1].append((request, sleep))
+            else:
+                request.decodes_until = request.end - 1
+                asleep[request] = sleep = Sleep(since, computed, last + request.end - 1 - room)
+                self._last[sleep.last].append((request, sleep))
             self._next_context += room + 1
+        self._next_asleep += len(due)
         return []
 
     def _wake_last(self, plan: StepPlan | None, step_id: int) -> list[Request]:
@@ -179,6 +185,14 @@ class SleepingScheduler(Scheduler):
                 request.num_pending += 1
         known = request.num_computed_tokens + 1 - request.num_pending
         request.token_ids.extend([ANY_TOKEN] * (known - len(request.token_ids)))
+
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> EngineOutput:
+        if request.status is Status.RUNNING:  # no need to look through all of them
+            del self._running[bisect_left(self._running, request.order, key=_order)]
+        return super()._finish(request, reason, error)
+
+    def _drop_finished(self) -> None:
+        pass
 
     def _preempt(self, request: Request) -> None:
         sleep = self._asleep.get(request)
