@@ -74,8 +74,8 @@ class Ramp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gamma:
-    """Gaps of a gamma distribution: `rate` requests a second on average, `cv` the gaps' standard deviation over their mean. 1 is
-    Poisson, more comes in bursts, less more evenly."""
+    """Gaps of a gamma distribution: `rate` requests a second on average, `cv` the gaps' standard deviation over their mean. 1
+    is Poisson, more comes in bursts, less more evenly."""
 
     rate: float
     cv: float

@@ -137,18 +137,19 @@ def of_lengths(name: str, lengths: Sequence[tuple[int, int]]) -> Workload:
 
 def read_trace(path: Path) -> Workload:
     """ConfigError names the line that is wrong."""
-    number = 0
+    found: list[TrafficRequest] = []
+    is_csv = path.suffix == ".csv"
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            found = []
-            rows = csv.DictReader(file) if path.suffix == ".csv" else map(json.loads, filter(str.strip, file))
-            for number, row in enumerate(rows, 2 if path.suffix == ".csv" else 1):
-                found.append(_of_azure(row) if path.suffix == ".csv" else _of_mooncake(row))
+            if is_csv:
+                found.extend(map(_of_azure, csv.DictReader(file)))
+            else:
+                found.extend(map(_of_mooncake, map(json.loads, filter(str.strip, file))))
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror}", field="workload") from None
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{path}, line {number}: {type(error).__name__}: {error}; a trace is Azure's CSV (TIMESTAMP, ContextTokens, "
+            f"{path}, line {len(found) + 1 + is_csv}: {type(error).__name__}: {error}; a trace is Azure's CSV (TIMESTAMP, ContextTokens, "
             "GeneratedTokens) or Mooncake's JSON lines (timestamp, input_length, output_length, hash_ids)",
             field="workload",
         ) from None

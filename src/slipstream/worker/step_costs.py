@@ -1,9 +1,9 @@
 """Measures what steps take on this device: decodes, chunks of prompts, and both together, of made-up sequences.
 
 A step is launched as the engine launches it, through the executor, but not scheduled: its sequences have blocks of the cache,
-which hold ones, and no tokens were computed before. So every shape is at hand within milliseconds. Steps follow each other as in
-the engine, where the device can have two in flight. Shapes take turns over several rounds, and the median of the rounds is kept,
-so that a busy neighbour slows all shapes alike.
+which hold ones, and no tokens were computed before. So every shape is at hand within milliseconds. Steps follow each other as
+in the engine, where the device can have two in flight. Shapes take turns over several rounds, and the median of the rounds is
+kept, so that a busy neighbour slows all shapes alike.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Step(NamedTuple):
 
 
 def grid(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_cached: int, largest: int) -> list[Step]:
-    """Steps that span what an engine with these limits does. `num_cached`: tokens that the cache holds; `largest`: tokens of the
-    longest context measured."""
+    """Steps that span what an engine with these limits does. `num_cached`: tokens that the cache holds; `largest`: tokens of
+    the longest context measured."""
     longest = min(max_model_len - 1, largest)
     contexts = [n for n in (32, 256, 1024, 4096, 16384) if n < longest]
-    counts = [n for n in _doubling(max_num_seqs)]
+    counts = _doubling(max_num_seqs)
     steps = [Step(decodes=(c,) * n) for n in counts for c in contexts if n * (c + 64) <= num_cached and n * c <= 2**20]
-    sizes = [n for n in _doubling(min(max_num_batched_tokens, 8192)) if 16 <= n]
+    sizes = [n for n in _doubling(min(max_num_batched_tokens, 8192)) if n >= 16]
     steps += [Step(prompts=((0, n),)) for n in sizes if n <= longest]
     steps += [
         Step(prompts=((0, each),) * (n // each))
@@ -53,7 +53,7 @@ def grid(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num
         for each in (32, 128)
         if n // each > 1 and n // each <= max_num_seqs and n + 64 * (n // each) <= num_cached and n >= 256
     ]
-    chunk = min(sizes[-1:] + [512])
+    chunk = min(512, *sizes[-1:])
     steps += [Step(prompts=((c, chunk),)) for c in contexts[1:] if c + chunk <= longest]
     for n, size in itertools.product(counts[2::2], sizes[1::2]):
         if n < max_num_seqs and n + size <= max_num_batched_tokens and n * 320 + size + 64 <= num_cached and size <= longest:
@@ -136,7 +136,8 @@ class _Clock:
         for i, (computed, count) in enumerate((*((c, 1) for c in step.decodes), *step.prompts)):
             length = computed + count
             if length >= config.model.max_model_len + 1:
-                raise ConfigError(f"{length} tokens are more than max_model_len={config.model.max_model_len}", field="max_model_len")
+                longest = config.model.max_model_len
+                raise ConfigError(f"{length} tokens are more than max_model_len={longest}", field="max_model_len")
             need = -(-length // size)
             tables = tuple(TableUpdate(g, 0, tuple(itertools.islice(blocks, need))) for g in groups)
             scheduled.append(ScheduledRequest(str(i), computed, count, 1, tables))
