@@ -5,33 +5,33 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from slipstream.bench.load import ClosedLoop, StreamingEngine, run_load
+from slipstream.bench.load import Burst, StreamingEngine, run_load
 from slipstream.bench.workload import fixed
 from slipstream.plan.step_cost import HostCost, StepCost, StepShape, non_negative_least_squares
 
-PROMPT, ANSWER = 32, 48
+PROMPT, ANSWER = 32, 64
+USERS = (1, 12, 24, 48)
 
 
 async def measure_host(
-    engine: StreamingEngine, table: StepCost, *, vocab_size: int, users: Sequence[int] = (1, 12, 24, 48), run_ahead: int | None = 8
+    engine: StreamingEngine, table: StepCost, *, vocab_size: int, run_ahead: int | None, users: Sequence[int] = USERS
 ) -> HostCost:
-    """Closed loops of short requests. What a step takes beyond the table's time is the host's, by the sequences in it, where
-    steps don't overlap with it; what the first token of a lone request takes beyond its prompt's step is the front end's."""
-    rows, targets, first = [], [], []
+    """Bursts of short requests. What the median gap between tokens is beyond the table's step is the host's, where steps don't
+    overlap with it (`plan.simulate.SimulatedEngine.run_ahead`); what the first token of a lone request takes beyond its prompt's
+    step is the front end's."""
+    rows, targets, first = [], [], 0.0
     for count in users:
-        load = fixed(3 * count, PROMPT, ANSWER, vocab_size=vocab_size, seed=count)
-        records = await run_load(engine, load.requests, ClosedLoop(concurrency=count))
-        tpot = statistics.mean(r.tpot_s for r in records if r.tpot_s is not None)
+        load = fixed(count if count > 1 else 3, PROMPT, ANSWER, vocab_size=vocab_size, seed=count)
         if count == 1:
-            prompt = table.seconds(StepShape.of((), ((0, PROMPT),)))
-            first = [r.ttft_s - prompt for r in records if r.ttft_s is not None]
+            records = [r for one in load.requests for r in await run_load(engine, [one], Burst())]
+            ttft = statistics.median(r.ttft_s for r in records if r.ttft_s is not None)
+            first = max(0.0, ttft - table.seconds(StepShape.of((), ((0, PROMPT),))))
+            continue
         if run_ahead is None or count <= run_ahead:
             continue
-        # All prompts come at once, so that nearly all steps are decodes; two waves of prompts are passed over.
-        expected = table.seconds(StepShape.of((PROMPT + ANSWER // 2,) * count))
-        prompts = table.seconds(StepShape.of((), ((0, PROMPT),) * count)) * 2 / 3 / ANSWER
+        records = await run_load(engine, load.requests, Burst())
+        gap = statistics.median(gap for r in records for gap in r.gaps_s or ())
         rows.append([1.0, float(count)])
-        targets.append(max(0.0, tpot - expected - prompts * 0))
+        targets.append(max(0.0, gap - table.seconds(StepShape.of((PROMPT + ANSWER // 2,) * count))))
     step_s, sequence_s = non_negative_least_squares(rows, targets) if rows else (0.0, 0.0)
-    request_s = max(0.0, statistics.median(first) - step_s) if first else 0.0
-    return HostCost(step_s=step_s, sequence_s=sequence_s, request_s=request_s, label="measured")
+    return HostCost(step_s=step_s, sequence_s=sequence_s, request_s=max(0.0, first - step_s), label="measured")

@@ -16,7 +16,7 @@ from slipstream.plan.memory import MemoryLedger
 from slipstream.plan.operators import products
 from slipstream.plan.simulate import SimulatedEngine
 from slipstream.plan.step_cost import HostCost, Label, StepShape, StepTable
-from slipstream.plan.tables import find_table, identity
+from slipstream.plan.tables import find_table, identity, kept_ceilings
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.scheme import SCHEMES
 
@@ -87,10 +87,11 @@ def this_hardware(device: str) -> Hardware:
     """The machine that this runs on, by what is known of such machines."""
     info = this_device(device)
     if info.is_cuda:
-        return dataclasses.replace(find_device(info.name), title=info.name, memory_bytes=info.memory_bytes)
+        known = dataclasses.replace(find_device(info.name), title=info.name, memory_bytes=info.memory_bytes)
+        return measured(known, kept_ceilings(info.name, 0))
     box = known_devices()["cpu-2-avx512"]
     share = info.num_threads / box.num_threads
-    return dataclasses.replace(
+    machine = dataclasses.replace(
         box,
         name="this machine",
         title=f"{info.name}, {info.num_threads} threads",
@@ -99,6 +100,26 @@ def this_hardware(device: str) -> Hardware:
         operations_s={kind: rate * share for kind, rate in box.operations_s.items()},
         num_threads=info.num_threads,
         label="estimated",
+    )
+    return measured(machine, kept_ceilings(info.name, info.num_threads))
+
+
+CPU_REACHED = {"read": 0.86, "float32": 0.71, "bfloat16": 0.61, "int8": 0.54}
+"""Shares of measured ceilings that the steps of a two-core AVX-512 machine reached (benchmarks/results/roofline_cpu.json)."""
+
+
+def measured(hardware: Hardware, ceilings: dict[str, float]) -> Hardware:
+    """With the ceilings that `slipstream plan --measure` found."""
+    if not ceilings:
+        return hardware
+    share = dict.fromkeys(ceilings, 1.0) if hardware.is_gpu else CPU_REACHED
+    rates = {kind: value * share[kind] for kind, value in ceilings.items() if kind in hardware.operations_s}
+    return dataclasses.replace(
+        hardware,
+        read_bytes_s=ceilings.get("read", hardware.read_bytes_s / share.get("read", 1.0)) * share.get("read", 1.0),
+        operations_s={**hardware.operations_s, **rates},
+        disk_bytes_s=ceilings.get("disk", hardware.disk_bytes_s),
+        label="measured",
     )
 
 

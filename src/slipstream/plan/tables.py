@@ -29,7 +29,8 @@ def identity(config: EngineConfig, spec: ModelSpec, weights_bytes: int) -> dict[
         "device": info.name,
         "num_threads": None if info.is_cuda else config.device.num_threads,
         "model": digest,
-        "dtype": config.model.dtype,
+        # A CPU's type is measured at an engine's start, so that before it only the user's is known.
+        "dtype": config.model.dtype if info.is_cuda or config.origins["dtype"].source == "user" else None,
         "quantization": config.model.quantization,
         "kv_cache_dtype": config.cache.dtype,
         "weights_mib": round(weights_bytes / 2**20),
@@ -61,6 +62,27 @@ def keep_table(table: StepTable) -> Path:
     new.write_text(json.dumps(table.as_data()) + "\n", encoding="utf-8")
     new.replace(path)
     return path
+
+
+def ceilings_path(device: str, num_threads: int) -> Path:
+    key = json.dumps([device, num_threads, __version__]).encode()
+    return machine_folder() / f"ceilings-{hashlib.blake2b(key, digest_size=8).hexdigest()}.json"
+
+
+def keep_ceilings(device: str, num_threads: int, found: dict[str, float]) -> Path:
+    path = ceilings_path(device, num_threads)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"kind": "ceilings", "device": device, "found": found}) + "\n", encoding="utf-8")
+    return path
+
+
+def kept_ceilings(device: str, num_threads: int) -> dict[str, float]:
+    """What `keep_ceilings` kept of this machine; empty if it was not measured."""
+    try:
+        data = json.loads(ceilings_path(device, num_threads).read_text(encoding="utf-8"))
+        return {str(name): float(value) for name, value in data["found"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # not measured, or by something else: then the data sheet stands
 
 
 def _read(path: Path, *, shipped: bool) -> StepTable:
