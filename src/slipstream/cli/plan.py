@@ -281,7 +281,7 @@ def shown(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, str]
             if load[key] is not None:
                 p50, p90, p99 = (load[key][q] for q in ("p50", "p90", "p99"))
                 found.append((f"{name}, ms", f"p50 {p50 * 1e3:,.1f} · p90 {p90 * 1e3:,.1f} · p99 {p99 * 1e3:,.1f}"))
-        found.append(("throughput", f"{load['output_throughput']:,.0f} output tokens/s"))
+        found.append(("throughput", f"{row['throughput']:,.0f} output tokens/s"))
     if load["num_failed"]:
         found.append(("left out", f"{load['num_failed']} of {load['num_requests']} requests: {next(iter(load['errors']))}"))
     found.append(("binds", row["binds"]))

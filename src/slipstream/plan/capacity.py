@@ -17,8 +17,8 @@ NUM_REQUESTS = 400
 """Of a simulation at least."""
 
 MOST_REQUESTS = 6000
-ANSWERS = 6
-"""A simulation lasts as long as so many of its answers, if `MOST_REQUESTS` allow it: a queue needs time to show."""
+ANSWERS = 8
+"""Requests come for as long as so many of their answers take, if `MOST_REQUESTS` allow it: a queue needs time to show."""
 
 MOST_RUNS = 14
 KEEPS_UP = 0.85
@@ -42,8 +42,9 @@ class Objectives:
 
 
 def settled(run: Simulation) -> tuple[RequestRecord, ...]:
-    """Without the first quarter of the requests, which meet an empty engine."""
-    return run.records[len(run.records) // 4 :]
+    """Without the first quarter of the requests, which meet an empty engine, and the last tenth, whose end nobody disturbs."""
+    count = len(run.records)
+    return run.records[count // 4 : count - count // 10]
 
 
 def quantile(records: tuple[RequestRecord, ...], name: str, share: float) -> float:
@@ -96,22 +97,37 @@ def find_capacity(
     full = saturated(engine, workload, seed=seed).summary
     on_run()
     most = full.requests_per_s
-    answers = [s.e2e_s.mean for s in (alone.summary, full) if s.e2e_s is not None]
-    answer_s = math.prod(answers) ** (1 / len(answers))  # between an idle engine's and a full one's
     search, best = RateSearch(most / 2, MOST_RUNS), None
     while search.rate is not None:
         rate = search.rate
-        held = rate <= 1.1 * most
-        if held:
-            count = min(MOST_REQUESTS, max(NUM_REQUESTS, math.ceil(rate * ANSWERS * answer_s)))
-            run = simulate(engine, workload.at_rate(rate, count, seed=seed), objectives=objectives.limits)
-            on_run()
-            held = objectives.met_by(run) and keeps_up(run, rate)
-            best = run if held else best
-        search.tell(held)
+        run = carried(engine, workload, objectives, rate, seed=seed, on_run=on_run) if rate <= 1.1 * most else None
+        best = run or best
+        search.tell(run is not None)
         if search.rate is not None and search.rate < most / 1000:
             break
     return Capacity(rate=search.best, run=best, alone=alone)
+
+
+def carried(
+    engine: SimulatedEngine,
+    workload: Workload,
+    objectives: Objectives,
+    rate: float,
+    *,
+    seed: int = 0,
+    on_run: Callable[[], None] = lambda: None,
+) -> Simulation | None:
+    """The run at `rate`, if the objectives hold and requests do not pile up."""
+    count = NUM_REQUESTS
+    while True:
+        run = simulate(engine, workload.at_rate(rate, count, seed=seed), objectives=objectives.limits)
+        on_run()
+        if not objectives.met_by(run) or not keeps_up(run, rate):
+            return None
+        enough = math.ceil(rate * ANSWERS * (run.summary.e2e_s.mean if run.summary.e2e_s is not None else 0.0))
+        if count >= min(MOST_REQUESTS, enough):
+            return run
+        count = min(MOST_REQUESTS, 2 * enough)
 
 
 def with_limits(engine: SimulatedEngine, **limits: int) -> SimulatedEngine:

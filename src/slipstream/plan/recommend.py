@@ -17,7 +17,7 @@ from slipstream.bench.load import ClosedLoop
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.plan.analytic import binds
-from slipstream.plan.capacity import Capacity, Objectives, find_capacity, saturated, with_limits
+from slipstream.plan.capacity import Capacity, Objectives, carried, find_capacity, saturated, with_limits
 from slipstream.plan.devices import Hardware
 from slipstream.plan.engines import PlannedEngine, plan_engine
 from slipstream.plan.simulate import Simulation, simulate
@@ -26,8 +26,10 @@ from slipstream.plan.traffic import Workload
 from slipstream.spec.description import ModelDescription
 
 STEP_TOKENS = (512, 1024, 2048, 4096, 8192)
-NEARLY = 0.98
-"""A setting that costs less than this share of the capacity is as good."""
+"""Tokens of steps with decodes that are tried, below the engine's own choice."""
+
+MORE = 1.1
+"""A setting is changed for a rate so many times as high: less is within what a simulation can tell."""
 
 SPARE = 1.25
 """Room above the most sequences seen at once, and above the cache used."""
@@ -45,14 +47,14 @@ class Recommended:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
     """A kind of device for the model and the traffic. `replicas` is None where the objectives can't be met at the load asked for,
-    or no load was. `throughput` is output tokens a second of all replicas together at the load, or at one replica's capacity."""
+    or none was."""
 
     engine: PlannedEngine
     capacity: Capacity
     full: Simulation
     limits: dict[str, int]
     replicas: int | None
-    run: Simulation | None
+    run: Simulation | None  # at the load, of as few replicas as meet the objectives, or of as many as there may be
     binds: str
     settings: tuple[Recommended, ...]
     notes: tuple[str, ...]
@@ -60,22 +62,29 @@ class DevicePlan:
 
     @property
     def num_gpus(self) -> int:
-        return self.engine.num_gpus * (self.replicas or 1)
+        """Of the run that figures are taken from."""
+        return self.engine.num_gpus * self.load.num_replicas
 
     @property
     def load(self) -> Simulation:
         """The run that figures are taken from."""
         return self.run or self.capacity.run or self.full
 
+    @property
+    def throughput(self) -> float:
+        """Output tokens a second while the load lasts."""
+        summary = self.load.summary
+        return summary.steady_throughput or summary.output_throughput
+
     def cost_per_million(self, price: float) -> float:
         """Of output tokens, at `price` an hour for each device."""
-        rate = self.load.summary.output_throughput
+        rate = self.throughput
         return self.num_gpus * price / 3600 / rate * 1e6 if rate else math.inf
 
     @property
     def joules_per_token(self) -> float | None:
         """At the power of a device that is busy for its share of the time; None where that is not known."""
-        h, rate = self.engine.hardware, self.load.summary.output_throughput
+        h, rate = self.engine.hardware, self.throughput
         if h.watts is None or h.idle_watts is None or not rate:
             return None
         return self.num_gpus * (h.idle_watts + (h.watts - h.idle_watts) * min(1.0, self.load.busy)) / rate
@@ -181,21 +190,19 @@ def smallest(
 def best_limits(
     engine: PlannedEngine, capacity: Capacity, load: Load, on_run: Callable[[], None]
 ) -> tuple[PlannedEngine, Capacity, dict[str, int]]:
-    """Tokens of a step with decodes, then sequences, each as low as costs nothing: shorter steps make for even gaps, and every
-    sequence takes memory."""
-    scheduling = engine.config.scheduling
-    most, assured = scheduling.max_num_batched_tokens, capacity
-    best, limits = engine, dict[str, int]()
+    """Fewer tokens in steps with decodes, where that carries `MORE`: shorter steps make for even gaps, longer ones for more
+    tokens a second."""
+    scheduling, rate = engine.config.scheduling, capacity.rate
+    assert rate is not None
     for tokens in STEP_TOKENS:
-        if not scheduling.max_num_seqs <= tokens < most:
+        if not scheduling.max_num_seqs <= tokens < scheduling.max_num_batched_tokens:
             continue
         tried = with_limits(engine.simulated, max_num_mixed_tokens=tokens)
-        found = find_capacity(tried, load.workload, load.objectives, seed=load.seed, on_run=on_run)
-        if found.rate is not None and capacity.rate is not None and assured.rate is not None and found.rate > assured.rate * 1.02:
-            limits, assured = {"max_num_mixed_tokens": tokens}, found
-    if limits:
-        best = engine.with_settings(**limits)
-    return best, assured, limits
+        if carried(tried, load.workload, load.objectives, rate * MORE, seed=load.seed, on_run=on_run) is not None:
+            limits = {"max_num_mixed_tokens": tokens}
+            found = find_capacity(tried, load.workload, load.objectives, seed=load.seed, on_run=on_run)
+            return engine.with_settings(**limits), found if (found.rate or 0.0) > rate else capacity, limits
+    return engine, capacity, {}
 
 
 def enough_replicas(
@@ -345,6 +352,7 @@ def as_data(plan: DevicePlan, load: Load, price: float | None) -> dict[str, Any]
     shape = mean_shape(plan.load)
     table = engine.table
     one_gib = more_memory(plan, load)
+    n_out = sum(r.output_tokens for r in load.workload.requests) / len(load.workload.requests)
     return {
         "device": engine.hardware.name,
         "title": engine.hardware.title,
@@ -363,9 +371,10 @@ def as_data(plan: DevicePlan, load: Load, price: float | None) -> dict[str, Any]
         "alone": plan.capacity.alone.summary.as_dict(),
         "capacity": {
             "requests_per_s": plan.capacity.rate,
-            "output_tokens_per_s": None if plan.capacity.run is None else plan.capacity.run.summary.output_throughput,
+            "output_tokens_per_s": None if plan.capacity.rate is None else plan.capacity.rate * n_out,
         },
-        "saturated_output_tokens_per_s": plan.full.summary.output_throughput,
+        "saturated_output_tokens_per_s": plan.full.summary.steady_throughput or plan.full.summary.output_throughput,
+        "throughput": plan.throughput,
         "at_load": s.as_dict(),
         "objectives_met": plan.capacity.rate is not None and not (plan.replicas is None and plan.run is not None),
         "nearest": plan.nearest,
