@@ -55,8 +55,9 @@ def estimated(command: str, backend: str, load: str) -> dict[str, float]:
     for _ in range(ROUNDS if load in RATES else 0):
         batch = max(1, round(RATES[load] * found["latency"]))
         found = ask(command, backend, load, batch)
-    if load in RATES:  # what comes is answered
-        found["throughput"] = RATES[load] * mean_lengths(load)[1]
+    if load in RATES:  # what comes is answered, the last request a latency after it came
+        seconds = COUNTS[load] / RATES[load] + found["latency"]
+        found["throughput"] = COUNTS[load] * mean_lengths(load)[1] / seconds
     return {**{name: found[name] for name in FIGURES}, "batch": batch}
 
 

@@ -35,7 +35,7 @@ def planned(config="llama-3-8b", device="h200", num_gpus=1, **settings):
 def test_products_have_the_ledgers_bytes_and_the_specs_parameters(config, scheme):
     spec = read_spec(CONFIGS / config).spec
     parts = weights_bytes(spec, 2, SCHEMES[scheme] if scheme else None)
-    found = products(spec, parts, 2)
+    found = products(spec, parts)
     inside = sum(p.weight_bytes * p.count for p in found if p.name != "head")
     assert inside == pytest.approx(parts["attention"] + parts["mlp"])
     numbers = sum(p.rows * p.inner * p.copies * p.count for p in found if p.name != "head")

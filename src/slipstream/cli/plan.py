@@ -170,7 +170,7 @@ def describe(
 def measure(settings: EngineArgs, description: ModelDescription) -> dict[str, Any]:
     """Measure this machine's steps of the model, its ceilings, and what host and front end add, and keep them."""
     from slipstream.bench.adapters.slipstream import AsyncSlipstream
-    from slipstream.bench.host_costs import measure_host
+    from slipstream.bench.host_costs import ANSWER, PROMPT, USERS, measure_host
     from slipstream.plan.engines import RUN_AHEAD
     from slipstream.plan.environment import environment
     from slipstream.plan.estimate import bytes_by_part
@@ -187,6 +187,8 @@ def measure(settings: EngineArgs, description: ModelDescription) -> dict[str, An
         executor = LocalExecutor.build(start, progress=on_phase)
     config, spec = executor.config, description.spec
     scheduling, info = config.scheduling, config.device.info
+    if config.model.max_model_len < PROMPT + ANSWER:
+        raise ConfigError(f"--measure needs a max_model_len of at least {PROMPT + ANSWER}", field="max_model_len")
     steps = grid(
         scheduling.max_num_seqs,
         scheduling.max_num_batched_tokens,
@@ -209,7 +211,8 @@ def measure(settings: EngineArgs, description: ModelDescription) -> dict[str, An
     async def host(table: StepTable) -> HostCost:
         async with await AsyncSlipstream.start(start) as engine:
             ahead = None if info.is_cuda else RUN_AHEAD
-            return await measure_host(engine, table, vocab_size=spec.vocab_size, run_ahead=ahead)
+            users = [n for n in USERS if n <= scheduling.max_num_seqs]
+            return await measure_host(engine, table, vocab_size=spec.vocab_size, run_ahead=ahead, users=users)
 
     with phases("measuring the host"):
         table = table.with_host(asyncio.run(host(table)))

@@ -149,12 +149,15 @@ def plan_engine(
         product_type = scheme.inputs.removesuffix("-block")
     elif in_8_bits and not hardware.is_gpu:
         product_type = "int8"  # a CPU's kernels round inputs to 8 bits
+    held = {part: float(num_bytes) for part, num_bytes in parts.items()}
+    if description.stored and not hardware.is_gpu:  # a GGUF file's types, of which the ledger knows the sum
+        held = {part: num_bytes * ledger.weights_bytes / sum(parts.values()) for part, num_bytes in held.items()}
     host = HostCost(
         step_s=hardware.host_step_s, sequence_s=hardware.host_sequence_s, request_s=hardware.host_request_s, label=hardware.label
     )
     analytic = AnalyticCost(
         spec=spec,
-        products=products(spec, parts, DTYPE_BYTES[dtype]),
+        products=products(spec, held),
         hardware=hardware,
         dtype=dtype,
         dtype_bytes=DTYPE_BYTES[dtype],

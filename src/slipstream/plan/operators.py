@@ -42,7 +42,7 @@ class Product:
         return self.weight_bytes * (1 - (1 - self.chosen / self.copies) ** num_tokens)
 
 
-def products(spec: ModelSpec, bytes_by_part: Mapping[str, int], dtype_bytes: int) -> tuple[Product, ...]:
+def products(spec: ModelSpec, bytes_by_part: Mapping[str, float]) -> tuple[Product, ...]:
     """The products of a decoder's step, its output head last. A part's bytes in the ledger are shared out by size, so that the
     products' weights are the ledger's."""
     found: Counter[tuple[str, str, int, int, int, int]] = Counter()
@@ -65,7 +65,7 @@ def products(spec: ModelSpec, bytes_by_part: Mapping[str, int], dtype_bytes: int
         )
         for (name, part, rows, inner, copies, chosen), count in found.items()
     ]
-    head = bytes_by_part["output head"] or spec.vocab_size * spec.embed_width * dtype_bytes
+    head = bytes_by_part["output head"] or bytes_by_part["embeddings"]  # tied
     made.append(Product(name="head", part="output head", rows=spec.vocab_size, inner=spec.embed_width, weight_bytes=head))
     return tuple(made)
 

@@ -251,13 +251,10 @@ def recommended(
     load: Load,
 ) -> list[Recommended]:
     config, ledger = engine.config, engine.ledger
-    found = [
-        Recommended(
-            setting="tensor_parallel_size",
-            value=engine.num_gpus,
-            reason="the fewest devices that hold the model and meet the objectives: replicas carry more than shared models do",
-        )
-    ]
+    found = []
+    if engine.hardware.is_gpu:
+        why = "the fewest devices that hold the model and meet the objectives: replicas carry more than shared models do"
+        found.append(Recommended(setting="tensor_parallel_size", value=engine.num_gpus, reason=why))
     peak = peak_sequences(run)
     seqs = config.scheduling.max_num_seqs
     wanted = min(seqs, max(8, -(-math.ceil(peak * SPARE) // 8) * 8))

@@ -17,6 +17,7 @@ from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.hub import machine_folder
 from slipstream.plan.devices import DATA
+from slipstream.plan.environment import plain
 from slipstream.plan.step_cost import StepTable, read_table
 from slipstream.spec.model import ModelSpec
 
@@ -59,7 +60,7 @@ def keep_table(table: StepTable) -> Path:
     path = table_path(table.identity)
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(f".{os.getpid()}")
-    new.write_text(json.dumps(table.as_data()) + "\n", encoding="utf-8")
+    new.write_text(json.dumps(table.as_data(), default=plain) + "\n", encoding="utf-8")
     new.replace(path)
     return path
 
