@@ -14,12 +14,12 @@ from typing import Any
 from slipstream.bench.report import document
 from slipstream.plan.environment import plain
 from slipstream.plan.hardware import bound_spinning
+from slipstream.plan.traffic import SHAREGPT as SHAREGPT
 
 bound_spinning()  # before a script imports torch, as the command line does: alike for every engine
 
 HERE = Path(__file__).parent
 RESULTS, CONFIGS, DATA = HERE / "results", HERE / "configs", HERE / "data"
-SHAREGPT = DATA / "sharegpt-lengths.json"
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+([\w.+-]+)?")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.cli.info import estimate
+from slipstream.plan.estimate import estimate
 from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, resolve
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels.quantize import dequantize, round_linear

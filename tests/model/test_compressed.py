@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
-from slipstream.cli.info import estimate
+from slipstream.plan.estimate import estimate
 from slipstream.config import EngineArgs
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels import native

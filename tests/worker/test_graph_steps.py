@@ -18,7 +18,8 @@ from slipstream.spec.model import CacheGroup
 from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker import graphs as module
 from slipstream.worker.forward import NO_PLAN, InputBatch
-from slipstream.worker.graphs import MIXED_PROMPTS, PATIENCE, MixedInputs, StepGraphs, mixed_inputs, mixed_prompts
+from slipstream.plan.graph_sizes import MIXED_PROMPTS, mixed_prompts
+from slipstream.worker.graphs import PATIENCE, MixedInputs, StepGraphs, mixed_inputs
 from slipstream.worker.input_batch import (
     RowTable,
     _gather_inputs_after_upload,

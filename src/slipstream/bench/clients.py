@@ -15,7 +15,7 @@ import msgspec
 
 from slipstream.bench.adapters.openai import Endpoint
 from slipstream.bench.client import Begin, Done, FromClient, Progress, Ready, Run, ToClient, frame
-from slipstream.bench.load import Arrivals, Burst, ClosedLoop, Poisson, send_times
+from slipstream.bench.load import Arrivals, Burst, ClosedLoop, Gamma, Poisson, send_times
 from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
 from slipstream.errors import EngineError
@@ -55,7 +55,7 @@ def num_clients(arrivals: Arrivals, num_requests: int) -> int:
         case Burst():
             wanted = num_requests / USERS_EACH
         case _:
-            wanted = (arrivals.rate if isinstance(arrivals, Poisson) else arrivals.end_rate) / RATE_EACH
+            wanted = (arrivals.rate if isinstance(arrivals, (Poisson, Gamma)) else arrivals.end_rate) / RATE_EACH
     return max(1, min(-int(-wanted // 1), available_cores() // 2))
 
 

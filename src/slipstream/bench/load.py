@@ -6,6 +6,7 @@ A time is taken when this process receives a delta: what a client sees.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 import time
@@ -71,12 +72,23 @@ class Ramp:
     duration_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gamma:
+    """Gaps of a gamma distribution: `rate` requests a second on average, `cv` the gaps' standard deviation over their mean. 1
+    is Poisson, more comes in bursts, less more evenly."""
+
+    rate: float
+    cv: float
+
+
 OnRecord: TypeAlias = Callable[[int, RequestRecord], None]
-Arrivals: TypeAlias = Burst | ClosedLoop | Poisson | Ramp
+OpenArrivals: TypeAlias = Burst | Poisson | Ramp | Gamma
+Arrivals: TypeAlias = OpenArrivals | ClosedLoop
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """`burst`, `closed:8`, `poisson:2.5`, `ramp:1:10:60` (from 1 to 10 a second over 60 s)."""
+    """`burst`, `closed:8`, `poisson:2.5`, `gamma:2.5:2` (2.5 a second in bursts), `ramp:1:10:60` (from 1 to 10 a second over
+    60 s)."""
     kind, *values = text.split(":")
     try:
         numbers = [float(v) for v in values]
@@ -88,21 +100,27 @@ def parse_arrivals(text: str) -> Arrivals:
                 return ClosedLoop(concurrency=int(n))
             case "poisson", [rate] if ok and rate > 0:
                 return Poisson(rate=rate)
+            case "gamma", [rate, cv] if ok and rate > 0 and cv > 0:
+                return Gamma(rate=rate, cv=cv)
             case "ramp", [start, end, seconds] if ok and end > 0 and seconds > 0:
                 return Ramp(start_rate=start, end_rate=end, duration_s=seconds)
     except ValueError:
         pass  # no numbers: told below
     raise ConfigError(
-        f"arrivals={text!r} is not burst, closed:USERS, poisson:RATE or ramp:FROM:TO:SECONDS", field="arrivals"
+        f"arrivals={text!r} is not burst, closed:USERS, poisson:RATE, gamma:RATE:CV or ramp:FROM:TO:SECONDS", field="arrivals"
     )
 
 
-def send_times(arrivals: Burst | Poisson | Ramp, count: int, seed: int) -> list[float]:
+def send_times(arrivals: OpenArrivals, count: int, seed: int) -> list[float]:
     """Seconds from the start of the run at which each request is sent."""
     rng = random.Random(seed)
     if isinstance(arrivals, Burst):
         return [0.0] * count
     expected, times = 0.0, []
+    if isinstance(arrivals, Gamma):
+        shape = arrivals.cv**-2
+        gaps = (rng.gammavariate(shape, 1 / (shape * arrivals.rate)) for _ in range(count - 1))
+        return list(itertools.accumulate(gaps, initial=0.0))[:count]
     for _ in range(count):
         times.append(_when(arrivals, expected))
         expected += rng.expovariate(1.0)

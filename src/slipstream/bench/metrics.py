@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -167,7 +167,11 @@ def steady_throughput(done: Sequence[RequestRecord]) -> float | None:
             return None
         tokens = r.output_tokens / (len(r.gaps_s) + 1)
         deliveries += [(time, tokens) for time in itertools.accumulate(r.gaps_s, initial=r.first_token)]
-    deliveries.sort()
+    return steady_rate(sorted(deliveries))
+
+
+def steady_rate(deliveries: Sequence[tuple[float, float]]) -> float | None:
+    """Of tokens that came at some times, in order."""
     so_far = list(itertools.accumulate(tokens for _, tokens in deliveries))
     if not so_far:
         return None
@@ -183,6 +187,22 @@ def distribution(values: Iterable[float | None]) -> Distribution | None:
         return None
     mean = sum(known) / len(known)
     return Distribution(mean=mean, p50=percentile(known, 50), p90=percentile(known, 90), p99=percentile(known, 99))
+
+
+def weighted_distribution(values: Iterable[tuple[float, int]]) -> Distribution | None:
+    """Of values that occur so many times each: what `distribution` gives of all of them."""
+    ordered = sorted((value, count) for value, count in values if count > 0)
+    ends = list(itertools.accumulate(count for _, count in ordered))
+    if not ends:
+        return None
+
+    def at(q: float) -> float:
+        place = (ends[-1] - 1) * q / 100
+        low = int(place)
+        first, second = (ordered[bisect_right(ends, i)][0] for i in (low, min(low + 1, ends[-1] - 1)))
+        return first + (second - first) * (place - low)
+
+    return Distribution(mean=sum(v * n for v, n in ordered) / ends[-1], p50=at(50), p90=at(90), p99=at(99))
 
 
 def percentile(ordered: Sequence[float], q: float) -> float:

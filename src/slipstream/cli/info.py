@@ -12,20 +12,12 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli.console import print_info, print_json, size
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
-from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig, held_products, resolve
+from slipstream.config import DTYPE_BYTES, EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
-from slipstream.plan.memory import (
-    MemoryLedger,
-    block_bytes,
-    held_bytes,
-    kv_budget,
-    plan_kv,
-    scratch_blocks,
-    weights_bytes,
-)
+from slipstream.plan.estimate import by_cpu_kernels, bytes_by_part, estimate
 from slipstream.spec.model import DenseSpec, LatentAttentionSpec, MoESpec
-from slipstream.spec.scheme import CPU_BLOCK_BYTES, SCHEMES
+from slipstream.spec.scheme import CPU_BLOCK_BYTES
 
 if TYPE_CHECKING:
     from slipstream.compress.recipe import Recipe
@@ -158,22 +150,6 @@ def describe_vectors(description: ModelDescription) -> str:
     return f"{description.spec.hidden_size:,} numbers, {how.kind} of the tokens" + (", length 1" if how.normalize else "")
 
 
-def bytes_by_part(config: EngineConfig, description: ModelDescription) -> dict[str, int]:
-    """The weights' as an engine with these settings holds them."""
-    spec, size, by_cpu = description.spec, DTYPE_BYTES[config.model.dtype], by_cpu_kernels(config)
-    formats = description.held_formats(held_products(config.device.kernels, config.device.info))
-    if formats:
-        return held_bytes(spec, size, formats, on_cpu=by_cpu)
-    scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
-    if scheme is not None and scheme.experts_only and config.device.kernels == "torch":
-        scheme = None  # expanded
-    return weights_bytes(spec, size, scheme, on_cpu=by_cpu)
-
-
-def by_cpu_kernels(config: EngineConfig) -> bool:
-    return not config.device.info.is_cuda and config.device.kernels in ("auto", "cpu")
-
-
 def describe(layer: LayerSpec) -> str:
     """A layer in a few words."""
     a, m = layer.attention, layer.mlp
@@ -195,69 +171,3 @@ def describe(layer: LayerSpec) -> str:
         parts.append(f"{m.num_experts_per_token} of {m.num_experts} experts" + (" and a shared one" if m.shared else ""))
     parts.append(f"{'gated ' if dense.gated else ''}{dense.activation} {dense.intermediate_size:,}")
     return ", ".join(parts)
-
-
-def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineConfig, MemoryLedger]:
-    """Settings and ledger that an engine would have here, as far as they can be known without starting one.
-
-    Which type is faster on a CPU is measured at an engine's start; here it is bfloat16 unless `args` say otherwise.
-    """
-    from slipstream.plan.hardware import available_cores, cpu_name, gpus, host_memory
-
-    gpu = None if args.device == "cpu" else next(iter(gpus()), None)
-    if gpu is not None:
-        info = DeviceInfo(
-            device="cuda:0",
-            name=gpu.name,
-            memory_bytes=gpu.memory_bytes,
-            free_bytes=gpu.free_bytes,
-            best_dtype="bfloat16",
-        )
-    elif args.device in ("auto", "cpu"):
-        total, free = host_memory()
-        info = DeviceInfo(
-            device="cpu",
-            name=cpu_name(),
-            memory_bytes=total,
-            free_bytes=free,
-            best_dtype="bfloat16",
-            num_threads=available_cores(),
-        )
-    else:
-        raise ConfigError(f"device={args.device!r}: nvidia-smi shows no GPU; use 'cpu'", field="device")
-    config = resolve(args, description, info)
-    spec, element, block_size = description.spec, DTYPE_BYTES[config.cache.dtype], config.cache.block_size
-    one_block = block_bytes(spec, block_size, element)
-    weights = sum(bytes_by_part(config, description).values())
-    held = description.held_formats(held_products(config.device.kernels, info))
-    scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
-    own_types = description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype], scheme) if by_cpu_kernels(config) else None
-    if own_types is not None and not held:
-        weights = own_types
-    elif not info.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
-        # A tied head is held a second time, in the order in which its product reads it, if the table can't be read from there.
-        weights += spec.vocab_size * spec.embed_width * DTYPE_BYTES[config.model.dtype]
-    total, free = info.memory_bytes, info.free_bytes
-    # What a host has free changes by the minute: there a model is described also where it would not fit just now.
-    taken = weights if info.is_cuda else 0
-    allowed, budget = kv_budget(config, one_block, total_bytes=total, free_bytes=free, taken_bytes=taken)
-    num_blocks = plan_kv(budget_bytes=budget, block_bytes=one_block)
-    if spec.is_encoder:
-        num_blocks = min(num_blocks, scratch_blocks(config))
-    config = config.with_memory_limits(num_blocks - 1, one_block)
-    return config, MemoryLedger(
-        device=info.name,
-        total_bytes=total,
-        allowed_bytes=allowed,
-        weights_bytes=weights,
-        activation_bytes=0,
-        graph_bytes=0,
-        kv_bytes=num_blocks * one_block,
-        other_bytes=0,
-        block_bytes=one_block,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=config.model.max_model_len,
-        groups=config.cache.groups,
-        max_step_tokens=config.scheduling.max_num_batched_tokens,
-    )

@@ -30,6 +30,7 @@ VERBS = {  # the verb: its file, and its line of the help
     "compress-prompt": ("compress_prompt", "shorten a prompt"),
     "eval": ("evaluate", "perplexity of a model, or how far one is from another"),
     "bench": ("bench", "measure latency, throughput, a server"),
+    "plan": ("plan", "what a model needs and carries, before buying or starting"),
     "tune": ("tune", "measure the GPU kernels' tiles for a model"),
 }
 

@@ -47,14 +47,17 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one holder each; their old contents are forgotten. The caller has made sure that so many are
         free."""
-        taken = []
+        assert count <= self.num_free, "allocate() beyond num_free"
+        taken, following, end = [], self._next, self._end
+        block = following[end]
         for _ in range(count):
-            block = self._next[self._end]
-            assert block != self._end, "allocate() beyond num_free"
-            self._unlink(block)
-            self.forget(block)
+            if self.hashes[block] is not None:
+                self.forget(block)
             self.ref_counts[block] = 1
             taken.append(block)
+            block = following[block]
+        following[end], self._previous[block] = block, end  # they stood at the head
+        self.num_free -= count
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:

@@ -27,14 +27,12 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.plan.graph_sizes import MIXED_PROMPTS, ladder, mixed_decodes, mixed_prompts
 from slipstream.platform import Graph, platform_of
 from slipstream.spec.reason import Reason
 from slipstream.types import ScheduledRequest
 from slipstream.worker.forward import NO_PLAN, Forward, Forwards, InputBatch, Output
 from slipstream.worker.input_batch import RowTable, SampledRows, gather_inputs, laid_out
-
-MIXED_PROMPTS = 64
-"""Prompts that a mixed graph has room for, the padding's among them."""
 
 SLACK = 1.3
 """While its graph is not captured, a step runs in one with up to so many times its tokens."""
@@ -42,34 +40,6 @@ SLACK = 1.3
 PATIENCE = 4
 """A mixed step whose size is not captured runs op by op, until the size is wanted for the fourth time. Op by op it takes some
 9 ms more on an H200; to capture it takes 60, which everybody waits for."""
-
-MIXED_TOKENS = 4096
-"""Prompt tokens of the largest mixed graph. A larger step keeps the GPU busy for longer than the host launches it."""
-
-
-def ladder(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: few enough to start fast, near enough that padding wastes little (≤ 1/8 from 16 on)."""
-    sizes = [n for n in (1, 2, 4, 8) if n <= max_num_seqs]
-    n, step = 16, 8
-    while n < max_num_seqs:
-        sizes.append(n)
-        step = max(8, n // 8 // 8 * 8)
-        n += step
-    return sorted({*sizes, max_num_seqs})
-
-
-def mixed_decodes(max_num_seqs: int) -> list[int]:
-    """Decodes that mixed graphs have room for, each at most twice the one before."""
-    return [0, *(n for n in (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048) if n <= max_num_seqs)]
-
-
-def mixed_prompts(config: EngineConfig, *, encoded: bool) -> list[int]:
-    """Prompt tokens that mixed graphs have room for. The padding, a sequence like others, may have to hold them all.
-    `encoded`: behind an encoder there are none."""
-    longest = min(config.scheduling.max_num_batched_tokens, config.model.max_model_len, MIXED_TOKENS)
-    sizes = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-    return [] if encoded else [n for n in sizes if n <= longest]
-
 
 Size: TypeAlias = tuple[int, int]
 """(decodes or texts, tokens behind them): what a graph has room for."""

@@ -31,6 +31,7 @@ from slipstream.kernels.native import Running
 from slipstream.kernels.select import select_ops
 from slipstream.model.encoder import pool
 from slipstream.model.loader import LoadedModel, load_model
+from slipstream.plan.graph_sizes import GRAPH_BYTES, graph_bytes
 from slipstream.platform import Event, platform_of
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.description import ModelDescription
@@ -56,7 +57,7 @@ from slipstream.worker.draft_head import HeadDrafter, load_drafter
 from slipstream.worker.draft_model import DraftModel
 from slipstream.worker.drafter import Drafter
 from slipstream.worker.forward import Forwards, InputBatch, Output
-from slipstream.worker.graphs import StepGraphs, ladder, mixed_decodes, mixed_prompts
+from slipstream.worker.graphs import StepGraphs
 from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch
 from slipstream.worker.sampler import (
     PROMPT_LOGPROB_ROWS,
@@ -69,9 +70,6 @@ from slipstream.worker.sampler import (
 from slipstream.worker.texts import EagerTexts, TextGraphs, most_texts, text_ladder, vectors_of
 
 _logger = logging.getLogger("slipstream.engine")
-
-GRAPH_BYTES = 4 * 2**20
-"""The driver's own memory for one graph of some three hundred launches: 0 to 4 MiB on an H200 beside activations."""
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -320,14 +318,7 @@ class ModelRunner:
             sizes = text_ladder(self.config.scheduling.max_num_batched_tokens)
             numbers = sum(most_texts(self.config, n) for n in sizes) * spec.hidden_size
             return 2 * activation_bytes + 4 * numbers + len(sizes) * GRAPH_BYTES
-        decodes = ladder(self.config.scheduling.max_num_seqs)
-        prompts = mixed_prompts(self.config, encoded=spec.encoder is not None)
-        mixed = [d + p for d in mixed_decodes(self.config.scheduling.max_num_seqs) for p in prompts]
-        widest = max(layer.mlp.width for layer in spec.layers)
-        activations = 2 * max(decodes[-1:] + mixed[-1:]) * (widest + 8 * spec.hidden_size)
-        logits = 2 * decodes[-1] * spec.vocab_size  # of the largest step, run once beside its graph
-        hidden = max(decodes[-1:] + mixed[-1:]) * spec.hidden_size
-        return (hidden + activations + logits) * size + (len(decodes) + len(mixed)) * GRAPH_BYTES
+        return graph_bytes(self.config, spec, size)
 
     def capture_next(self) -> bool:
         """Capture one more graph that steps may want. False: there is none left."""

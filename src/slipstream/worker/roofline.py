@@ -22,6 +22,7 @@ from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import Operator, Packed, PackedExperts, Program, StepInputs, ThreadPool
 from slipstream.model.program import CpuProgram, compile_program
+from slipstream.plan.operators import attention_bytes, attention_operations
 from slipstream.spec.model import AttentionKind, LatentAttentionSpec
 from slipstream.spec.reason import Reason
 from slipstream.worker.model_runner import ModelRunner
@@ -206,8 +207,8 @@ def _of_attention(
     held = min(length, window + num_new - 1)
     kind = "bfloat16" if kv.k.dtype == torch.bfloat16 else "float32"
     label = "attention" if own is None else f"attention, window {own}"
-    num_bytes = num_seqs * held * a.cached_size * kv.k.element_size()
-    return label, kind, num_bytes, num_seqs * seen * 2 * a.num_heads * (kv.k.shape[3] + kv.v.shape[3])
+    num_bytes = attention_bytes(a, num_seqs * held, kv.k.element_size())
+    return label, kind, int(num_bytes), int(attention_operations(a, num_seqs * seen))
 
 
 def _share(label: str, kind: str | None, each: list[tuple[float, int, int]], ceilings: Ceilings) -> OperatorShare:

@@ -1,0 +1,37 @@
+"""What the engine's host and its front end add to the steps of a table, measured on a running engine."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from slipstream.bench.load import Burst, StreamingEngine, run_load
+from slipstream.bench.workload import fixed
+from slipstream.plan.step_cost import HostCost, StepCost, StepShape, non_negative_least_squares
+
+PROMPT, ANSWER = 32, 64
+USERS = (1, 12, 24, 48)
+
+
+async def measure_host(
+    engine: StreamingEngine, table: StepCost, *, vocab_size: int, run_ahead: int | None, users: Sequence[int] = USERS
+) -> HostCost:
+    """Bursts of short requests. What the median gap between tokens is beyond the table's step is the host's, where steps don't
+    overlap with it (`plan.simulate.SimulatedEngine.run_ahead`); what the first token of a lone request takes beyond its prompt's
+    step is the front end's."""
+    rows, targets, first = [], [], 0.0
+    for count in users:
+        load = fixed(count if count > 1 else 3, PROMPT, ANSWER, vocab_size=vocab_size, seed=count)
+        if count == 1:
+            records = [r for one in load.requests for r in await run_load(engine, [one], Burst())]
+            ttft = statistics.median(r.ttft_s for r in records if r.ttft_s is not None)
+            first = max(0.0, ttft - table.seconds(StepShape.of((), ((0, PROMPT),))))
+            continue
+        if run_ahead is None or count <= run_ahead:
+            continue
+        records = await run_load(engine, load.requests, Burst())
+        gap = statistics.median(gap for r in records for gap in r.gaps_s or ())
+        rows.append([1.0, float(count)])
+        targets.append(max(0.0, gap - table.seconds(StepShape.of((PROMPT + ANSWER // 2,) * count))))
+    step_s, sequence_s = non_negative_least_squares(rows, targets) if rows else (0.0, 0.0)
+    return HostCost(step_s=step_s, sequence_s=sequence_s, request_s=max(0.0, first - step_s), label="measured")

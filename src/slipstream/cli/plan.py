@@ -1,0 +1,320 @@
+"""`slipstream plan MODEL`: what a model needs and carries, before buying or starting anything.
+
+The engine's own scheduler runs the traffic on a virtual clock. What steps take comes from a table measured on such a device,
+or from bytes, operations and the device's rates; each figure says which (measured, interpolated, estimated). `--measure` makes
+this machine's table for the model. Weights are not needed: a folder with a config.json is enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cli.console import phases, print_info, print_json, progress_bar
+from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
+from slipstream.errors import ConfigError, OutOfMemoryError
+from slipstream.hub import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from slipstream.config import EngineArgs
+    from slipstream.plan.recommend import Load
+    from slipstream.spec.description import ModelDescription
+
+MEASURED_CACHE_BYTES = 2**30
+LONGEST_MEASURED = 4096
+"""Tokens of the longest context whose steps are measured; attention beyond it goes on as it grew."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
+    group = parser.add_argument_group("traffic and objectives")
+    group.add_argument(
+        "--workload",
+        default="sharegpt",
+        metavar="W",
+        help="sharegpt, fixed:IN/OUT, uniform:A-B/C-D, lengths:PATH or trace:PATH (default: sharegpt)",
+    )
+    group.add_argument("--rate", type=float, metavar="X", help="requests a second; a trace's own arrivals are stretched to it")
+    group.add_argument("--concurrency", type=int, metavar="X", help="users, each of whom waits for the answer before asking again")
+    group.add_argument("--slo", default="", metavar="NAME=S,…", help="ttft_s, tpot_s, e2e_s: the most seconds of each")
+    group.add_argument("--attainment", type=float, default=0.95, metavar="X", help="share of requests to meet them (0.95)")
+    group = parser.add_argument_group("devices")
+    group.add_argument("--gpu", metavar="NAME,…", help="plan for these: h200, h100, a100, l40s, …; without it for this machine")
+    group.add_argument("--max-gpus", type=int, default=8, metavar="X", help="most devices in all (default: 8)")
+    group.add_argument("--price", metavar="X,…", help="of an hour of one device, for cost per token; one for each of --gpu")
+    group.add_argument("--no-search", action="store_true", help="leave the limits of steps as they are")
+    group.add_argument("--measure", action="store_true", help="first measure this machine's steps of the model, and keep them")
+    parser.add_argument("--html", metavar="FILE", help="write a page that needs no network")
+    add_output_options(parser)
+    add_engine_options(parser.add_argument_group("engine (as in LLM(...))"))
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.bench.metrics import parse_objectives
+    from slipstream.hub import resolve_model
+    from slipstream.plan.capacity import Objectives
+    from slipstream.plan.devices import find_device
+    from slipstream.plan.engines import this_hardware
+    from slipstream.plan.recommend import Load, as_data, balancer_weights, check_load, plan_device
+    from slipstream.plan.traffic import parse_workload
+    from slipstream.spec.description import read_spec
+
+    settings = engine_args(args)
+    if args.rate is not None and args.concurrency is not None:
+        raise ConfigError("--rate and --concurrency are two ways to say the load; give one", field="concurrency")
+    if args.max_gpus < 1:
+        raise ConfigError("max_gpus must be above 0", field="max_gpus")
+    if args.gpu is not None and (args.measure or hasattr(args, "device")):
+        raise ConfigError("--gpu plans for other devices, --device and --measure for this machine; give one", field="gpu")
+    check_html(args.html)
+    load = Load(
+        workload=parse_workload(args.workload, seed=settings.seed),
+        objectives=Objectives(limits=parse_objectives(args.slo), attainment=args.attainment),
+        rate=args.rate,
+        users=args.concurrency,
+        seed=settings.seed,
+    )
+    check_load(load)
+    devices = [find_device(name) for name in args.gpu.split(",")] if args.gpu else [this_hardware(settings.device)]
+    prices = parse_prices(args.price, len(devices))
+    description = read_spec(resolve_model(settings.model, download_dir=settings.download_dir))
+    measured = measure(settings, description) if args.measure else None
+    plans, refused, rows = [], [], []
+    with phases(f"planning {settings.model}") as on_phase:
+        for hardware, price in zip(devices, prices, strict=True):
+            runs = iter(range(1, 10_000))
+            on_run: Callable[[], None] = lambda h=hardware, r=runs: on_phase(f"{h.name}, simulation {next(r)}")  # type: ignore[misc]
+            try:
+                plan = plan_device(
+                    settings, description, hardware, load, max_gpus=args.max_gpus, search=not args.no_search, on_run=on_run
+                )
+            except OutOfMemoryError as error:
+                if len(devices) == 1:
+                    raise
+                refused.append({"device": hardware.name, "title": hardware.title, "error": str(error)})
+                continue
+            plans.append(plan)
+            rows.append(as_data(plan, load, price))
+    if not plans:
+        raise OutOfMemoryError("; ".join(str(r["error"]) for r in refused), field="max_gpus")
+    for row, weight in zip(rows, balancer_weights(plans), strict=True):
+        row["balancer_weight"] = weight
+    document = describe(settings, description, load, rows, refused, args, measured)
+    if args.html is not None:
+        from slipstream.plan.page import render
+
+        Path(args.html).write_text(render(document), encoding="utf-8")
+    if args.json:
+        print_json(document)
+        return 0
+    show(document, args)
+    return 0
+
+
+def check_html(path: str | None) -> None:
+    if path is not None and (Path(path).is_dir() or not Path(path).resolve().parent.is_dir()):
+        raise ConfigError(f"cannot write {path}: there is no such folder, or it is one", field="html")
+
+
+def parse_prices(text: str | None, count: int) -> list[float | None]:
+    if text is None:
+        return [None] * count
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) == 1:
+        found *= count
+    if len(found) != count or any(not 0 <= price < float("inf") for price in found):
+        raise ConfigError(f"price={text!r} is not a number, or one for each of the {count} devices of --gpu", field="price")
+    return [*found]
+
+
+def describe(
+    settings: EngineArgs,
+    description: ModelDescription,
+    load: Load,
+    rows: list[dict[str, Any]],
+    refused: list[dict[str, Any]],
+    args: argparse.Namespace,
+    measured: dict[str, Any] | None,
+) -> dict[str, Any]:
+    from slipstream.plan.environment import versions
+    from slipstream.plan.traffic import Traffic
+
+    n_in, n_out = Traffic(name="", requests=load.workload.requests).mean_lengths
+    return {
+        "kind": "plan",
+        "model": settings.model,
+        "family": description.spec.family,
+        "num_parameters": description.spec.num_parameters,
+        "quantization": settings.quantization,
+        "kv_cache_dtype": settings.kv_cache_dtype,
+        "workload": {"name": load.workload.name, "mean_input_tokens": n_in, "mean_output_tokens": n_out},
+        "rate": load.rate,
+        "concurrency": load.users,
+        "objectives": load.objectives.limits,
+        "attainment": load.objectives.attainment,
+        "max_gpus": args.max_gpus,
+        "devices": rows,
+        "refused": refused,
+        "measured": measured,
+        "versions": versions(),
+    }
+
+
+def measure(settings: EngineArgs, description: ModelDescription) -> dict[str, Any]:
+    """Measure this machine's steps of the model, its ceilings, and what host and front end add, and keep them."""
+    from slipstream.bench.adapters.slipstream import AsyncSlipstream
+    from slipstream.bench.host_costs import ANSWER, PROMPT, USERS, measure_host
+    from slipstream.plan.engines import RUN_AHEAD
+    from slipstream.plan.environment import environment
+    from slipstream.plan.estimate import bytes_by_part
+    from slipstream.plan.step_cost import HostCost, StepTable, fit_steps
+    from slipstream.plan.tables import identity, keep_ceilings, keep_table
+    from slipstream.worker.ceilings import device_ceilings, disk_rate
+    from slipstream.worker.executor import LocalExecutor
+    from slipstream.worker.step_costs import grid, measure_steps
+
+    start = dataclasses.replace(settings, skip_tokenizer_init=True, enable_prefix_caching=False)
+    if settings.kv_cache_bytes is None and not settings.device.startswith("cuda"):
+        start = dataclasses.replace(start, kv_cache_bytes=MEASURED_CACHE_BYTES)
+    with phases("measuring") as on_phase:
+        executor = LocalExecutor.build(start, progress=on_phase)
+    config, spec = executor.config, description.spec
+    scheduling, info = config.scheduling, config.device.info
+    if config.model.max_model_len < PROMPT + ANSWER:
+        raise ConfigError(f"--measure needs a max_model_len of at least {PROMPT + ANSWER}", field="max_model_len")
+    steps = grid(
+        scheduling.max_num_seqs,
+        scheduling.max_num_batched_tokens,
+        config.model.max_model_len,
+        executor.ledger.num_kv_tokens,
+        LONGEST_MEASURED,
+    )
+    with progress_bar("measuring steps") as progress:
+        points = measure_steps(executor, steps, progress=progress)
+    ceilings = device_ceilings(executor.runner.ops, executor.runner.device)
+    if (disk := disk_rate(description.path)) is not None:
+        ceilings["disk"] = disk
+    keep_ceilings(info.name, 0 if info.is_cuda else config.device.num_threads, ceilings)
+    made_by = environment()
+    made_by.pop("command")
+    of = identity(config, spec, sum(bytes_by_part(config, description).values()))
+    table = fit_steps(points, identity=of, made_by=made_by)
+    del executor
+
+    async def host(table: StepTable) -> HostCost:
+        async with await AsyncSlipstream.start(start) as engine:
+            ahead = None if info.is_cuda else RUN_AHEAD
+            users = [n for n in USERS if n <= scheduling.max_num_seqs]
+            return await measure_host(engine, table, vocab_size=spec.vocab_size, run_ahead=ahead, users=users)
+
+    with phases("measuring the host"):
+        table = table.with_host(asyncio.run(host(table)))
+    path = keep_table(table)
+    return {
+        "path": path.name,
+        "num_steps": len(points),
+        "fit_error": table.error,
+        "host": dataclasses.asdict(table.host),
+        "ceilings": ceilings,
+    }
+
+
+def show(document: dict[str, Any], args: argparse.Namespace) -> None:
+    """For a person."""
+    w, objectives = document["workload"], document["objectives"]
+    wanted = ", ".join(f"{name} ≤ {most:g}" for name, most in objectives.items()) or "none: what is carried without a queue"
+    asked = f"{document['rate']:g} requests/s" if document["rate"] else None
+    asked = asked or (f"{document['concurrency']} users" if document["concurrency"] else "none: what one replica carries")
+    head = [
+        ("workload", f"{w['name']}, {w['mean_input_tokens']:.0f} tokens in and {w['mean_output_tokens']:.0f} out on average"),
+        ("load", asked),
+        ("objectives", f"{wanted}, of {document['attainment']:.0%} of requests" if objectives else wanted),
+    ]
+    if document["measured"] is not None:
+        m = document["measured"]
+        head.append(("measured", f"{m['num_steps']} steps, fitted to {m['fit_error']:.1%}; kept for later plans"))
+    print_info(document["model"], head)
+    for row in document["devices"]:
+        print()
+        print_info(f"{row['title']} ({row['label']}; steps {row['steps']})", [*shown(row, document), *reasons(row)])
+    for row in document["refused"]:
+        print(f"\n{row['title']}: {row['error']}")
+    if len(document["devices"]) > 1:
+        print()
+        weights = [(row["device"], f"{row['balancer_weight']:.2f}") for row in document["devices"]]
+        print_info("weights of a balancer over one of each", weights)
+    if args.html is not None:
+        print(f"\nwritten: {args.html}")
+
+
+def shown(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, str]]:
+    ledger, load, capacity = row["ledger"], row["at_load"], row["capacity"]
+    parts = " · ".join(
+        f"{name} {ledger[key] / 2**30:.2f}"
+        for name, key in (("weights", "weights_bytes"), ("activations", "activation_bytes"), ("graphs", "graph_bytes"))
+    )
+    found = [
+        ("memory, GiB", f"{parts} · KV cache {ledger['kv_bytes'] / 2**30:.2f} of {ledger['allowed_bytes'] / 2**30:.2f}"),
+        ("context", f"{row['max_context']:,} tokens at most; the cache holds {ledger['num_kv_tokens']:,}"),
+        ("concurrency", f"{row['max_concurrency']:,} requests of the mean length"),
+    ]
+    if capacity["requests_per_s"] is None:
+        missed = ", ".join(
+            f"{name} is {value:.3g} s at best" for name, value in row["nearest"].items() if value > document["objectives"][name]
+        )
+        found.append(("not met", f"even a request alone misses the objectives: {missed}"))
+        found.append(("nearest", nearest(row, document)))
+    else:
+        rate = f"{capacity['requests_per_s']:.3g} requests/s, {capacity['output_tokens_per_s']:,.0f} output tokens/s"
+        found.append(("one replica", rate))
+        if document["rate"] or document["concurrency"]:
+            met = row["replicas"] is not None
+            replicas = f"{row['replicas']} × {row['num_gpus']} device" if met else ""
+            found.append(("replicas", replicas if met else f"more than --max-gpus {document['max_gpus']} allows"))
+            if not met:
+                found.append(("nearest", nearest(row, document)))
+        for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s")):
+            if load[key] is not None:
+                p50, p90, p99 = (load[key][q] for q in ("p50", "p90", "p99"))
+                found.append((f"{name}, ms", f"p50 {p50 * 1e3:,.1f} · p90 {p90 * 1e3:,.1f} · p99 {p99 * 1e3:,.1f}"))
+        found.append(("throughput", f"{row['throughput']:,.0f} output tokens/s"))
+    if load["num_failed"]:
+        found.append(("left out", f"{load['num_failed']} of {load['num_requests']} requests: {next(iter(load['errors']))}"))
+    found.append(("binds", row["binds"]))
+    gib, device = row["one_more_gib"], row["one_more_device"]["requests_per_s"]
+    more = "" if gib["requests_per_s"] is None else f", {gib['requests_per_s']:+.3g} requests/s"
+    found.append(("one more GiB", f"{gib['kv_tokens']:,} more tokens in the cache{more}"))
+    if device is not None:
+        found.append(("one more device", f"{device:+.3g} requests/s as a replica"))
+    if row["cost_per_million_output_tokens"] is not None:
+        found.append(("cost", f"{row['cost_per_million_output_tokens']:.3g} for a million output tokens"))
+    if row["joules_per_output_token"] is not None:
+        found.append(("energy", f"{row['joules_per_output_token']:.3g} J an output token (estimated)"))
+    return found + [("note", note) for note in row["notes"]]
+
+
+def nearest(row: dict[str, Any], document: dict[str, Any]) -> str:
+    """Objectives that can be met."""
+    limits = document["objectives"]
+    return "--slo " + ",".join(f"{name}={max(most, round_up(row['nearest'][name])):g}" for name, most in limits.items())
+
+
+def round_up(value: float) -> float:
+    """To two digits."""
+    import math
+
+    if value <= 0:
+        return 0.0
+    scale = 10 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{math.ceil(value / scale) * scale:.3g}")
+
+
+def reasons(row: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(f"set {r['setting']}", f"{r['value']}: {r['reason']}") for r in row["recommended"]]

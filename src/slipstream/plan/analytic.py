@@ -1,0 +1,109 @@
+"""How long a step takes on a machine where none was measured: from bytes, operations and the machine's ceilings. No torch.
+
+A product takes as long as reading its weights or as multiplying, whichever is longer, a little more where both are alike, and
+a fixed time beside. Attention reads keys and values, or multiplies. Activations pass through memory between the operators. The
+constants were fitted to an H200's records (benchmarks/results: kernels_cuda_linear, mixed_steps, llama_table_*); everything
+that comes of it is *estimated*.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from slipstream.plan.devices import Hardware
+from slipstream.plan.operators import Product, attention_bytes, attention_operations, window_of
+from slipstream.plan.step_cost import HostCost, Label, StepShape
+from slipstream.spec.model import ModelSpec
+
+NEARNESS = 3.0
+"""The norm by which the two times of a product add up: the larger alone would be infinite."""
+
+FIXED_OPS = 6.0
+"""Operators of a layer beside its products, each of which takes the fixed time: attention counts as two and a half."""
+
+ACTIVATION_PASSES = 3.6
+"""How often an operator's inputs and outputs pass through memory, norms, rotation and rounding included."""
+
+ONE_TOKEN_SHARE = 0.3
+"""Of the fixed times where a step of one token is one kernel."""
+
+CLOSEST_CALLS = 0.25
+"""Share of an all-reduce's time that other work hides: none is assumed beyond it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnalyticCost:
+    """A `StepCost` by calculation. `product_type` is what rounded products multiply in, `dtype` the others. `num_gpus`: weights
+    and heads are spread over so many by tensor parallelism, with two all-reduces a layer (Shoeybi et al. 2019)."""
+
+    spec: ModelSpec
+    products: tuple[Product, ...]
+    hardware: Hardware
+    dtype: str
+    dtype_bytes: int
+    product_type: str
+    cache_bytes: int  # of a number
+    num_gpus: int = 1
+    host: HostCost = field(default_factory=HostCost)
+
+    def label(self, shape: StepShape) -> Label:
+        return "estimated"
+
+    def on(self, num_gpus: int) -> AnalyticCost:
+        return replace(self, num_gpus=num_gpus)
+
+    def seconds(self, shape: StepShape) -> float:
+        return sum(self.parts(shape).values())
+
+    def parts(self, shape: StepShape) -> dict[str, float]:
+        """Seconds by what they go to: reading, multiplying, attention, activations, fixed times, links."""
+        h, n = self.hardware, self.num_gpus
+        tokens = shape.num_tokens
+        found = dict.fromkeys(("weights", "products", "attention", "activations", "fixed", "link"), 0.0)
+        activations = 0.0
+        for p in self.products:
+            count = shape.num_sampled if p.name == "head" else tokens
+            if not count:
+                continue
+            kind = self.product_type if p.rounded and p.name != "head" else self.dtype
+            reading = p.count * p.read_bytes(count) / h.read_bytes_s / n
+            multiplying = p.count * p.operations(count) / h.rate(kind) / n
+            both = (reading**NEARNESS + multiplying**NEARNESS) ** (1 / NEARNESS)
+            found["weights" if reading > multiplying else "products"] += both
+            found["fixed"] += p.count * h.op_s
+            if p.name != "head":
+                activations += p.count * p.chosen * (p.rows / n + p.inner / n) * self.dtype_bytes * tokens
+        found["activations"] = ACTIVATION_PASSES * activations / h.read_bytes_s
+        found["attention"] = self._attention(shape)
+        num_layers = len(self.spec.layers)
+        found["fixed"] += FIXED_OPS * num_layers * h.op_s
+        if tokens == 1 and h.is_gpu:
+            found["fixed"] *= ONE_TOKEN_SHARE
+        if n > 1:
+            found["link"] = 2 * num_layers * h.all_reduce_s(tokens * self.spec.hidden_size * self.dtype_bytes, n)
+        return found
+
+    def _attention(self, shape: StepShape) -> float:
+        h, seconds = self.hardware, 0.0
+        mean = shape.decode_context / shape.num_decodes if shape.num_decodes else 0.0
+        mean_prompt = shape.prompt_attention / shape.num_prompt_tokens if shape.num_prompt_tokens else 0.0
+        for layer in self.spec.layers:
+            a, window = layer.attention, window_of(layer.attention)
+            cached = shape.num_decodes * min(mean, window)
+            reading = attention_bytes(a, cached, self.cache_bytes) / h.read_bytes_s
+            multiplying = attention_operations(a, cached) / h.rate(self.dtype)
+            pairs = shape.num_prompt_tokens * min(mean_prompt, window)
+            prompts = attention_operations(a, pairs) / (h.rate(self.dtype) * h.attention_share)
+            seconds += max(reading, multiplying) + prompts
+        return seconds / self.num_gpus
+
+
+def binds(parts: dict[str, float]) -> str:
+    """What a step's time goes to most: memory (reading weights, keys, values), products, host or link."""
+    groups = {
+        "bandwidth": parts["weights"] + parts["attention"] + parts["activations"],
+        "products": parts["products"],
+        "fixed times of operators": parts["fixed"],
+        "link": parts["link"],
+    }
+    return max(groups, key=lambda name: groups[name])

@@ -1,0 +1,74 @@
+"""The sizes of steps that a GPU's graphs have room for: `worker/graphs.py` captures them, the simulator pads to them. No torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+from slipstream.config import EngineConfig
+from slipstream.spec.model import ModelSpec
+
+MIXED_PROMPTS = 64
+"""Prompts that a mixed graph has room for, the padding's among them."""
+
+MIXED_TOKENS = 4096
+"""Prompt tokens of the largest mixed graph. A larger step keeps the GPU busy for longer than the host launches it."""
+
+GRAPH_BYTES = 4 * 2**20
+"""The driver's own memory for one graph of some three hundred launches: 0 to 4 MiB on an H200 beside activations."""
+
+
+def ladder(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture: few enough to start fast, near enough that padding wastes little (≤ 1/8 from 16 on)."""
+    sizes = [n for n in (1, 2, 4, 8) if n <= max_num_seqs]
+    n, step = 16, 8
+    while n < max_num_seqs:
+        sizes.append(n)
+        step = max(8, n // 8 // 8 * 8)
+        n += step
+    return sorted({*sizes, max_num_seqs})
+
+
+def mixed_decodes(max_num_seqs: int) -> list[int]:
+    """Decodes that mixed graphs have room for, each at most twice the one before."""
+    return [0, *(n for n in (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048) if n <= max_num_seqs)]
+
+
+def mixed_prompts(config: EngineConfig, *, encoded: bool) -> list[int]:
+    """Prompt tokens that mixed graphs have room for. The padding, a sequence like others, may have to hold them all.
+    `encoded`: behind an encoder there are none."""
+    longest = min(config.scheduling.max_num_batched_tokens, config.model.max_model_len, MIXED_TOKENS)
+    sizes = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+    return [] if encoded else [n for n in sizes if n <= longest]
+
+
+def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> int:
+    """Memory to be left for a generator's graphs of every size: hidden states, activations and logits of the largest twice,
+    once in the graphs' pool and once beside it, and the driver's own."""
+    decodes = ladder(config.scheduling.max_num_seqs)
+    prompts = mixed_prompts(config, encoded=spec.encoder is not None)
+    mixed = [d + p for d in mixed_decodes(config.scheduling.max_num_seqs) for p in prompts]
+    largest = max(decodes[-1:] + mixed[-1:])
+    activations = 2 * largest * (max(layer.mlp.width for layer in spec.layers) + 8 * spec.hidden_size)
+    logits = 2 * decodes[-1] * spec.vocab_size  # of the largest step, run once beside its graph
+    numbers = largest * spec.hidden_size + activations + logits
+    return numbers * element_bytes + (len(decodes) + len(mixed)) * GRAPH_BYTES
+
+
+def padding(config: EngineConfig, *, encoded: bool = False) -> Callable[[int, int, int], tuple[int, int]]:
+    """A function of (decodes, prompt tokens, prompts): the decodes and prompt tokens that such a step computes in its graph, or
+    those given where no graph holds it. All sizes are taken to be captured."""
+    most = config.scheduling.max_num_seqs
+    sizes, decode_sizes, prompt_sizes = ladder(most), mixed_decodes(most), mixed_prompts(config, encoded=encoded)
+
+    def padded(num_decodes: int, num_prompt_tokens: int, num_prompts: int) -> tuple[int, int]:
+        if not num_prompt_tokens:
+            return (sizes[bisect_left(sizes, num_decodes)] if num_decodes <= sizes[-1] else num_decodes), 0
+        beyond = not prompt_sizes or num_prompt_tokens > prompt_sizes[-1] or num_prompts >= MIXED_PROMPTS
+        if beyond or num_decodes > decode_sizes[-1]:
+            return num_decodes, num_prompt_tokens
+        decodes = decode_sizes[bisect_left(decode_sizes, num_decodes)]
+        return decodes, prompt_sizes[bisect_left(prompt_sizes, num_prompt_tokens)]
+
+    return padded

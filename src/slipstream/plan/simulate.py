@@ -1,0 +1,390 @@
+"""An engine, or several behind a router, on a virtual clock: the engine's own scheduler, block pool and prefix cache plan the
+steps, and a table says what each takes.
+
+The loop is `EngineCore`'s (`engine/engine_core.py`):
+
+1. Take what has arrived, plan a step, launch it.
+2. A GPU has up to two steps in flight; a CPU computes a step as it is launched, but for steps of a few decodes.
+3. When enough are in flight, wait for the oldest, and take its tokens.
+
+The host's own work goes on meanwhile where steps overlap, and is added where they don't. What a client sees is a front end's
+time later. Answers have exactly the tokens that the workload says. Everything is in seconds from the start.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from slipstream.bench.metrics import (
+    RequestRecord,
+    Summary,
+    distribution,
+    steady_rate,
+    summarize,
+    weighted_distribution,
+)
+from slipstream.config import CacheConfig, SchedulingConfig
+from slipstream.core.scheduler import Scheduler
+from slipstream.errors import ConfigError, EngineOverloadedError, RequestError
+from slipstream.plan.sleeping import ANY_TOKEN, SleepingScheduler
+from slipstream.plan.step_cost import LABELS, Label, StepCost, StepShape, attention_pairs
+from slipstream.plan.traffic import PREFIX_TOKENS, Traffic, TrafficRequest
+from slipstream.types import EngineRequest, SamplingParams, StepPlan, StepResult
+
+Router: TypeAlias = Literal["round-robin", "least-loaded"]
+
+LABEL_EVERY = 64
+"""Of so many steps one is asked how well its time is known."""
+
+LABEL_SHARE = 0.02
+"""A label counts where so large a share of the steps has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedEngine:
+    """What the simulator has to know of an engine.
+
+    `run_ahead`: the most sequences of a step of decodes that runs while the host goes on; None: every step does (GPU). `padded`
+    gives the (decodes, prompt tokens) that a step of so many decodes, prompt tokens and prompts computes, where graphs have
+    fixed sizes.
+    """
+
+    scheduling: SchedulingConfig
+    cache: CacheConfig
+    max_model_len: int
+    num_blocks: int
+    cost: StepCost
+    run_ahead: int | None = None
+    padded: Callable[[int, int, int], tuple[int, int]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What came of it. `busy` is the share of the time in which a device computes; `seconds` is the
+    processor's time that the simulation took.
+    `mean_decodes` and `mean_prompt_tokens` are of a step; `max_waiting` the longest queue."""
+
+    summary: Summary
+    label: Label
+    num_replicas: int
+    num_steps: int
+    num_preemptions: int
+    prefix_hit_rate: float
+    busy: float
+    mean_decodes: float
+    mean_prompt_tokens: float
+    max_waiting: int
+    peak_cache_usage: float
+    seconds: float
+    records: tuple[RequestRecord, ...] = field(repr=False)
+
+    @property
+    def speed(self) -> float:
+        """Simulated seconds for each second."""
+        return self.summary.wall_s / self.seconds if self.seconds else float("inf")
+
+
+class _InFlight(NamedTuple):
+    plan: StepPlan
+    end: float
+    is_done: bool  # the launch computed it
+    num_tokens: int  # that it gives
+
+
+class _Progress:
+    """Of a request that is not answered yet."""
+
+    __slots__ = ("cached", "first", "first_step", "index", "sent", "worst")
+
+    def __init__(self, index: int, sent: float) -> None:
+        self.index, self.sent = index, sent
+        self.first = self.worst = 0.0  # when its first token came; the longest gap by preemption
+        self.first_step = -1
+        self.cached = 0
+
+
+class Replica:
+    """One engine. `now` is its host's clock."""
+
+    def __init__(
+        self, engine: SimulatedEngine, traffic: Sequence[TrafficRequest], on_end: Callable[[int, float], None], *, exact: bool
+    ) -> None:
+        kind: Any = Scheduler if exact else SleepingScheduler
+        self.engine, self.traffic, self._on_end = engine, traffic, on_end
+        self.scheduler: Scheduler = kind(
+            engine.scheduling,
+            engine.cache,
+            max_model_len=engine.max_model_len,
+            num_blocks=engine.num_blocks,
+            clock=lambda: self.now,
+        )
+        self._exact = exact
+        self.now = self.device_free = self.busy_s = 0.0
+        self._in_flight: deque[_InFlight] = deque()
+        self._planned: StepPlan | None = None
+        self._open: dict[str, _Progress] = {}
+        self._preempted: dict[str, tuple[int, float]] = {}  # the step without it, and when it had its last token
+        self.records: dict[int, RequestRecord] = {}
+        self.ends: list[float] = []  # of the steps
+        self.gaps: list[float] = []  # from the end of the step before to each
+        self.deliveries: list[tuple[float, float]] = []
+        self.weighted_gaps: list[tuple[float, int]] = []
+        self.worst_gaps: list[float] = []
+        self.labels: dict[Label, int] = dict.fromkeys(LABELS, 0)
+        self.num_decodes = self.num_prompt_tokens = self.max_waiting = 0
+        self.peak_usage = 0.0
+
+    @property
+    def can_step(self) -> bool:
+        return bool(self._in_flight or self._planned or self._open)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def add(self, index: int, at: float) -> None:
+        """Request `index` of the traffic comes at a time not before those added already."""
+        self.now = max(self.now, at) if not self.can_step else self.now
+        r = self.traffic[index]
+        try:
+            self.scheduler.add(
+                EngineRequest(
+                    request_id=str(index),
+                    prompt_token_ids=_tokens(index, r),
+                    sampling=_ANY,
+                    max_tokens=r.output_tokens,
+                    arrival=at,
+                )
+            )
+        except (RequestError, EngineOverloadedError) as error:
+            refused = isinstance(error, EngineOverloadedError)
+            self.records[index] = RequestRecord(
+                input_tokens=r.input_tokens, output_tokens=0, sent=at, error=str(error), refused=refused
+            )
+            self._on_end(index, at)
+        else:
+            self._open[str(index)] = _Progress(index, at)
+            self.max_waiting = max(self.max_waiting, self.scheduler.num_waiting)
+
+    def step(self) -> None:
+        """As `EngineCore._step`."""
+        plan, self._planned = self._planned or self.scheduler.schedule(), None
+        limit = 0 if plan is None else self._max_in_flight(plan)
+        if plan is not None and len(self._in_flight) >= limit:
+            plan, self._planned = None, plan
+        if plan is not None:
+            self._launch(plan)
+        elif not self._in_flight and self._planned is None:
+            raise ConfigError("the simulated scheduler stands still; please report this with the settings used")
+        waits = plan is None or len(self._in_flight) >= limit
+        while self._in_flight and (waits or self._in_flight[0].is_done):
+            self._finish(self._in_flight.popleft())
+            waits = False
+
+    def _max_in_flight(self, plan: StepPlan) -> int:
+        if self.engine.run_ahead is None:
+            return 2
+        return 1 if plan.scheduled and plan.scheduled[-1].num_tokens > 1 else 2
+
+    def _launch(self, plan: StepPlan) -> None:
+        if plan.released:
+            self._note_preempted(plan)
+        shape = self._shape(plan)
+        engine, cost = self.engine, self.engine.cost
+        padded = shape
+        if engine.padded is not None:
+            decodes, prompt = engine.padded(shape.num_decodes, shape.num_prompt_tokens, shape.num_prompts)
+            padded = shape._replace(num_decodes=decodes, num_prompt_tokens=prompt)
+        seconds, host = cost.seconds(padded), cost.host.seconds(shape.num_decodes + shape.num_prompts)
+        if plan.step_id % LABEL_EVERY == 1:
+            self.labels[cost.label(padded)] += 1
+        self.busy_s += seconds
+        self.num_decodes += shape.num_decodes
+        self.num_prompt_tokens += shape.num_prompt_tokens
+        begin = max(self.now, self.device_free)
+        self.device_free = begin + seconds
+        ahead = engine.run_ahead is None or (not shape.num_prompts and shape.num_decodes <= engine.run_ahead)
+        if engine.run_ahead is not None:
+            self.now = begin if ahead else self.device_free  # a CPU's host takes part
+        self.now += host
+        self._in_flight.append(_InFlight(plan, self.device_free, not ahead, shape.num_sampled))
+
+    def _shape(self, plan: StepPlan) -> StepShape:
+        decodes = context = prompt_tokens = num_prompts = pairs = num_sampled = 0
+        for s in plan.scheduled:
+            num_sampled += s.num_sampled
+            if s.num_tokens == 1:
+                decodes += 1
+                context += s.num_computed_tokens + 1
+            else:
+                prompt_tokens += s.num_tokens
+                num_prompts += 1
+                pairs += attention_pairs(s.num_computed_tokens, s.num_tokens)
+        scheduler = self.scheduler
+        if isinstance(scheduler, SleepingScheduler):
+            decodes += scheduler.num_asleep
+            num_sampled += scheduler.num_asleep
+            context += scheduler.asleep_context
+        return StepShape(decodes, context, prompt_tokens, num_prompts, pairs, num_sampled)
+
+    def _finish(self, step: _InFlight) -> None:
+        """Take a step's tokens."""
+        now = self.now = max(self.now, step.end)
+        number = len(self.ends)
+        gap = now - self.ends[-1] if self.ends else 0.0
+        self.ends.append(now)
+        self.gaps.append(gap)
+        result = StepResult(step.plan.step_id, [ANY_TOKEN] * step.num_tokens if self._exact else [])
+        usual = step.num_tokens
+        pool = self.scheduler.pool
+        self.peak_usage = max(self.peak_usage, 1 - pool.num_free / pool.num_usable)
+        for output in self.scheduler.update(step.plan, result):
+            request_id = output.request_id
+            request = self._open[request_id]
+            if request.first_step < 0:
+                request.first, request.first_step, request.cached = now, number, output.num_cached_tokens
+                usual -= 1
+            elif self._preempted and self._preempted.get(request_id, _NEVER)[0] <= step.plan.step_id:
+                since = now - self._preempted.pop(request_id)[1]
+                request.worst = max(request.worst, since)
+                self.weighted_gaps.append((since, 1))
+                usual -= 1
+            if output.finish_reason is not None:
+                self._end(request_id, request, number)
+        if usual > 0:
+            self.weighted_gaps.append((gap, usual))
+        if step.num_tokens:
+            self.deliveries.append((now, float(step.num_tokens)))
+
+    def _note_preempted(self, plan: StepPlan) -> None:
+        """Those that `plan` drops and that are not answered; their last token is that of the last step before."""
+        for request_id in plan.released:
+            request = self._open.get(request_id)
+            if request is not None and request.first_step >= 0:
+                last = self._in_flight[-1].end if self._in_flight else self.ends[-1]
+                self._preempted.setdefault(request_id, (plan.step_id, last))
+
+    def _end(self, request_id: str, request: _Progress, number: int) -> None:
+        del self._open[request_id]
+        r, front = self.traffic[request.index], self.engine.cost.host.request_s
+        worst = max(self.gaps[request.first_step + 1 : number + 1], default=0.0)
+        self.records[request.index] = RequestRecord(
+            input_tokens=r.input_tokens,
+            output_tokens=r.output_tokens,
+            sent=request.sent,
+            first_token=request.first + front,
+            last_token=self.now + front,
+            cached_tokens=request.cached,
+        )
+        self.worst_gaps.append(max(worst, request.worst))
+        self._on_end(request.index, self.now + front)
+
+
+_ANY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+_NEVER = (1 << 62, 0.0)
+
+
+def _tokens(index: int, request: TrafficRequest) -> tuple[int, ...]:
+    """Tokens that no other request's begin with, but behind the prefix."""
+    shared = list(itertools.chain.from_iterable((number & 0x3FFFFFFF,) * PREFIX_TOKENS for number in request.prefix))
+    shared = shared[: request.input_tokens]
+    return (*shared, *((-1 - index,) * (request.input_tokens - len(shared))))
+
+
+def simulate(
+    engine: SimulatedEngine,
+    traffic: Traffic,
+    *,
+    num_replicas: int = 1,
+    router: Router = "round-robin",
+    objectives: dict[str, float] | None = None,
+    exact: bool = False,
+) -> Simulation:
+    """`exact`: plan every step by the `Scheduler` itself, which tells the same at a tenth of the speed."""
+    begin = time.process_time()
+    requests = traffic.requests
+    users = traffic.users
+    waiting = deque(range(len(requests)))
+    arrivals: list[tuple[float, int]] = []
+    for _ in range(len(requests) if users is None else min(users, len(requests))):
+        index = waiting.popleft()
+        arrivals.append((requests[index].arrival if users is None else 0.0, index))
+    heapq.heapify(arrivals)
+
+    def on_end(index: int, at: float) -> None:
+        if users is not None and waiting:
+            heapq.heappush(arrivals, (at, waiting.popleft()))
+
+    if not traffic.shares_prefixes:  # nothing can be found in the cache, and all its blocks are as good as free
+        engine = replace(engine, cache=replace(engine.cache, enable_prefix_caching=False))
+    exact = exact or engine.scheduling.target_itl_ms is not None
+    replicas = [Replica(engine, requests, on_end, exact=exact) for _ in range(num_replicas)]
+    turn = itertools.cycle(replicas)
+    with _no_garbage_collection():
+        _run(replicas, arrivals, lambda: next(turn) if router == "round-robin" else min(replicas, key=lambda r: r.num_open))
+    return _result(replicas, len(requests), objectives, time.process_time() - begin)
+
+
+def _run(replicas: Sequence[Replica], arrivals: list[tuple[float, int]], route: Callable[[], Replica]) -> None:
+    """The replica whose clock is behind goes on, unless a request comes before that."""
+    while True:
+        busy = [r for r in replicas if r.can_step]
+        first = min(busy, key=lambda r: r.now) if busy else None
+        if arrivals and (first is None or arrivals[0][0] <= first.now):
+            at, index = heapq.heappop(arrivals)
+            route().add(index, at)
+        elif first is not None:
+            first.step()
+        else:
+            return
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """It would look through all requests again and again, and there are no cycles among them."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _result(replicas: list[Replica], count: int, objectives: dict[str, float] | None, seconds: float) -> Simulation:
+    found = {index: record for replica in replicas for index, record in replica.records.items()}
+    records = tuple(found[i] for i in range(count))
+    deliveries = sorted(itertools.chain.from_iterable(r.deliveries for r in replicas))
+    summary = replace(
+        summarize(records, objectives),
+        itl_s=weighted_distribution(itertools.chain.from_iterable(r.weighted_gaps for r in replicas)),
+        worst_gap_s=distribution(itertools.chain.from_iterable(r.worst_gaps for r in replicas)),
+        steady_throughput=steady_rate(deliveries),
+    )
+    labels = {label: sum(r.labels[label] for r in replicas) for label in LABELS}
+    seen = [label for label in LABELS if labels[label] > LABEL_SHARE * sum(labels.values())]
+    stats = [r.scheduler.stats() for r in replicas]
+    num_steps, queries = sum(len(r.ends) for r in replicas), sum(s.prefix_queries for s in stats)
+    return Simulation(
+        summary=summary,
+        label=seen[-1] if seen else "estimated",
+        num_replicas=len(replicas),
+        num_steps=num_steps,
+        num_preemptions=sum(s.num_preemptions for s in stats),
+        prefix_hit_rate=sum(s.prefix_hits for s in stats) / queries if queries else 0.0,
+        busy=sum(r.busy_s for r in replicas) / (summary.wall_s * len(replicas)) if summary.wall_s else 0.0,
+        mean_decodes=sum(r.num_decodes for r in replicas) / max(1, num_steps),
+        mean_prompt_tokens=sum(r.num_prompt_tokens for r in replicas) / max(1, num_steps),
+        max_waiting=max(r.max_waiting for r in replicas),
+        peak_cache_usage=max(r.peak_usage for r in replicas),
+        seconds=seconds,
+        records=records,
+    )

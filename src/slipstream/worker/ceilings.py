@@ -1,0 +1,89 @@
+"""What this device can do at most, measured: reading memory, products by type, the least time of an operator; and the disk."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.ops import OpSet
+from slipstream.worker.roofline import measure_ceilings
+
+SIDE = 8192
+"""Of the products by which a GPU's rates are measured."""
+
+READ_BYTES = 2**31
+MOST_OF_FILE = 256 * 2**20
+NUM_SMALL = 200
+"""Operators of the graph by which their least time is measured."""
+
+
+def device_ceilings(ops: OpSet, device: torch.device) -> dict[str, float]:
+    """`read` in bytes a second, products in operations a second by type, `op_s` on a GPU. What can't be measured is left out."""
+    if device.type == "cpu":
+        if not isinstance(ops, NativeOps):
+            return {}
+        found = measure_ceilings(ops.pool)
+        rates = ("read", "float32", "bfloat16", "int8")
+        return {name: getattr(found, name) for name in rates if getattr(found, name) > 0}
+    return _gpu_ceilings(device)
+
+
+def _gpu_ceilings(device: torch.device) -> dict[str, float]:
+    data = torch.zeros(READ_BYTES // 4, dtype=torch.float32, device=device)
+    found = {"read": READ_BYTES / _seconds(lambda: data.sum())}
+    del data
+    for dtype in (torch.bfloat16, torch.float32):
+        a = torch.randn(SIDE, SIDE, device=device, dtype=dtype)
+        found[str(dtype).removeprefix("torch.")] = 2 * SIDE**3 / _seconds(lambda a=a: a @ a)  # type: ignore[misc]
+    if torch.cuda.get_device_capability(device) >= (8, 9):
+        x = torch.randn(SIDE, SIDE, device=device).to(torch.float8_e4m3fn)
+        rows, columns = torch.ones(SIDE, 1, device=device), torch.ones(1, SIDE, device=device)
+
+        def scaled() -> Tensor:
+            return torch._scaled_mm(x, x.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+        found["fp8"] = 2 * SIDE**3 / _seconds(scaled)
+    i = torch.randint(-9, 9, (SIDE, SIDE), device=device, dtype=torch.int8)
+    found["int8"] = 2 * SIDE**3 / _seconds(lambda: torch._int_mm(i, i.t()))
+    small = torch.zeros(4096, device=device)
+    graph = torch.cuda.CUDAGraph()
+    small.add_(1)
+    with torch.cuda.graph(graph):
+        for _ in range(NUM_SMALL):
+            small.add_(1)
+    found["op_s"] = _seconds(graph.replay) / NUM_SMALL
+    return found
+
+
+def _seconds(run: Callable[[], object], rounds: int = 5) -> float:
+    """The best of some rounds: neighbours only ever add."""
+    run()
+    torch.cuda.synchronize()
+    best = float("inf")
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        for _ in range(4):
+            run()
+        torch.cuda.synchronize()
+        best = min(best, (time.perf_counter() - begin) / 4)
+    return best
+
+
+def disk_rate(path: Path) -> float | None:
+    """Bytes a second from the disk that holds the model, its files' pages dropped first; None where the system can't drop them."""
+    files = [path] if path.is_file() else [f for f in path.iterdir() if f.is_file()]
+    if not files or not hasattr(os, "posix_fadvise"):
+        return None
+    largest = max(files, key=lambda f: f.stat().st_size)
+    with largest.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        begin, done = time.perf_counter(), 0
+        while done < MOST_OF_FILE and (piece := file.read(2**22)):
+            done += len(piece)
+        return done / (time.perf_counter() - begin) if done else None

@@ -1,0 +1,147 @@
+"""Measures what steps take on this device: decodes, chunks of prompts, and both together, of made-up sequences.
+
+A step is launched as the engine launches it, through the executor, but not scheduled: its sequences have blocks of the cache,
+which hold ones, and no tokens were computed before. So every shape is at hand within milliseconds. Steps follow each other as
+in the engine, where the device can have two in flight. Shapes take turns over several rounds, and the median of the rounds is
+kept, so that a busy neighbour slows all shapes alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.plan.step_cost import MeasuredStep, StepShape
+from slipstream.types import NewRequest, SamplingParams, ScheduledRequest, StepPlan, TableUpdate
+from slipstream.worker.executor import Launched, LocalExecutor
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+ROUNDS = 5
+LEAST_S = 0.03
+"""A shape is repeated for so long in each round, and at least twice."""
+
+
+class Step(NamedTuple):
+    """Sequences of a step: of each decode how many tokens are computed, of each prompt (computed, tokens to compute)."""
+
+    decodes: tuple[int, ...] = ()
+    prompts: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape.of(self.decodes, self.prompts)
+
+
+def grid(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_cached: int, largest: int) -> list[Step]:
+    """Steps that span what an engine with these limits does. `num_cached`: tokens that the cache holds; `largest`: tokens of
+    the longest context measured."""
+    longest = min(max_model_len - 1, largest)
+    contexts = [n for n in (32, 256, 1024, 4096, 16384) if n < longest]
+    counts = _doubling(max_num_seqs)
+    steps = [Step(decodes=(c,) * n) for n in counts for c in contexts if n * (c + 64) <= num_cached and n * c <= 2**20]
+    sizes = [n for n in _doubling(min(max_num_batched_tokens, 8192)) if n >= 16]
+    steps += [Step(prompts=((0, n),)) for n in sizes if n <= longest]
+    steps += [
+        Step(prompts=((0, each),) * (n // each))
+        for n in sizes
+        for each in (32, 128)
+        if n // each > 1 and n // each <= max_num_seqs and n + 64 * (n // each) <= num_cached and n >= 256
+    ]
+    chunk = min(512, *sizes[-1:])
+    steps += [Step(prompts=((c, chunk),)) for c in contexts[1:] if c + chunk <= longest]
+    for n, size in itertools.product(counts[2::2], sizes[1::2]):
+        if n < max_num_seqs and n + size <= max_num_batched_tokens and n * 320 + size + 64 <= num_cached and size <= longest:
+            steps.append(Step(decodes=(256,) * n, prompts=((0, size),)))
+    return steps
+
+
+def _doubling(most: int) -> list[int]:
+    sizes = [n for n in (2**i for i in range(20)) if n < most]
+    return [*sizes, most]
+
+
+def measure_steps(
+    executor: LocalExecutor,
+    steps: Sequence[Step],
+    *,
+    rounds: int = ROUNDS,
+    least_s: float = LEAST_S,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[MeasuredStep]:
+    """ConfigError where the model is no decoder, or a step does not fit into the cache or the context."""
+    spec, config = executor.description.spec, executor.config
+    if not spec.generates or spec.encoder is not None:
+        raise ConfigError(f"steps are measured of a decoder, and {config.model.model} is {spec.kind}", field="model")
+    most = 1 + max(_num_blocks(step, config) for step in steps)
+    for layer in executor.runner.kv:  # memory that was never written is one page of zeros, which a cache holds
+        layer.k[:most].fill_(1)
+        layer.v[:most].fill_(1)
+    clock = _Clock(executor)
+    found: list[list[float]] = [[] for _ in steps]
+    for done, (_, (i, step)) in enumerate(itertools.product(range(rounds), enumerate(steps))):
+        found[i].append(clock.seconds(step, least_s))
+        progress(done + 1, rounds * len(steps))
+    executor.runner.reset_expert_load()
+    return [MeasuredStep(step.shape, statistics.median(times)) for step, times in zip(steps, found, strict=True)]
+
+
+def _num_blocks(step: Step, config: EngineConfig) -> int:
+    lengths = [computed + 1 for computed in step.decodes] + [sum(prompt) for prompt in step.prompts]
+    return len(config.cache.groups) * sum(-(-length // config.cache.block_size) for length in lengths)
+
+
+class _Clock:
+    def __init__(self, executor: LocalExecutor) -> None:
+        self.executor = executor
+        self._ids = itertools.count()
+
+    def seconds(self, step: Step, least_s: float) -> float:
+        """Of one step, among many alike."""
+        scheduled, new = self._sequences(step)
+        first = StepPlan(next(self._ids), scheduled, new)
+        self.executor.launch(first).result()  # captures and compiles what was not yet
+        again = tuple(s._replace(table_updates=()) for s in scheduled)
+        begin = time.perf_counter()
+        self._run(again, 1)
+        once = time.perf_counter() - begin
+        count = max(2, int(least_s / max(once, 1e-6)))
+        begin = time.perf_counter()
+        self._run(again, count)
+        seconds = (time.perf_counter() - begin) / count
+        self.executor.forget()
+        return seconds
+
+    def _run(self, scheduled: tuple[ScheduledRequest, ...], count: int) -> None:
+        in_flight: deque[Launched] = deque()
+        for _ in range(count):
+            plan = StepPlan(next(self._ids), scheduled)
+            in_flight.append(self.executor.launch(plan))
+            while len(in_flight) >= self.executor.max_in_flight(plan) or (in_flight and in_flight[0].is_done):
+                in_flight.popleft().result()
+        for step in in_flight:
+            step.result()
+
+    def _sequences(self, step: Step) -> tuple[tuple[ScheduledRequest, ...], tuple[NewRequest, ...]]:
+        config = self.executor.config
+        size, groups = config.cache.block_size, range(len(config.cache.groups))
+        blocks = itertools.count(1)
+        num_usable = self.executor.ledger.num_blocks - 1
+        scheduled, new = [], []
+        for i, (computed, count) in enumerate((*((c, 1) for c in step.decodes), *step.prompts)):
+            length = computed + count
+            if length >= config.model.max_model_len + 1:
+                longest = config.model.max_model_len
+                raise ConfigError(f"{length} tokens are more than max_model_len={longest}", field="max_model_len")
+            need = -(-length // size)
+            tables = tuple(TableUpdate(g, 0, tuple(itertools.islice(blocks, need))) for g in groups)
+            scheduled.append(ScheduledRequest(str(i), computed, count, 1, tables))
+            new.append(NewRequest(str(i), (1,) * length, length, GREEDY))
+        if next(blocks) - 1 > num_usable:
+            raise ConfigError(f"the cache's {num_usable} blocks do not hold {step}", field="kv_cache_bytes")
+        return tuple(scheduled), tuple(new)

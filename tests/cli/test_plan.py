@@ -1,0 +1,98 @@
+"""`slipstream plan`: on a config alone, on a model here, and with what can't be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli.main import main
+from tests.tiny_models import build
+
+CONFIG = str(Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-3-8b")
+QUICK = ("--workload", "fixed:60/8", "--no-search")
+
+
+def plan(capsys, *words):
+    code = main(["plan", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_devices_side_by_side(capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    words = (CONFIG, "--gpu", "h200,l4", "--quantization", "fp8", "--slo", "tpot_s=0.05", "--price", "4,0.8", "--html", str(page))
+    code, found = plan(capsys, *words, *QUICK)
+    assert code == 0
+    h200, l4 = found["devices"]
+    assert h200["label"] == l4["label"] == "estimated"
+    assert h200["capacity"]["requests_per_s"] > 5 * l4["capacity"]["requests_per_s"]
+    assert h200["balancer_weight"] + l4["balancer_weight"] == pytest.approx(1.0)
+    assert h200["ledger"]["num_full_sequences"] > l4["ledger"]["num_full_sequences"]
+    text = page.read_text()
+    assert "NVIDIA H200" in text
+    assert "<script" not in text
+    assert "http" not in text
+
+
+def test_what_no_device_can_keep_is_told_with_the_nearest(capsys):
+    words = (CONFIG, "--gpu", "h200", "--max-gpus", "1", "--slo", "tpot_s=0.0001,ttft_s=1", *QUICK)
+    code, found = plan(capsys, *words)
+    (row,) = found["devices"]
+    assert code == 0
+    assert row["capacity"]["requests_per_s"] is None
+    assert not row["objectives_met"]
+    assert row["nearest"]["tpot_s"] > 0.001
+    assert main(["plan", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "even a request alone misses the objectives: tpot_s is" in shown
+    assert "--slo tpot_s=0.00" in shown
+
+
+def test_a_load_beyond_the_devices(capsys):
+    words = (CONFIG, "--gpu", "l4", "--max-gpus", "1", "--quantization", "fp8", "--rate", "500", "--slo", "ttft_s=0.5", *QUICK)
+    code, found = plan(capsys, *words)
+    (row,) = found["devices"]
+    assert code == 0
+    assert row["replicas"] is None
+    assert row["nearest"]["ttft_s"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["--gpu", "h2000x"], "gpu"),
+        (["--rate", "0"], "rate"),
+        (["--rate", "1", "--concurrency", "2"], "concurrency"),
+        (["--concurrency", "0"], "concurrency"),
+        (["--attainment", "1.5"], "attainment"),
+        (["--workload", "nothing"], "workload"),
+        (["--workload", "trace:/no/such.csv"], "workload"),
+        (["--slo", "tpot=1"], "slo"),
+        (["--gpu", "h200,l4", "--price", "1,2,3"], "price"),
+        (["--gpu", "h200", "--measure"], "gpu"),
+        (["--gpu", "h200", "--max-gpus", "0"], "max_gpus"),
+        (["--html", "/no/such/folder/x.html"], "html"),
+    ],
+)
+def test_bad_input_is_named(capsys, words, field):
+    code, found = plan(capsys, CONFIG, *words)
+    assert code == 2
+    assert found["error"]["field"] == field
+
+
+def test_this_machine_is_measured_and_the_table_found_again(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    build(tmp_path / "m")
+    words = (str(tmp_path / "m"), "--device", "cpu", "--max-num-seqs", "4", "--kv-cache-bytes", "8MiB")
+    load = ("--workload", "fixed:32/8", "--concurrency", "2", "--no-search")
+    code, found = plan(capsys, *words, *load, "--measure")
+    assert code == 0
+    assert found["measured"]["num_steps"] > 5
+    assert found["measured"]["ceilings"]["disk"] > 0
+    assert found["devices"][0]["steps"] == "measured here"
+    _, again = plan(capsys, *words, *load)
+    assert again["devices"][0]["steps"] == "measured here"
+    assert again["devices"][0]["at_load"]["ttft_s"] == found["devices"][0]["at_load"]["ttft_s"]
+    _, other = plan(capsys, *words, "--quantization", "int8", *load)
+    assert other["devices"][0]["steps"] == "from the analytic model"

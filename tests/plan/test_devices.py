@@ -1,0 +1,210 @@
+"""Devices, operators, traffic and planned engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.config import EngineArgs
+from slipstream.errors import ConfigError, OutOfMemoryError
+from slipstream.plan.capacity import Objectives, find_capacity, keeps_up
+from slipstream.plan.devices import find_device, known_devices
+from slipstream.plan.engines import plan_engine
+from slipstream.plan.graph_sizes import ladder, padding
+from slipstream.plan.memory import weights_bytes
+from slipstream.plan.operators import products
+from slipstream.plan.recommend import Load, as_data, plan_device
+from slipstream.plan.step_cost import MeasuredStep, StepShape, fit_steps
+from slipstream.plan.tables import find_table, identity, keep_table
+from slipstream.plan.traffic import PREFIX_TOKENS, parse_workload, read_trace
+from slipstream.spec.description import read_spec
+from slipstream.spec.scheme import SCHEMES
+
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+
+
+def planned(config="llama-3-8b", device="h200", num_gpus=1, **settings):
+    args = EngineArgs(model=str(CONFIGS / config), **settings)
+    return plan_engine(args, read_spec(CONFIGS / config), find_device(device), num_gpus=num_gpus)
+
+
+@pytest.mark.parametrize("config", ["llama-3-8b", "mixtral-8x7b", "deepseek-v2-lite", "gemma-2-9b", "gpt-j-6b"])
+@pytest.mark.parametrize("scheme", [None, "fp8", "int4"])
+def test_products_have_the_ledgers_bytes_and_the_specs_parameters(config, scheme):
+    spec = read_spec(CONFIGS / config).spec
+    parts = weights_bytes(spec, 2, SCHEMES[scheme] if scheme else None)
+    found = products(spec, parts)
+    inside = sum(p.weight_bytes * p.count for p in found if p.name != "head")
+    assert inside == pytest.approx(parts["attention"] + parts["mlp"])
+    numbers = sum(p.rows * p.inner * p.copies * p.count for p in found if p.name != "head")
+    shapes = [s for layer in spec.layers for n, s in layer.shapes(spec.hidden_size).items() if n.endswith(".weight") and len(s) == 2]
+    assert numbers == sum(a * b for a, b in shapes)
+
+
+def test_of_experts_only_those_chosen_are_read():
+    up = next(p for p in planned("mixtral-8x7b").analytic.products if p.name == "up")
+    assert (up.copies, up.chosen) == (8, 2)
+    assert up.read_bytes(1) == pytest.approx(up.weight_bytes / 4)
+    assert up.read_bytes(1000) == pytest.approx(up.weight_bytes)
+
+
+def test_the_records_of_an_h200_are_met():
+    """Steps of results/mixed_steps.json and llama_table_*.json."""
+    fp8 = planned(quantization="fp8", kv_cache_dtype="fp8").analytic
+    bf16 = planned().analytic
+    for cost, shape, ms in (
+        (fp8, StepShape.of((130,)), 2.36),
+        (bf16, StepShape.of((130,)), 3.85),
+        (fp8, StepShape.of((300,) * 64), 3.85),
+        (fp8, StepShape.of((400,) * 250, ((0, 260), (0, 240))), 13.97),
+        (fp8, StepShape.of((), ((0, 2048),)), 29.9),
+    ):
+        assert cost.seconds(shape) * 1e3 == pytest.approx(ms, rel=0.12)
+
+
+@pytest.mark.parametrize("device", list(known_devices()))
+def test_more_work_takes_longer_on_every_device(device):
+    cost = planned("llama-3-8b", device, kv_cache_bytes=None if known_devices()[device].is_gpu else 2**30).analytic
+    for small, large in (
+        (StepShape.of((100,)), StepShape.of((100,) * 8)),
+        (StepShape.of((100,) * 8), StepShape.of((4000,) * 8)),
+        (StepShape.of((), ((0, 128),)), StepShape.of((), ((0, 512),))),
+    ):
+        assert 0 < cost.seconds(small) < cost.seconds(large)
+    assert cost.label(StepShape.of((100,))) == "estimated"
+
+
+def test_gpus_that_share_a_model_are_faster_but_not_twice():
+    one, two = planned().analytic, planned(num_gpus=2).analytic
+    shape = StepShape.of((500,) * 16)
+    assert one.seconds(shape) / 2 < two.seconds(shape) < one.seconds(shape)
+    assert two.parts(shape)["link"] > 0
+    assert planned(num_gpus=2).ledger.num_blocks > 2 * planned().ledger.num_blocks
+
+
+def test_names_of_devices():
+    assert find_device("NVIDIA H200") is find_device("h200") is find_device("H200-SXM")
+    assert find_device("4090").title == "NVIDIA GeForce RTX 4090"
+    with pytest.raises(ConfigError, match=r"gpu='h201' is not one of .*did you mean h200"):
+        find_device("h201")
+
+
+def test_graph_sizes_hold_what_they_are_asked_for():
+    padded = padding(planned(max_num_seqs=256).config)
+    for decodes, prompt in ((1, 0), (9, 0), (130, 0), (0, 30), (100, 300), (256, 4000)):
+        more_decodes, more_prompt = padded(decodes, prompt, 1)
+        assert more_decodes >= decodes
+        assert more_prompt >= prompt
+        assert (more_prompt > 0) == (prompt > 0)
+    assert padded(130, 0, 0)[0] in ladder(256)
+    assert padded(10, 5000, 3) == (10, 5000)
+
+
+# --- Traffic ----------------------------------------------------------------------------------------------------------
+
+
+def test_traces(tmp_path):
+    azure, mooncake = tmp_path / "a.csv", tmp_path / "m.jsonl"
+    azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n")
+    mooncake.write_text('{"timestamp": 500, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]}\n')
+    first, second = read_trace(azure).requests
+    assert (first.arrival, first.input_tokens, first.output_tokens) == (0.0, 374, 44)
+    assert second.arrival == pytest.approx(4.314579, abs=1e-5)
+    (only,) = read_trace(mooncake).requests
+    assert (only.arrival, only.input_tokens, only.prefix) == (0.0, 700, (0, 1))
+    assert len(only.prefix) * PREFIX_TOKENS >= 700
+    laps = read_trace(azure).traffic(None, 5)
+    assert [r.input_tokens for r in laps.requests] == [374, 396, 374, 396, 374]
+    assert all(a.arrival < b.arrival for a, b in zip(laps.requests, laps.requests[1:], strict=False))
+    assert read_trace(azure).at_rate(10.0, 50).rate == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,x,44\n", "line 2: ValueError"),
+        ("a,b\n1,2\n", "line 2: KeyError"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
+    ],
+)
+def test_a_bad_trace_is_named(tmp_path, text, message):
+    file = tmp_path / "t.csv"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parse_workload(f"trace:{file}")
+
+
+@pytest.mark.parametrize("text", ["fixed", "fixed:5", "fixed:0/4", "uniform:9-4/1-2", "zipf", "trace:", "sharegpt:x"])
+def test_a_bad_workload_is_named(text):
+    with pytest.raises(ConfigError, match="workload="):
+        parse_workload(text)
+
+
+def test_workloads():
+    assert {(r.input_tokens, r.output_tokens) for r in parse_workload("fixed:7/3").requests} == {(7, 3)}
+    found = parse_workload("uniform:4-8/2-3", seed=1).requests
+    assert {r.input_tokens for r in found} == {4, 5, 6, 7, 8}
+    assert len(parse_workload("sharegpt").requests) >= 2000
+    with pytest.raises(ConfigError, match="says nothing of when"):
+        parse_workload("sharegpt").traffic(None, 3)
+
+
+# --- Tables and plans -------------------------------------------------------------------------------------------------
+
+
+def test_a_table_is_found_again_by_what_it_is_of(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine = planned(quantization="fp8")
+    of = identity(engine.config, engine.description.spec, 1000 * 2**20)
+    shapes = [StepShape.of((100,) * n) for n in (1, 2, 4, 8)]
+    table = fit_steps([MeasuredStep(s, 0.001 + s.num_tokens * 1e-4) for s in shapes], identity=of, made_by={})
+    path = keep_table(table)
+    assert find_table(of) == table
+    assert find_table({**of, "quantization": None}) is None
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="measure again"):
+        find_table(of)
+
+
+def test_capacity_is_where_the_objectives_end():
+    engine, workload = planned(quantization="fp8").simulated, parse_workload("fixed:200/40")
+    strict, loose = (Objectives(limits={"tpot_s": most}, attainment=0.9) for most in (0.006, 0.02))
+    low, high = (find_capacity(engine, workload, o) for o in (strict, loose))
+    assert low.rate < high.rate
+    assert strict.met_by(low.run)
+    assert keeps_up(high.run, high.rate)
+    never = find_capacity(engine, workload, Objectives(limits={"tpot_s": 1e-4}, attainment=0.9))
+    assert never.rate is None
+    assert Objectives(limits={"tpot_s": 1e-4}, attainment=0.9).reached(never.alone)["tpot_s"] > 1e-3
+
+
+def test_a_plan_says_how_many_what_binds_and_why():
+    args = EngineArgs(model=str(CONFIGS / "llama-3-8b"), quantization="fp8", kv_cache_dtype="fp8")
+    load = Load(workload=parse_workload("fixed:500/50"), objectives=Objectives(limits={"ttft_s": 0.5}, attainment=0.9), rate=60.0)
+    plan = plan_device(args, read_spec(CONFIGS / "llama-3-8b"), find_device("h200"), load, search=False)
+    assert plan.replicas is not None
+    assert load.objectives.met_by(plan.run)
+    row = as_data(plan, load, 4.0)
+    assert row["cost_per_million_output_tokens"] == pytest.approx(plan.num_gpus * 4.0 / 3600 / row["throughput"] * 1e6)
+    assert {r["setting"] for r in row["recommended"]} >= {"max_num_seqs", "replicas", "gpu_memory_utilization"}
+    assert all(r["reason"] for r in row["recommended"])
+    assert row["binds"] in ("memory", "bandwidth", "products", "host", "fixed times of operators", "link")
+    json.dumps(row)
+
+
+def test_a_model_that_fits_nowhere_says_what_would_help():
+    args = EngineArgs(model=str(CONFIGS / "deepseek-v3"))
+    load = Load(workload=parse_workload("fixed:50/5"), objectives=Objectives(limits={}, attainment=0.9))
+    with pytest.raises(OutOfMemoryError, match="2 such devices are not enough either"):
+        plan_device(args, read_spec(CONFIGS / "deepseek-v3"), find_device("l4"), load, max_gpus=2)
+
+
+def test_two_gpus_hold_what_one_does_not():
+    args = EngineArgs(model=str(CONFIGS / "mixtral-8x7b"), max_model_len=2048)
+    load = Load(workload=parse_workload("fixed:50/5"), objectives=Objectives(limits={}, attainment=0.9))
+    plan = plan_device(args, read_spec(CONFIGS / "mixtral-8x7b"), find_device("a100"), load, max_gpus=4, search=False)
+    assert plan.engine.num_gpus == 2
+    assert any("does not hold the model" in note for note in plan.notes)
+    assert any("tensor_parallel_size=1 only" in note for note in plan.notes)
