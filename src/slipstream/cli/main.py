@@ -30,6 +30,9 @@ VERBS = {  # the verb: its file, and its line of the help
     "compress-prompt": ("compress_prompt", "shorten a prompt"),
     "eval": ("evaluate", "perplexity of a model, or how far one is from another"),
     "bench": ("bench", "measure latency, throughput, a server"),
+    "sweep": ("sweep", "measure engines, models and loads from one file, with a page"),
+    "optimize": ("optimize", "search for the best compression and settings, by measuring"),
+    "build": ("build", "a folder that starts fast: packed weights, tiles, settings"),
     "tune": ("tune", "measure the GPU kernels' tiles for a model"),
 }
 
