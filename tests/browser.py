@@ -77,6 +77,6 @@ class Browser:
 
     def screenshot(self, file):
         """The whole page."""
-        params = {"format": "png", "captureBeyondViewport": True}
+        params = {"format": "png", "captureBeyondViewport": False}
         shot = self._ask("/goog/cdp/execute", {"cmd": "Page.captureScreenshot", "params": params})
         file.write_bytes(base64.b64decode(shot["data"]))

@@ -55,24 +55,32 @@ function stats(values) {
   return {n, mean, sd, half};
 }
 
+// A cell has for each metric its mean `x`, half its interval `x±`, and its values `x#`, computed when they are asked for first.
+class Cell {
+  constructor(group) {
+    this.group = group;
+    this.n = group.length;
+    for (const name of DIMENSIONS) this[name] = group[0][name];
+    this.setup = setupName(this);
+    this.load = `${this.input_len}/${this.output_len}`;
+  }
+
+  compute(name) {
+    const scale = METRICS[name]?.scale ?? 1;
+    const values = this.group.map((row) => row[name]).filter((value) => value !== null && value !== undefined).map((value) => value * scale);
+    const found = values.length ? stats(values) : {};
+    for (const [key, value] of [[name, found.mean], [`${name}±`, found.half], [`${name}#`, values]]) Object.defineProperty(this, key, {value});
+  }
+}
+for (const name of [...Object.keys(METRICS), ...OTHERS]) {
+  for (const key of [name, `${name}±`, `${name}#`])
+    Object.defineProperty(Cell.prototype, key, {get() { this.compute(name); return this[key]; }});
+}
+
 function cellsOf(these) {
   const groups = d3.group(these.filter((row) => row.error === null || row.error === undefined),
     (row) => DIMENSIONS.map((name) => row[name]).join("\u0000"));
-  return Array.from(groups.values(), (group) => {
-    const cell = {n: group.length};
-    for (const name of DIMENSIONS) cell[name] = group[0][name];
-    for (const name of [...Object.keys(METRICS), ...OTHERS]) {
-      const values = group.map((row) => row[name]).filter((value) => value !== null && value !== undefined);
-      if (!values.length) continue;
-      const scale = METRICS[name]?.scale ?? 1, found = stats(values.map((value) => value * scale));
-      cell[name] = found.mean;
-      cell[`${name}±`] = found.half;
-      cell[`${name}#`] = values.map((value) => value * scale);
-    }
-    cell.setup = setupName(cell);
-    cell.load = `${cell.input_len}/${cell.output_len}`;
-    return cell;
-  });
+  return Array.from(groups.values(), (group) => new Cell(group));
 }
 
 const valuesOf = Object.fromEntries(DIMENSIONS.map((name) => [name, [...new Set(rows.map((row) => row[name]))]
@@ -83,7 +91,7 @@ function setupName(cell) {
   return (setupParts.length ? setupParts : ["label"]).map((name) => cell[name]).join(" · ");
 }
 const allCells = cellsOf(rows);
-const present = Object.keys(METRICS).filter((name) => allCells.some((cell) => cell[name] !== undefined));
+const present = Object.keys(METRICS).filter((name) => data.runs.some((run) => name in run.columns));
 
 // --- What the reader chose ---------------------------------------------------------------------------------------------
 
@@ -118,7 +126,7 @@ const colourBy = () => select("colour", "colour", [...setupParts.filter((name) =
 const width = () => Math.max(320, $("chart").clientWidth);
 const narrow = () => width() < 600;
 function plot(options) {
-  return Plot.plot({width: width(), height: narrow() ? 380 : 520, marginLeft: 64, marginBottom: 44, marginRight: 24,
+  return Plot.plot({width: width(), height: narrow() ? 380 : 520, marginLeft: 64, marginTop: 32, marginBottom: 44, marginRight: 24,
     style: {fontSize: narrow() ? "11px" : "12px"}, ...options});
 }
 const say = (text) => { $("note").textContent = text; };
@@ -161,7 +169,7 @@ const VIEWS = {
     const name = metric("heat", "value", () => true, "output_throughput");
     cells = cells.filter((cell) => cell[name] !== undefined);
     if (!cells.length) return nothing();
-    const setups = d3.groups(cells, (cell) => cell.setup), most = 24;
+    const setups = d3.groups(cells, (cell) => cell.setup), most = narrow() ? 6 : 24;
     say(`Batch size across, input/output tokens down; ${low(name) ? "less" : "more"} is better.`
       + (setups.length > most ? ` The first ${most} of ${setups.length} setups; filters choose others.` : ""));
     const domain = d3.extent(cells, (cell) => cell[name]);
@@ -170,11 +178,11 @@ const VIEWS = {
     const batches = [...new Set(cells.map((cell) => cell.batch_size))].sort(d3.ascending);
     const loads = [...new Set(d3.sort(cells, (cell) => cell.input_len, (cell) => cell.output_len).map((cell) => cell.load))];
     const scale = {type: log ? "log" : "linear", domain, scheme: "YlGnBu"};
-    const box = make("div", {className: "grid"});
+    const round = domain[1] / domain[0] > 100 ? /^1e/ : /^[125]e/, box = make("div", {className: "grid"});
     const wide = Math.min(width(), setups.length === 1 ? 720 : 400);
     for (const [setup, these] of setups.slice(0, most)) {
       box.append(make("div", {}, make("h3", {textContent: setup}), Plot.plot({
-        width: wide, height: 46 + loads.length * Math.max(18, Math.min(34, 420 / loads.length)), marginLeft: 74, marginBottom: 34,
+        width: wide, height: 46 + loads.length * Math.max(18, Math.min(34, 420 / loads.length)), marginLeft: 74, marginTop: 4, marginBottom: 34,
         padding: .04, style: {fontSize: "11px"},
         x: {domain: batches, label: "batch size", type: "band"}, y: {domain: loads, label: null, type: "band"}, color: scale,
         marks: [
@@ -184,7 +192,7 @@ const VIEWS = {
         ],
       })));
     }
-    return make("div", {}, Plot.legend({color: {...scale, label: title(name), tickFormat: number}, width: Math.min(width(), 360)}), box);
+    return make("div", {}, Plot.legend({color: {...scale, label: title(name), tickFormat: (value) => !log || round.test(value.toExponential()) ? number(value) : ""}, ticks: 4, width: Math.min(width(), 360)}), box);
   }],
 
   roofline: ["Roofline", (cells) => {
@@ -204,7 +212,7 @@ const VIEWS = {
       .map((roof) => ({x: roof.points.at(-1)[0], y: roof.points.at(-1)[1], kind: roof.kind, peak: roof.peak}));
     const level = d3.rollups(ends, (group) => ({...group[0], kind: group.map((end) => end.kind).join(", ")}), (end) => end.y.toPrecision(3)).map(([, end]) => end);
     return plot({
-      marginTop: 30, x: {label: "operations per byte", ...logAxis([...cells.map((c) => c.flops_per_byte), ...lines.map((p) => p.x)])},
+      x: {label: "operations per byte", ...logAxis([...cells.map((c) => c.flops_per_byte), ...lines.map((p) => p.x)])},
       y: {label: "operations/s", ...logAxis([...cells.map((c) => c.achieved_flops_per_s), ...lines.map((p) => p.y)]), tickFormat: (v) => d3.format(".2~s")(v)},
       grid: true, color: colourScale(by),
       marks: [
@@ -244,7 +252,7 @@ const VIEWS = {
     const by = colourBy();
     say("Energy of the whole packages and GPUs, idle share included, over the time of the batch.");
     const both = (name) => plot({
-      height: 300, x: {type: "log", base: 2, label: "batch size", tickFormat: "d"}, y: {label: title(name), zero: true, nice: true, tickFormat: number},
+      height: 300, x: {type: "log", label: "batch size", ticks: [...new Set(cells.map((c) => c.batch_size))], tickFormat: String}, y: {label: title(name), zero: true, nice: true, tickFormat: number},
       grid: true, color: {...colourScale(by), legend: name === "power_w" && colourScale(by).legend},
       marks: [
         Plot.line(d3.sort(cells, (c) => c.batch_size), {x: "batch_size", y: name, z: (c) => `${c.run}|${c.setup}|${c.load}`, stroke: by, strokeOpacity: .5}),
@@ -272,13 +280,13 @@ const VIEWS = {
     const better = (f) => low(name) ? f.high < 1 : f.low > 1, worse = (f) => low(name) ? f.low > 1 : f.high < 1;
     for (const f of found) f.verdict = f.low === null ? "one run" : better(f) ? "B better" : worse(f) ? "B worse" : "can't tell";
     const sums = d3.rollups(found, (v) => v.length, (f) => f.verdict).map(([verdict, n]) => `${n} ${verdict}`).join(", ");
-    const most = 60, shown = d3.sort(found, (f) => -Math.abs(Math.log(f.ratio))).slice(0, most).sort((f, g) => d3.ascending(f.ratio, g.ratio));
+    const most = narrow() ? 25 : 60, shown = d3.sort(found, (f) => -Math.abs(Math.log(f.ratio))).slice(0, most).sort((f, g) => d3.ascending(f.ratio, g.ratio));
     say(`${title(name)}, B over A: geometric mean ${mean.toFixed(3)} over ${found.length} cases: ${sums}. Bars are 95 % intervals (Welch's t on logarithms).`
       + (found.length > most ? ` The ${most} that differ most are drawn.` : ""));
     const left = narrow() ? 130 : Math.min(420, 7 * d3.max(shown, (f) => f.name.length) + 20);
     const short = (text) => { const fit = Math.floor(left / 6.6); return text.length > fit ? `${text.slice(0, fit - 1)}…` : text; };
     return make("div", {}, plot({
-      height: 60 + shown.length * 20, marginLeft: left, marginTop: 30,
+      height: 60 + shown.length * 20, marginLeft: left,
       x: {label: "B / A", grid: true, axis: "both", nice: true, tickFormat: number}, y: {domain: shown.map((f) => f.name), label: null, tickFormat: short},
       color: {domain: ["B better", "can't tell", "B worse", "one run"], range: ["#2a8a4a", "#8a8f98", "#c0392b", "#5b8dd6"], legend: true},
       marks: [
@@ -316,7 +324,7 @@ function ratioOf(a, b, name, rest) {
   const [of_a, of_b] = [a, b].map((cell) => stats(cell[`${name}#`].map(Math.log)));
   const difference = of_b.mean - of_a.mean, ratio = Math.exp(difference);
   const label = rest.filter((dimension) => varying.includes(dimension) && SETUP.includes(dimension)).map((dimension) => a[dimension]);
-  const found = {a, b, ratio, low: null, high: null, name: [...label, `${a.load} × ${a.batch_size}`].join(" · "), text: ratio.toFixed(3)};
+  const found = {a, b, ratio, low: null, high: null, name: [`${a.load} × ${a.batch_size}`, ...label].join(" · "), text: ratio.toFixed(3)};
   if (of_a.sd === null || of_b.sd === null) return found;
   const [va, vb] = [of_a.sd ** 2 / of_a.n, of_b.sd ** 2 / of_b.n];
   const df = va + vb > 0 ? (va + vb) ** 2 / (va ** 2 / (of_a.n - 1) + vb ** 2 / (of_b.n - 1)) : Infinity;
@@ -379,9 +387,11 @@ function drawAbout() {
   for (const [name, text] of Object.entries(data.definitions)) $("definitions").append(make("dt", {textContent: name}), make("dd", {textContent: text}));
 }
 
-for (const [view, [name]] of Object.entries(VIEWS))
-  $("views").append(Object.assign(make("button", {type: "button", role: "tab", textContent: name, onclick: () => { chosen.view = view; draw(); }}), {}));
-[...$("views").children].forEach((button, i) => { button.dataset.view = Object.keys(VIEWS)[i]; });
+for (const [view, [name]] of Object.entries(VIEWS)) {
+  const button = make("button", {type: "button", role: "tab", textContent: name, onclick: () => { chosen.view = view; draw(); }});
+  button.dataset.view = view;
+  $("views").append(button);
+}
 $("controls").onsubmit = (event) => event.preventDefault();
 drawAbout();
 drawFilters();

@@ -32,7 +32,7 @@ def render(runs: Sequence[Run]) -> str:
     """The page of one run, or of several to be compared, the newest first."""
     data = {
         "runs": [
-            {"name": run.name, "meta": _shown(run.meta), "num_rows": len(run.rows), "columns": columns_of(run.rows)} for run in runs
+            {"name": run.name, "meta": _shown(run.meta), "num_rows": len(run.rows), "columns": _rounded(run.rows)} for run in runs
         ],
         "definitions": runs[0].meta.get("definitions", {}),
     }
@@ -47,6 +47,16 @@ def render(runs: Sequence[Run]) -> str:
     }
     pieces = (HERE / "dashboard.html").read_text("utf-8").split("%%")
     return "".join(parts.get(piece, piece) for piece in pieces)
+
+
+def _rounded(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """The columns, with the digits that a chart can show, and without those that it does not."""
+    columns = columns_of(rows)
+    for name in ("key", "time", "engine"):
+        columns.pop(name, None)
+    return {
+        name: [float(f"{value:.6g}") if isinstance(value, float) else value for value in values] for name, values in columns.items()
+    }
 
 
 def _shown(meta: Mapping[str, Any]) -> dict[str, Any]:
