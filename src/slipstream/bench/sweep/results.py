@@ -38,8 +38,8 @@ from the model's description, and `achieved_…` is that over the measured media
 
 
 def figures(summary: Summary) -> Row:
-    """The columns of a summary."""
-    found: Row = {name: getattr(summary, name) for name in COLUMNS if hasattr(summary, name)}
+    """The columns of a summary, but for those that could not be computed."""
+    found: Row = {name: value for name in COLUMNS if (value := getattr(summary, name, None)) is not None}
     for field in DISTRIBUTIONS.values():
         if (distribution := getattr(summary, field)) is not None:
             found |= {f"{field}_{q}": getattr(distribution, q) for q in ("mean", *PERCENTILES)}

@@ -79,7 +79,8 @@ def serve(source: IO[str], replies: IO[str]) -> None:
     description = engine.describe()
     config = description.get("config")
     dtype = config.get("dtype") if isinstance(config, dict) else getattr(getattr(config, "model", None), "dtype", None)
-    reply({"start_s": time.monotonic() - begin, "engine_version": version_of(setup.engine), "dtype": dtype})
+    started = {"start_s": time.monotonic() - begin, "engine_version": version_of(setup.engine), "dtype": dtype}
+    reply({name: value for name, value in started.items() if value is not None})
     meter = EnergyMeter()
     try:
         for line in source:
