@@ -52,6 +52,7 @@ from slipstream.hub import resolve_model
 from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.types import (
+from slipstream.engine.folder import settled
     CanaryResult,
     EngineStats,
     Prompt,
@@ -153,6 +154,7 @@ class AsyncLLM:
     ) -> AsyncLLM:
         """Start the engine process, or take the engine core of `source`; return when it can take requests. Its errors are
         raised here as they are."""
+        args = settled(args)
         path = resolve_model(args.model, download_dir=args.download_dir)
         description = read_spec(path)
         source = source or CoreSource(lambda: ChildLink.start(args))

@@ -60,6 +60,7 @@ from slipstream.types import (
     vectors_of,
 )
 from slipstream.worker.executor import LocalExecutor
+from slipstream.engine.folder import settled
 
 if TYPE_CHECKING:
     from slipstream.worker.model_runner import ModelRunner
@@ -119,6 +120,7 @@ class LLM:
         return llm
 
     def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
+        args = settled(args)
         self._args, self._sleeps = args, False
         self._asleep: ModelRunner | None = None  # which keeps the weights
         self._core: EngineCore | None = EngineCore.build(args, progress=progress)

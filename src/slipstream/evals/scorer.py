@@ -23,6 +23,7 @@ from slipstream.spec.model import ModelSpec
 from slipstream.worker.canary import Canary, make_canary
 from slipstream.worker.executor import load_runner
 from slipstream.worker.forward import Forwards
+from slipstream.engine.folder import settled
 
 STEP_TOKENS = 2048
 """The most tokens that go through the model at once."""
@@ -53,6 +54,7 @@ class Scorer:
     def load(cls, args: EngineArgs, *, context: int) -> Scorer:
         """Load the model of `args`, with a cache for `context` tokens. Arguments about an engine's size are ignored.
         UnsupportedModelError if it is not a decoder."""
+        args = settled(args)
         description, runner, _ = load_runner(
             dataclasses.replace(args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None)
         )

@@ -58,6 +58,7 @@ from slipstream.server.metrics import Metrics
 from slipstream.server.run import stop_signals
 from slipstream.server.state import ServerSettings
 from slipstream.spec.description import read_spec
+from slipstream.engine.folder import settled
 
 _COUNTS_TIMEOUT_S = 1.0  # of a scrape: a front end that is slower is counted as it was
 _GRACE_S = 10.0  # after the drain timeout, for answers to be read
@@ -148,7 +149,8 @@ class Supervisor:
         *,
         shortens: bool = False,
     ) -> None:
-        self._engines, self._settings, self._shortens = list(engines), settings, shortens
+        engines = [settled(args) for args in engines]
+        self._engines, self._settings, self._shortens = engines, settings, shortens
         self._listener, self._num_front_ends = listener, num_front_ends
         self._cores = [SharedCore(index, args, self._tell) for index, args in enumerate(engines)]
         self._front_ends: dict[int, FrontEnd] = {}  # by slot
