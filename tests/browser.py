@@ -1,9 +1,9 @@
 """A real headless Chromium through chromedriver, by the W3C's WebDriver protocol: no package is needed.
 
-    with Browser.start(tmp_path) as browser:
-        browser.open(page, width=390, height=844)
-        browser.run("return document.title")
-        assert browser.errors() == []
+with Browser.start(tmp_path) as browser:
+    browser.open(page, width=390, height=844)
+    browser.run("return document.title")
+    assert browser.errors() == []
 """
 
 from __future__ import annotations
@@ -35,9 +35,14 @@ class Browser:
             pytest.skip("needs Chromium and its driver (apt-get install chromium chromium-driver)")
         process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True, cwd=folder)
         try:
-            port = next(line.split()[-1].rstrip(".") for line in process.stdout if "started successfully on port" in line)
+            port = next(
+                line.split()[-1].rstrip(".") for line in process.stdout if "started successfully on port" in line
+            )
             made = cls(f"http://127.0.0.1:{port}/session")
-            options = {"binary": browser, "args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]}
+            options = {
+                "binary": browser,
+                "args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
+            }
             options["args"].append(f"--user-data-dir={folder / 'profile'}")
             wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
             session = made._ask("", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]

@@ -35,7 +35,14 @@ def rows(count, *, factor=1.0, repeats=2):
         for repeat in range(repeats)
     )
     for (label, scheme, n_in, size, repeat), _ in zip(cases, range(count), strict=False):
-        row = {"key": str(len(found)), "engine": "openai", "label": label, "model": "m", "scheme": scheme, "parallel": "tp1"}
+        row = {
+            "key": str(len(found)),
+            "engine": "openai",
+            "label": label,
+            "model": "m",
+            "scheme": scheme,
+            "parallel": "tp1",
+        }
         row |= {"input_len": n_in, "output_len": 64, "batch_size": size, "repeat": repeat}
         found.append(row)
         if len(found) % 50 == 0:
@@ -43,8 +50,16 @@ def rows(count, *, factor=1.0, repeats=2):
             continue
         tpot = (0.004 + 0.0003 * size + n_in * 1e-6) / factor * rng.uniform(0.97, 1.03)
         wall = tpot * 70
-        row |= {"output_throughput": size * 64 / wall, "total_throughput": size * (n_in + 64) / wall, "power_w": 50 + size}
-        row |= {f"{field}_{q}": value for field, value in (("tpot_s", tpot), ("ttft_s", 5 * tpot)) for q in ("mean", "p50", "p90", "p99")}
+        row |= {
+            "output_throughput": size * 64 / wall,
+            "total_throughput": size * (n_in + 64) / wall,
+            "power_w": 50 + size,
+        }
+        row |= {
+            f"{field}_{q}": value
+            for field, value in (("tpot_s", tpot), ("ttft_s", 5 * tpot))
+            for q in ("mean", "p50", "p90", "p99")
+        }
         row |= {"j_per_output_token": row["power_w"] / row["output_throughput"], "flops_per_byte": 2.0 * size}
         row |= {"step_flops": 1e8 * size, "achieved_flops_per_s": 1e8 * size / tpot}
     return found
@@ -85,7 +100,9 @@ def test_every_view_of_5000_rows(browser, tmp_path, width):
     assert browser.run("return rows.length") == len(rows(5000, repeats=1))
     for view in VIEWS:
         choose(browser, view)
-        drawn = browser.run("return [document.querySelectorAll('#chart svg, #chart table').length, document.documentElement.scrollWidth]")
+        drawn = browser.run(
+            "return [document.querySelectorAll('#chart svg, #chart table').length, document.documentElement.scrollWidth]"
+        )
         assert drawn[0] >= 1, view
         assert drawn[1] <= width, f"{view} is wider than the page"
         sizes = browser.run(
@@ -124,7 +141,9 @@ def test_two_runs_are_compared_with_intervals(browser, tmp_path):
     opened(browser, tmp_path, [fast, slow])
     choose(browser, "compare")
     assert "geometric mean 0.833" in browser.run("return document.getElementById('note').textContent")
-    rows_of = browser.run("return [...document.querySelectorAll('#chart tbody tr')].map((row) => row.lastChild.textContent)")
+    rows_of = browser.run(
+        "return [...document.querySelectorAll('#chart tbody tr')].map((row) => row.lastChild.textContent)"
+    )
     assert set(rows_of) == {"B worse"}
     assert browser.errors() == []
 
@@ -133,6 +152,8 @@ def test_the_front_is_that_of_brute_force(browser, tmp_path):
     opened(browser, tmp_path, [Run(name="one", rows=rows(3000, repeats=1), meta=META)])
     choose(browser, "pareto")
     load, shown = browser.run("return [chosen.load, document.querySelectorAll('#chart tbody tr').length]")
-    points = browser.run("return allCells.filter((c) => c.load === arguments[0]).map((c) => [c.tpot_s_p50, c.output_throughput])", load)
+    points = browser.run(
+        "return allCells.filter((c) => c.load === arguments[0]).map((c) => [c.tpot_s_p50, c.output_throughput])", load
+    )
     front = [p for p in points if not any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in points)]
     assert shown == len(front)

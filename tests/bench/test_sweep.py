@@ -117,11 +117,17 @@ def test_rows_survive_a_line_that_was_cut_off(tmp_path):
 
 
 def test_parquet_gives_back_what_went_in(tmp_path):
-    rows = [{"key": "a", "label": "x", "batch_size": 4, "tpot_s_p50": 0.25}, {"key": "b", "label": "x", "batch_size": 8, "error": "no"}]
+    rows = [
+        {"key": "a", "label": "x", "batch_size": 4, "tpot_s_p50": 0.25},
+        {"key": "b", "label": "x", "batch_size": 8, "error": "no"},
+    ]
     write_parquet(rows, tmp_path / "r.parquet", {"name": "n"})
     assert read_parquet(tmp_path / "r.parquet") == (rows, {"name": "n"})
     assert columns_of(rows) == {
-        **{"key": ["a", "b"], "label": ["x", "x"], "batch_size": [4, 8], "error": [None, "no"]},
+        "key": ["a", "b"],
+        "label": ["x", "x"],
+        "batch_size": [4, 8],
+        "error": [None, "no"],
         "tpot_s_p50": [0.25, None],
     }
     import pyarrow
@@ -191,7 +197,11 @@ models = ["no-such-model"]
     errors = {(row["label"], row["parallel"], row["batch_size"]): row.get("error") for row in found["rows"]}
     assert errors["slipstream", "tp1", 3] is None
     assert "tensor_parallel_size=2" in errors["slipstream", "tp2", 1]
-    assert errors["dying", "tp1", 1] == errors["dying", "tp1", 3] == "the engine's process ended (exit code 3): out of memory"
+    assert (
+        errors["dying", "tp1", 1]
+        == errors["dying", "tp1", 3]
+        == "the engine's process ended (exit code 3): out of memory"
+    )
     assert errors["hanging", "tp1", 1] == "timeout: the start took more than 0.3 s"
     assert "scheme='int8'" in errors["transformers", "tp1", 1]
     assert "no-such-model" in errors["openvino", "tp1", 1]
@@ -210,10 +220,14 @@ models = ["no-such-model"]
     (out / "rows.jsonl").write_text("\n".join(line for line in lines if '"dying"' not in line) + "\n")
     again = sweep(capsys, file, f"--out={out}", "--no-ceilings")
     assert [row["key"] for row in again["rows"]] == [row["key"] for row in rows]
-    assert [a["time"] == b["time"] for a, b in zip(again["rows"], rows, strict=True) if a["label"] != "dying"] == [True] * 10
+    assert [a["time"] == b["time"] for a, b in zip(again["rows"], rows, strict=True) if a["label"] != "dying"] == [
+        True
+    ] * 10
     assert len((out / "rows.jsonl").read_text().splitlines()) == 12
 
-    shown = sweep(capsys, out / "results.parquet", f"--baseline={out / 'results.parquet'}", f"--out={tmp_path / 'both'}")
+    shown = sweep(
+        capsys, out / "results.parquet", f"--baseline={out / 'results.parquet'}", f"--out={tmp_path / 'both'}"
+    )
     assert shown["num_rows"] == 12
     assert "s (baseline)" in (tmp_path / "both" / "dashboard.html").read_text()
 
@@ -259,9 +273,20 @@ settings = {{command = ["sh", "-c", "exit 7"]}}
 def test_a_server_that_a_command_starts(tiny_model, tmp_path, capsys):
     import sys
 
-    words = [sys.executable, "-m", "slipstream", "serve", "{model}", "--port", "{port}", "--max-num-seqs", "{batch_size}"]
+    words = [
+        sys.executable,
+        "-m",
+        "slipstream",
+        "serve",
+        "{model}",
+        "--port",
+        "{port}",
+        "--max-num-seqs",
+        "{batch_size}",
+    ]
     (tmp_path / "s.toml").write_text(
-        BASE.replace('"m"', f'"{tiny_model}"') + f'[[engines]]\nengine = "openai"\nsettings = {{command = {json.dumps(words)}}}'
+        BASE.replace('"m"', f'"{tiny_model}"')
+        + f'[[engines]]\nengine = "openai"\nsettings = {{command = {json.dumps(words)}}}'
     )
     found = sweep(capsys, tmp_path / "s.toml", "--no-ceilings")
     assert [row.get("error") for row in found["rows"]] == [None, None]

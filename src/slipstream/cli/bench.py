@@ -31,7 +31,6 @@ from slipstream.cli.options import MODEL_HELP
 from slipstream.cli.roofline import add_arguments as add_roofline
 from slipstream.cli.roofline import run as run_roofline
 from slipstream.config import EngineArgs
-from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from slipstream.bench.metrics import RequestRecord

@@ -1,8 +1,8 @@
 """`slipstream build MODEL --out DIR`: a folder that an engine starts from fast, here or on another machine.
 
 DIR holds the checkpoint, the settings given here (serve.yaml), weights packed for this machine, and on a GPU its kernels'
-tiles. `slipstream serve DIR`, `run DIR` and `LLM("DIR")` need nothing else. On another machine it runs all the same: what depends on
-the machine is chosen and packed anew, and a line says so.
+tiles. `slipstream serve DIR`, `run DIR` and `LLM("DIR")` need nothing else. On another machine it runs all the same: what
+depends on the machine is chosen and packed anew, and a line says so.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
     parser.add_argument(
-        "--tune-seconds", type=float, default=120.0, metavar="X", help="for the tiles of a GPU's kernels; 0: none (default: 120)"
+        "--tune-seconds",
+        type=float,
+        default=120.0,
+        metavar="X",
+        help="for the tiles of a GPU's kernels; 0: none (default: 120)",
     )
     add_output_options(parser)
     add_engine_options(
-        parser.add_argument_group("engine (as in LLM(...)), kept in the folder"), without=("skip_tokenizer_init", "load_format")
+        parser.add_argument_group("engine (as in LLM(...)), kept in the folder"),
+        without=("skip_tokenizer_init", "load_format"),
     )
 
 
@@ -69,7 +74,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     rows = [
         ("size", size(built.num_bytes)),
-        ("packed weights", size(built.packed_bytes) if built.packed_bytes else "none: the weights are used as they are stored"),
+        (
+            "packed weights",
+            size(built.packed_bytes) if built.packed_bytes else "none: the weights are used as they are stored",
+        ),
         ("settings", ", ".join(f"{k}={v}" for k, v in folder.settings.items()) or "none of your own"),
         ("chosen for this machine", ", ".join(f"{k}={v}" for k, v in folder.chosen.items())),
         ("an engine starts in", f"{built.start_s:.2f} s"),

@@ -1,7 +1,9 @@
-"""`slipstream sweep FILE`: measure engines × models × schemes × lengths × batch sizes × parallel forms, and show them on a page.
+"""`slipstream sweep FILE`: measure engines × models × schemes × lengths × batch sizes × parallel forms, and show them on
+a page.
 
-FILE is a TOML file (docs/sweeps.md), or the Parquet file of an earlier sweep, of which only the page is made again. A sweep that
-was interrupted goes on from where it was. What fails is a row with its error; the exit code is 1 if every row failed.
+FILE is a TOML file (docs/sweeps.md), or the Parquet file of an earlier sweep, of which only the page is made again. A
+sweep that was interrupted goes on from where it was. What fails is a row with its error; the exit code is 1 if every row
+failed.
 """
 
 from __future__ import annotations
@@ -23,11 +25,17 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="what to measure (TOML), or results (Parquet) to show")
-    parser.add_argument("--out", metavar="DIR", help="where rows, results and the page go (default: FILE without its ending)")
-    parser.add_argument("--baseline", metavar="FILE", help="results (Parquet) of another sweep, to compare with on the page")
+    parser.add_argument(
+        "--out", metavar="DIR", help="where rows, results and the page go (default: FILE without its ending)"
+    )
+    parser.add_argument(
+        "--baseline", metavar="FILE", help="results (Parquet) of another sweep, to compare with on the page"
+    )
     parser.add_argument("--retry", action="store_true", help="measure again what failed")
     parser.add_argument("--dry-run", action="store_true", help="say what would be measured, and measure nothing")
-    parser.add_argument("--no-ceilings", action="store_true", help="leave out this machine's ceilings, for the roofline")
+    parser.add_argument(
+        "--no-ceilings", action="store_true", help="leave out this machine's ceilings, for the roofline"
+    )
     add_output_options(parser)
 
 

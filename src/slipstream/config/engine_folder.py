@@ -6,9 +6,9 @@
       packed/                weights as that machine's products want them
       tiles.json             tiles of that machine's GPU kernels
 
-Wherever a model is named, such a folder can be. Settings count in this order: the user's, `serve.yaml`, and, on the machine that
-the folder was made on, what was chosen there. Another machine chooses anew, packs anew and leaves the tiles alone; it is told
-so, and never refused. No torch.
+Wherever a model is named, such a folder can be. Settings count in this order: the user's, `serve.yaml`, and, on the
+machine that the folder was made on, what was chosen there. Another machine chooses anew, packs anew and leaves the tiles
+alone; it is told so, and never refused. No torch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,26 @@ from slipstream.errors import ConfigError
 
 ENGINE_NAME, SERVE_NAME, PACKED_NAME, TILES_NAME = "slipstream-engine.json", "serve.yaml", "packed", "tiles.json"
 FORMAT = 1
-NOT_KEPT = ("model", "device", "download_dir", "tile_table", "weights_cache", "load_format", "skip_tokenizer_init", "num_threads")
+NOT_KEPT = (
+    "model",
+    "device",
+    "download_dir",
+    "tile_table",
+    "weights_cache",
+    "load_format",
+    "skip_tokenizer_init",
+    "num_threads",
+)
 """Settings that belong to a start, not to a folder."""
 
-MACHINE_DEPENDENT = ("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_mixed_tokens", "block_size")
+MACHINE_DEPENDENT = (
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_num_mixed_tokens",
+    "block_size",
+)
 """Settings that `resolve` chooses by the machine where the user leaves them open."""
 
 
@@ -45,7 +61,13 @@ class Machine:
     def differences(self, other: Machine) -> list[str]:
         """In words: this one's, and what `other` has instead."""
         found = []
-        for name, what in (("gpus", "GPU"), ("cpu", "CPU"), ("cpu_features", "instructions"), ("num_cores", "cores"), ("memory_gib", "GiB")):
+        for name, what in (
+            ("gpus", "GPU"),
+            ("cpu", "CPU"),
+            ("cpu_features", "instructions"),
+            ("num_cores", "cores"),
+            ("memory_gib", "GiB"),
+        ):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 found.append(f"{what}: {_words(mine)}, here {_words(theirs)}")
@@ -78,7 +100,9 @@ class EngineFolder:
         notices = [f"{self.path.name} was made on another machine ({d})" for d in self.machine.differences(here)]
         given = dict(self.settings)
         if notices:
-            notices.append("what depends on the machine is chosen anew; `slipstream build` here makes a folder for this one")
+            notices.append(
+                "what depends on the machine is chosen anew; `slipstream build` here makes a folder for this one"
+            )
         else:
             given = {**self.chosen, **given}
         if self.tiles is not None:
@@ -109,7 +133,8 @@ def read_engine_folder(path: Path) -> EngineFolder:
         data = json.loads((path / ENGINE_NAME).read_text(encoding="utf-8"))
         if data["format"] != FORMAT:
             raise ValueError(f"its format is {data['format']!r}, and this version reads {FORMAT}")
-        machine = Machine(**{k: tuple(v) if isinstance(v, list) else v for k, v in data["machine"].items()})
+        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["machine"].items()}
+        machine = Machine(**known)
         chosen, versions, measured = (dict(data[name]) for name in ("chosen", "versions", "measured"))
         sizes = tuple(data["graph_sizes"])
         file = path / SERVE_NAME
@@ -126,9 +151,17 @@ def read_engine_folder(path: Path) -> EngineFolder:
         except TypeError as error:
             raise ConfigError(f"{path / where}: {error}", field="model") from None
         if refused := given.keys() & set(NOT_KEPT):
-            raise ConfigError(f"{path / where}: {min(refused)} is for each start to say; leave it out", field=min(refused))
+            raise ConfigError(
+                f"{path / where}: {min(refused)} is for each start to say; leave it out", field=min(refused)
+            )
     return EngineFolder(
-        path=path, machine=machine, settings=settings, chosen=chosen, versions=versions, measured=measured, graph_sizes=sizes
+        path=path,
+        machine=machine,
+        settings=settings,
+        chosen=chosen,
+        versions=versions,
+        measured=measured,
+        graph_sizes=sizes,
     )
 
 

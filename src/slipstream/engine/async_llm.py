@@ -35,6 +35,7 @@ from slipstream.engine.core_process import (
     Stats,
     ToParent,
 )
+from slipstream.engine.folder import settled
 from slipstream.engine.grammar import check_in_thread
 from slipstream.engine.output import OutputProcessor, Sink, merge, raise_on_error
 from slipstream.engine.pooled import TextsAnswer
@@ -52,7 +53,6 @@ from slipstream.hub import resolve_model
 from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.types import (
-from slipstream.engine.folder import settled
     CanaryResult,
     EngineStats,
     Prompt,

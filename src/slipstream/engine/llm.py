@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from slipstream.config import EngineArgs, EngineConfig, setting_help
 from slipstream.engine.engine_core import EngineCore, check_alive
+from slipstream.engine.folder import settled
 from slipstream.engine.output import OutputProcessor, merge, raise_on_error
 from slipstream.engine.pooled import (
     EncodingOutput,
@@ -60,7 +61,6 @@ from slipstream.types import (
     vectors_of,
 )
 from slipstream.worker.executor import LocalExecutor
-from slipstream.engine.folder import settled
 
 if TYPE_CHECKING:
     from slipstream.worker.model_runner import ModelRunner

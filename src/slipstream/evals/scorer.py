@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import DTYPE_BYTES, EngineArgs
+from slipstream.engine.folder import settled
 from slipstream.engine.processor import load_tokenizer
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, EngineError, UnsupportedModelError
@@ -23,7 +24,6 @@ from slipstream.spec.model import ModelSpec
 from slipstream.worker.canary import Canary, make_canary
 from slipstream.worker.executor import load_runner
 from slipstream.worker.forward import Forwards
-from slipstream.engine.folder import settled
 
 STEP_TOKENS = 2048
 """The most tokens that go through the model at once."""

@@ -36,6 +36,7 @@ from slipstream.engine.core_client import (
     wait_or_kill,
 )
 from slipstream.engine.core_process import Attach, Detach, Ready, ToParent
+from slipstream.engine.folder import settled
 from slipstream.errors import EngineError, SlipstreamError
 from slipstream.frontend.control import (
     Channel,
@@ -58,7 +59,6 @@ from slipstream.server.metrics import Metrics
 from slipstream.server.run import stop_signals
 from slipstream.server.state import ServerSettings
 from slipstream.spec.description import read_spec
-from slipstream.engine.folder import settled
 
 _COUNTS_TIMEOUT_S = 1.0  # of a scrape: a front end that is slower is counted as it was
 _GRACE_S = 10.0  # after the drain timeout, for answers to be read

@@ -25,6 +25,7 @@ from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError
 from slipstream.hub import resolve_model
 from slipstream.plan.environment import versions
+from slipstream.worker.executor import LocalExecutor
 
 KEPT_FILES = (".safetensors", ".gguf", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".html", ".md", ".vocab")
 """Endings of a checkpoint's files that are copied: no program and no pickle among them."""
@@ -52,7 +53,10 @@ def build_folder(
     """`out` appears whole or not at all. ConfigError if there is something already, or a setting can't travel with it."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give another --out, or remove it", field="out")
-    for name, why in (("tokenizer", "give a checkpoint that has its own"), ("speculative_model", "a draft model stays outside")):
+    for name, why in (
+        ("tokenizer", "give a checkpoint that has its own"),
+        ("speculative_model", "a draft model stays outside"),
+    ):
         if getattr(args, name) not in (None, "ngram", "suffix"):
             raise ConfigError(f"{name}={getattr(args, name)!r} can't travel in the folder: {why}", field=name)
     if (args.speculative_config or {}).get("method") == "draft":
@@ -104,7 +108,9 @@ def kept_settings(args: EngineArgs) -> dict[str, Any]:
     """What the user chose, but for what each start says anew."""
     defaults = {f.name: f.default for f in dataclasses.fields(args)}
     return {
-        name: value for name, default in defaults.items() if name not in NOT_KEPT and (value := getattr(args, name)) != default
+        name: value
+        for name, default in defaults.items()
+        if name not in NOT_KEPT and (value := getattr(args, name)) != default
     }
 
 
@@ -138,11 +144,13 @@ def copy_checkpoint(source: Path, to: Path) -> None:
 def _start(args: EngineArgs, progress: Callable[[str], None]) -> tuple[EngineConfig, tuple[int, ...], float]:
     """What an engine resolves to, the sizes of its graphs, and the seconds of its start. Its packed weights are written."""
     with LLM.from_engine_args(args, progress=progress) as llm:
-        writer = llm.core.executor.runner.model.writer
+        executor = llm.core.executor
+        assert isinstance(executor, LocalExecutor)  # LLM's is in this process
+        writer = executor.runner.model.writer
         if writer is not None:
             progress("packing weights")
             writer.join()
-        graphs = llm.core.executor.runner.graphs
+        graphs = executor.runner.graphs
         sizes = () if graphs is None else tuple(graphs.sizes)
         return llm.config, sizes, sum(llm.phases.values())
 

@@ -61,7 +61,9 @@ class OfflineLlamaCpp:
         times: list[list[float]] = [[] for _ in requests]
         while waiting or running:
             # slot → (request, its length after the call, the tokens that the call computes)
-            given = {slot: (index, length + 1, (token,)) for slot, (index, length, token) in running.items()}
+            given: dict[int, tuple[int, int, tuple[int, ...]]] = {
+                slot: (index, length + 1, (token,)) for slot, (index, length, token) in running.items()
+            }
             num_rows = len(given)
             while waiting and free and num_rows + len(waiting[0][1].prompt_token_ids) <= BATCH_TOKENS:
                 index, request = waiting.popleft()

@@ -1,7 +1,8 @@
-"""A server, asked over OpenAI's HTTP API: one that runs already (`url`), or one that a command starts here and that ends with us.
+"""A server, asked over OpenAI's HTTP API: one that runs already (`url`), or one that a command starts here and that ends
+with us.
 
-A command is a list of words in which {model}, {port}, {batch_size}, {max_model_len} and {scheme} are filled in. vLLM is measured in
-this way, by its own server. A token is timed when this process receives it; all requests are sent at once.
+A command is a list of words in which {model}, {port}, {batch_size}, {max_model_len} and {scheme} are filled in. vLLM is
+measured in this way, by its own server. A token is timed when this process receives it; all requests are sent at once.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def make(setup: Setup, on_phase: OnPhase) -> ServerEngine:
     begin = time.monotonic()
     command, url = command_of(setup), setup.setting("url")
     if (command is None) == (url is None):
-        raise ConfigError("engine='openai' needs either the url of a server or the command that starts one", field="url")
+        raise ConfigError(
+            "engine='openai' needs either the url of a server or the command that starts one", field="url"
+        )
     process = None
     if command is not None:
         port = free_port()

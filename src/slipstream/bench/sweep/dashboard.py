@@ -1,7 +1,7 @@
 """The page of a sweep: one HTML file with its data, its script and the libraries that draw it (d3 and Observable Plot, ISC).
 
-It opens from the disk, without a network. Rows travel as one list a column. What is drawn, and how repetitions become means with
-intervals, is in `dashboard.js`.
+It opens from the disk, without a network. Rows travel as one list a column. What is drawn, and how repetitions become
+means with intervals, is in `dashboard.js`.
 """
 
 from __future__ import annotations
@@ -32,20 +32,26 @@ def render(runs: Sequence[Run]) -> str:
     """The page of one run, or of several to be compared, the newest first."""
     data = {
         "runs": [
-            {"name": run.name, "meta": _shown(run.meta), "num_rows": len(run.rows), "columns": _rounded(run.rows)} for run in runs
+            {"name": run.name, "meta": _shown(run.meta), "num_rows": len(run.rows), "columns": _rounded(run.rows)}
+            for run in runs
         ],
         "definitions": runs[0].meta.get("definitions", {}),
     }
+    return fill_page(HERE / "dashboard.html", title=" and ".join(run.name for run in runs), data=data)
+
+
+def fill_page(template: Path, *, title: str, data: Any) -> str:
+    """A template's page: its parts between %% are the title, the data, and what all pages share."""
     # Within a script element nothing but "</script" and "<!--" has a meaning; "<" as an escape says the same to JSON.
     parts = {
-        "TITLE": escape(" and ".join(run.name for run in runs)),
+        "TITLE": escape(title),
         "LICENSE": (HERE / "vendor" / "LICENSE").read_text("utf-8"),
         "LIBRARIES": "\n".join((HERE / name).read_text("utf-8") for name in LIBRARIES),
         "DATA": json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "SCRIPT": (HERE / "dashboard.js").read_text("utf-8"),
         "STYLE": (HERE / "dashboard.css").read_text("utf-8"),
     }
-    pieces = (HERE / "dashboard.html").read_text("utf-8").split("%%")
+    pieces = template.read_text("utf-8").split("%%")
     return "".join(parts.get(piece, piece) for piece in pieces)
 
 
@@ -55,7 +61,8 @@ def _rounded(rows: Sequence[Row]) -> dict[str, list[Any]]:
     for name in ("key", "time", "engine"):
         columns.pop(name, None)
     return {
-        name: [float(f"{value:.6g}") if isinstance(value, float) else value for value in values] for name, values in columns.items()
+        name: [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
+        for name, values in columns.items()
     }
 
 

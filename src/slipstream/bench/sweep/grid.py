@@ -1,6 +1,7 @@
 """The file of a sweep, and what it asks for: setups (an engine with a model, loaded once) and the cases that each measures.
 
-The file is TOML. What stands at its top holds for all engines; an engine may have `models`, `schemes` and `parallel` of its own:
+The file is TOML. What stands at its top holds for all engines; an engine may have `models`, `schemes` and `parallel` of
+its own:
 
     models = ["smollm2"]
     lengths = [[128, 128], [512, 32]]     # input and output tokens
@@ -79,8 +80,8 @@ class SetupSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """All that a file asks for. With `alternate` each repetition loads every engine anew, in turn, so that a machine whose speed
-    drifts is alike to all of them; without, an engine is loaded once for all repetitions."""
+    """All that a file asks for. With `alternate` each repetition loads every engine anew, in turn, so that a machine
+    whose speed drifts is alike to all of them; without, an engine is loaded once for all repetitions."""
 
     name: str
     engines: tuple[EngineSpec, ...]
@@ -115,11 +116,14 @@ class Grid:
         rounds = [(r,) for r in range(self.repeats)] if self.alternate else [tuple(range(self.repeats))]
         for repeats in rounds:
             for setup in self.setups():
-                yield setup, tuple(
-                    Case(input_len=n_in, output_len=n_out, batch_size=size, repeat=repeat)
-                    for size in sorted(self.batch_sizes)
-                    for n_in, n_out in self.lengths
-                    for repeat in repeats
+                yield (
+                    setup,
+                    tuple(
+                        Case(input_len=n_in, output_len=n_out, batch_size=size, repeat=repeat)
+                        for size in sorted(self.batch_sizes)
+                        for n_in, n_out in self.lengths
+                        for repeat in repeats
+                    ),
                 )
 
     def key(self, setup: SetupSpec, case: Case) -> str:
@@ -147,12 +151,15 @@ def parse_grid(data: Mapping[str, Any], *, name: str) -> Grid:
     _refuse_unknown(data, known, "")
     shared = {key: data[key] for key in ("models", "schemes", "parallel") if key in data}
     engines = tuple(
-        _engine(given, shared, f"engines[{i}]") for i, given in enumerate(_list(data, "engines", dict, "", default=None))
+        _engine(given, shared, f"engines[{i}]")
+        for i, given in enumerate(_list(data, "engines", dict, "", default=None))
     )
     labels = [engine.label for engine in engines]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise ConfigError(f"two engines are called {twice!r}; give each a label", field="label")
-    lengths = tuple(_length(pair, f"lengths[{i}]") for i, pair in enumerate(_list(data, "lengths", list, "", default=None)))
+    lengths = tuple(
+        _length(pair, f"lengths[{i}]") for i, pair in enumerate(_list(data, "lengths", list, "", default=None))
+    )
     sizes = tuple(_list(data, "batch_sizes", int, "", default=None))
     if any(size < 1 for size in sizes):
         raise ConfigError("batch_sizes must be above 0", field="batch_sizes")
@@ -229,7 +236,9 @@ def _objectives(given: Any) -> dict[str, float]:
     found = _typed(given, dict, "objectives")
     for name, value in found.items():
         if name not in OBJECTIVES or not isinstance(value, (int, float)) or not value > 0:
-            raise ConfigError(f"objectives.{name} must be one of {', '.join(OBJECTIVES)}, in seconds above 0", field="objectives")
+            raise ConfigError(
+                f"objectives.{name} must be one of {', '.join(OBJECTIVES)}, in seconds above 0", field="objectives"
+            )
     return {name: float(value) for name, value in found.items()}
 
 
@@ -264,5 +273,7 @@ def _list(given: Mapping[str, Any], name: str, kind: type[T], where: str, *, def
 def _number(given: Mapping[str, Any], name: str, kind: Any, default: float, *, least: float) -> Any:
     value = given.get(name, default)
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int) or value < least:
-        raise ConfigError(f"{name} = {value!r} must be a{' whole' * (kind is int)} number of at least {least:g}", field=name)
+        raise ConfigError(
+            f"{name} = {value!r} must be a{' whole' * (kind is int)} number of at least {least:g}", field=name
+        )
     return kind(value)

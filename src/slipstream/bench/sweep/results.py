@@ -26,12 +26,16 @@ COLUMNS: Mapping[str, Kind] = {
     **dict.fromkeys(("input_len", "output_len", "batch_size", "repeat"), "int"),
     **dict.fromkeys(("error", "engine_version", "dtype"), "text"),
     **dict.fromkeys(("num_requests", "num_failed", "input_tokens", "output_tokens", "cached_tokens"), "int"),
-    **dict.fromkeys(("wall_s", "requests_per_s", "output_throughput", "steady_throughput", "total_throughput", "goodput"), "float"),
+    **dict.fromkeys(
+        ("wall_s", "requests_per_s", "output_throughput", "steady_throughput", "total_throughput", "goodput"), "float"
+    ),
     **{f"{field}_{q}": "float" for field in DISTRIBUTIONS.values() for q in ("mean", *PERCENTILES)},
     **dict.fromkeys(("energy_j", "power_w", "j_per_output_token"), "float"),
     "power_source": "text",
     **dict.fromkeys(("start_s", "peak_memory_bytes"), "float"),
-    **dict.fromkeys(("step_bytes", "step_flops", "flops_per_byte", "achieved_bytes_per_s", "achieved_flops_per_s"), "float"),
+    **dict.fromkeys(
+        ("step_bytes", "step_flops", "flops_per_byte", "achieved_bytes_per_s", "achieved_flops_per_s"), "float"
+    ),
 }
 """Every column, in the order of the file. Times are in seconds, powers in watts; `step_…` is the decode step's, estimated
 from the model's description, and `achieved_…` is that over the measured median of TPOT."""
@@ -57,7 +61,8 @@ def append(row: Row, folder: Path) -> None:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """The rows that a sweep has measured so far. Of one measured twice the later counts; a line that was cut off is left out."""
+    """The rows that a sweep has measured so far. Of one measured twice the later counts; a line that was cut off is left
+    out."""
     file = folder / ROWS_NAME
     if not file.is_file():
         return []
@@ -81,7 +86,9 @@ def pyarrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError("results are Parquet, which needs pyarrow: pip install 'slipstream[sweep]'", field="out") from None
+        raise ConfigError(
+            "results are Parquet, which needs pyarrow: pip install 'slipstream[sweep]'", field="out"
+        ) from None
     return pyarrow
 
 

@@ -53,7 +53,9 @@ def run_sweep(
         if not waiting:
             continue
         told(setup.name, done, total)
-        for (key, case), found in zip(waiting, _measure(grid, setup, [case for _, case in waiting], folder), strict=True):
+        for (key, case), found in zip(
+            waiting, _measure(grid, setup, [case for _, case in waiting], folder), strict=True
+        ):
             row = {**_identity(key, setup, case), **found}
             known[key] = row
             append(row, folder)
@@ -82,7 +84,8 @@ def _measure(grid: Grid, spec: SetupSpec, cases: list[Case], folder: Path) -> It
         vocab_size = grid.vocab_size if description is None else description.spec.vocab_size
         if vocab_size is None:
             raise ConfigError(
-                f"{spec.engine.label} finds {spec.model!r} itself; say how many token ids there are: vocab_size", field="vocab_size"
+                f"{spec.engine.label} finds {spec.model!r} itself; say how many token ids there are: vocab_size",
+                field="vocab_size",
             )
     except SlipstreamError as error:
         yield from ({"error": str(error)} for _ in cases)

@@ -55,7 +55,12 @@ def text_of(error: Exception) -> str:
 
 def version_of(engine: str) -> str | None:
     """Of the engine's package here; None of a server's, which may be another one's."""
-    names = {"transformers": "transformers", "llamacpp": "llama_cpp_python", "openvino": "openvino-genai", "vllm": "vllm"}
+    names = {
+        "transformers": "transformers",
+        "llamacpp": "llama_cpp_python",
+        "openvino": "openvino-genai",
+        "vllm": "vllm",
+    }
     try:
         return __version__ if engine == "slipstream" else version(names[engine])
     except (PackageNotFoundError, KeyError):
