@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from slipstream.optimize.folder import Built
     from slipstream.optimize.run import Measurer
     from slipstream.optimize.search import Candidate, Result, Search
+
+COMPRESS_SHARE = 1 / 3
+"""Of the budget, for one compression at most. An interrupted one goes on when the command is run again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,11 +141,13 @@ def run(args: argparse.Namespace) -> int:
             measuring.append_result(result, measurer)
             say(f"slipstream: {_line(result)}")
 
+        measurer.deadline, measurer.compress_s = time.monotonic() + budget_s, budget_s * COMPRESS_SHARE
         try:
             search.run(budget_s=budget_s, on_result=on_result)
         except KeyboardInterrupt:
             say("slipstream: interrupted; what was measured is kept, and the same command goes on from there")
             raise
+        measurer.deadline = math.inf
         chosen = measuring.choose(search.front(), objectives)
         if chosen is None:
             raise ConfigError(_nothing(search), field="max_quality_loss")

@@ -6,10 +6,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +121,8 @@ class Measurer:
     folder: Path
     text: Mapping[str, Any]
     timeout_s: float = 1800.0
+    compress_s: float = math.inf  # the longest that one compression may take: others are to be measured, too
+    deadline: float = math.inf  # of `time.monotonic()`: what has not ended by then is stopped
     told: Callable[[str], None] = lambda what: None
     _quality: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
@@ -180,7 +184,7 @@ class Measurer:
             ]
             words += ["--no-report", "--device", self.base.device]
             words += ["--download-dir", self.base.download_dir] if self.base.download_dir else []
-            self._finish(words, None, f"compress --recipe {recipe}")
+            self._finish(words, None, f"compress --recipe {recipe}", most_s=self.compress_s)
         return out
 
     def quality(self, candidate: Candidate) -> dict[str, Any]:
@@ -225,7 +229,7 @@ class Measurer:
             raise EngineError(found["error"])
         return found
 
-    def _finish(self, words: Sequence[str], given: str | None, what: str) -> str:
+    def _finish(self, words: Sequence[str], given: str | None, what: str, most_s: float = math.inf) -> str:
         """A process's output. EngineError if it fails or takes too long; then all that it started ends with it."""
         process = subprocess.Popen(
             words,
@@ -236,9 +240,11 @@ class Measurer:
             start_new_session=True,
         )
         try:
-            out, said = process.communicate(given, timeout=self.timeout_s)
+            left, most_s = self.deadline - time.monotonic(), min(self.timeout_s, most_s)
+            out, said = process.communicate(given, timeout=max(0.0, min(most_s, left)))
         except subprocess.TimeoutExpired:
-            raise EngineError(f"timeout: {what} took more than {self.timeout_s:g} s") from None
+            over = "the budget ended before it did" if left < most_s else f"it took more than {most_s:g} s"
+            raise EngineError(f"{what} was stopped: {over}") from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
