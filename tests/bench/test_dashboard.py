@@ -106,8 +106,8 @@ def test_every_view_of_5000_rows(browser, tmp_path, width):
         assert drawn[0] >= 1, view
         assert drawn[1] <= width, f"{view} is wider than the page"
         sizes = browser.run(
-            "return [...document.querySelectorAll('#chart svg text, #note, #chart td')].filter((n) => n.textContent && n.checkVisibility())"
-            ".map((n) => parseFloat(getComputedStyle(n).fontSize))"
+            "return [...document.querySelectorAll('#chart svg text, #note, #chart td')]"
+            ".filter((n) => n.textContent && n.checkVisibility()).map((n) => parseFloat(getComputedStyle(n).fontSize))"
         )
         assert min(sizes) >= 9, view
     assert browser.errors() == []

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-quality-loss",
         default="kl=0.05",
         metavar="X",
-        help="kl=NATS,perplexity=SHARE, such as kl=0.02,perplexity=2%%, at the upper end of the 95 %% interval (default: kl=0.05)",
+        help="kl=NATS,perplexity=SHARE, such as kl=0.02,perplexity=2%%, at the upper end of its 95 %% interval (kl=0.05)",
     )
     parser.add_argument("--budget", default="20m", metavar="T", help="time for measuring: 90s, 20m, 1h (default: 20m)")
     parser.add_argument("--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:N (default: auto)")
@@ -138,10 +138,11 @@ def run(args: argparse.Namespace) -> int:
         search = Search(space, prior, measurer, known=known, seed=args.seed, kl_limit=limits.kl or 0.1)
 
         def on_result(result: Result) -> None:
+            measurer.deadline = begin + budget_s  # from the first result on, so that there is one
             measuring.append_result(result, measurer)
             say(f"slipstream: {_line(result)}")
 
-        measurer.deadline, measurer.compress_s = time.monotonic() + budget_s, budget_s * COMPRESS_SHARE
+        begin, measurer.compress_s = time.monotonic(), budget_s * COMPRESS_SHARE
         try:
             search.run(budget_s=budget_s, on_result=on_result)
         except KeyboardInterrupt:

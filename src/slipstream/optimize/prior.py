@@ -22,6 +22,9 @@ STEP_S = 2e-4
 KL_OF_BITS = {16: 0.0, 8: 0.002, 6: 0.008, 5: 0.02, 4: 0.05, 3: 0.3, 2: 1.5}
 """Nats that rounding weights to so many bits costs, in the order of magnitude; the first measurement takes its place."""
 
+KL_OF_CACHE = 0.005
+"""Likewise, of keys and values of 8 bits."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
@@ -46,7 +49,8 @@ def roofline_prior(description: ModelDescription, traffic: Traffic, rates: Rates
         step_s = STEP_S + max(cost.num_bytes / rates.read, cost.num_flops / rates.multiply)
         prompt_s = n_in * cost.num_flops / batch / rates.multiply
         wall_s = batch * prompt_s + n_out * step_s  # of a batch of requests that come together
-        return Prediction(throughput=batch * n_out / wall_s, tpot_s=wall_s / n_out, kl=KL_OF_BITS[bits])
+        kl = KL_OF_BITS[bits] + (KL_OF_CACHE if kv_bytes == 1 else 0.0)
+        return Prediction(throughput=batch * n_out / wall_s, tpot_s=wall_s / n_out, kl=kl)
 
     return predict
 

@@ -267,8 +267,9 @@ class Search:
         good = mean - OPTIMISM * deviation
         expected = [(float(a), float(b), self._kl(c)) for (a, b), c in zip(good, waiting, strict=True)]
         points = self.points()
-        if not points:  # no front yet: the best throughput that the prior promises
-            return [-p[0] for p in expected]
+        if not points:  # no front yet: the original as it is, or what is nearest to it, with the most throughput
+            nearest = min(p[2] for p in expected)
+            return [-p[0] if p[2] == nearest else -math.inf for p in expected]
         reference = self._reference()
         before = hypervolume(points, reference)
         return [hypervolume([*points, p], reference) - before for p in expected]
