@@ -56,7 +56,7 @@ def roofline_prior(description: ModelDescription, traffic: Traffic, rates: Rates
 
 
 def bits_of(compression: str) -> tuple[int, str | None]:
-    """Bits of a weight, and the scheme of `SCHEMES` that costs about the same; a name as `run.Compression` has it."""
+    """Bits of a weight, and the scheme of `SCHEMES` that costs about the same; names as `run.check_compressions` takes them."""
     if compression == "none":
         return 16, None
     if compression in SCHEMES:
