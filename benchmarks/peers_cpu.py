@@ -15,8 +15,8 @@ ratios within a round, since the machine's speed drifts. Slipstream runs the fil
 keys and values of 8 bits, which is OpenVINO's default. `--rewrite` writes the file's matrices in another of GGUF's types, for
 all engines alike.
 
-Do not compare llama.cpp's figures for 16 and 64 requests. The adapter gives sequences decreasing ids, and llama.cpp joins
-only increasing ones, so that each of its batches holds one sequence. docs/benchmarking.md has fair figures.
+In the recorded results, do not compare llama.cpp's figures for 16 and 64 requests: the adapter then gave sequences decreasing
+ids, and llama.cpp joins only increasing ones. docs/benchmarking.md has fair figures.
 """
 
 from __future__ import annotations
@@ -48,14 +48,11 @@ def requests(count: int, n_in: int, n_out: int) -> list[BenchRequest]:
 
 
 def make(name: str, path: Path, threads: int) -> Any:
-    if name.startswith("llamacpp"):
-        from slipstream.bench.adapters.llamacpp import OfflineLlamaCpp
+    if not name.startswith("slipstream"):
+        from slipstream.bench.adapters import Setup, make_engine
 
-        return OfflineLlamaCpp(path, batch_size=64, max_model_len=528, num_threads=threads)
-    if name == "openvino":
-        from slipstream.bench.adapters.openvino import OfflineOpenVINO
-
-        return OfflineOpenVINO(path, batch_size=64, num_threads=threads)
+        peer, settings = name.split()[0], {"num_threads": threads}
+        return make_engine(Setup(engine=peer, model=path.stem, path=path, batch_size=64, max_model_len=528, settings=settings))
     from slipstream.bench.adapters.slipstream import OfflineSlipstream
     from slipstream.config import EngineArgs
 

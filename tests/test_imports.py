@@ -41,7 +41,8 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "bench": (*BASE, "engine.llm", "engine.async_llm"),  # the public names LLM and AsyncLLM
     "evals": (*PLATFORM, "kernels", "model", "worker", "engine"),
     "compress": (*PLATFORM, "kernels", "model", "evals"),
-    "cli": (*PLATFORM, "kernels", "model", "worker", "engine", "server", "frontend", "bench", "evals", "compress"),
+    "optimize": (*PLATFORM, "kernels", "model", "worker", "engine", "bench", "evals", "compress"),
+    "cli": (*PLATFORM, "kernels", "model", "worker", "engine", "server", "frontend", "bench", "evals", "compress", "optimize"),
     "__main__": ("cli",),
 }
 EXCEPTIONS = {  # (module or part, what it imports all the same): why
@@ -59,6 +60,8 @@ HEAVY = {  # third-party package: the parts that may import it
     "transformers": ("bench.adapters.transformers",),
     "huggingface_hub": ("hub",),
     "datasets": ("evals.text",),
+    "pyarrow": ("bench.sweep.results",),
+    "optuna": ("optimize.search",),
     "lm_eval": ("evals.tasks", "evals.lm_eval_adapter"),
     "starlette": ("server",),
     "uvicorn": ("server",),

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from slipstream.bench.adapters import Setup, make_engine
 from slipstream.bench.adapters.openai import ServedModel
 from slipstream.bench.adapters.slipstream import OfflineSlipstream, greedy
 from slipstream.bench.adapters.transformers import OfflineTransformers
@@ -287,7 +288,7 @@ def test_output_that_cannot_be_written(config_only, capsys):
 
 def test_batch_size_of_transformers(tiny_model):
     with pytest.raises(ConfigError, match="batch_size"):
-        OfflineTransformers(tiny_model, batch_size=0, dtype="float32", device="cpu", num_threads=1, dummy=False)
+        make_engine(Setup(engine="transformers", model="tiny", path=tiny_model, batch_size=0, settings={"dtype": "float32"}))
 
 
 def test_roofline(config_only, capsys, monkeypatch):

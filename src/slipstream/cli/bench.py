@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.bench_serve import add_arguments as add_serve
@@ -32,7 +31,6 @@ from slipstream.cli.options import MODEL_HELP
 from slipstream.cli.roofline import add_arguments as add_roofline
 from slipstream.cli.roofline import run as run_roofline
 from slipstream.config import EngineArgs
-from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from slipstream.bench.metrics import RequestRecord
@@ -153,48 +151,23 @@ def run_throughput(args: argparse.Namespace) -> int:
 
 
 def offline_engine(args: argparse.Namespace, settings: EngineArgs, on_phase: Callable[[str], None]) -> Any:
+    from slipstream.bench.adapters import ENGINES, Setup, make_engine
+
     if args.engine == "slipstream":
         from slipstream.bench.adapters.slipstream import OfflineSlipstream
 
         return OfflineSlipstream(settings, progress=on_phase)
     from slipstream.hub import resolve_model
 
-    if args.engine in ("llamacpp", "openvino"):
-        return cpu_peer(args, settings, resolve_model(settings.model, download_dir=settings.download_dir), on_phase)
-    from slipstream.bench.adapters.transformers import OfflineTransformers
-
-    if settings.dtype == "auto":
-        raise ConfigError("with --engine transformers give --dtype, the one that it is compared in", field="dtype")
-    if settings.load_format not in ("auto", "dummy"):
-        raise ConfigError(
-            "--engine transformers finds out the format by itself: leave --load-format out, or dummy",
-            field="load_format",
-        )
-    on_phase("weights")
-    return OfflineTransformers(
-        resolve_model(settings.model, download_dir=settings.download_dir),
+    setup = Setup(
+        engine=args.engine,
+        model=settings.model,
+        path=resolve_model(settings.model, download_dir=settings.download_dir),
         batch_size=args.batch_size,
-        dtype=settings.dtype,
-        device=settings.device,
-        num_threads=settings.num_threads,
-        dummy=settings.load_format == "dummy",
-        seed=settings.seed,
+        max_model_len=settings.max_model_len,
+        settings={name: getattr(settings, name) for name in ENGINES[args.engine].settings or ()},
     )
-
-
-def cpu_peer(args: argparse.Namespace, settings: EngineArgs, path: Path, on_phase: Callable[[str], None]) -> Any:
-    from slipstream.plan.hardware import available_cores
-
-    threads = settings.num_threads or available_cores()
-    on_phase("weights")
-    if args.engine == "openvino":
-        from slipstream.bench.adapters.openvino import OfflineOpenVINO
-
-        return OfflineOpenVINO(path, batch_size=args.batch_size, num_threads=threads)
-    from slipstream.bench.adapters.llamacpp import OfflineLlamaCpp
-
-    length = settings.max_model_len or 2048
-    return OfflineLlamaCpp(path, batch_size=args.batch_size, max_model_len=length, num_threads=threads)
+    return make_engine(setup, on_phase)
 
 
 # --- Results ----------------------------------------------------------------------------------------------------------

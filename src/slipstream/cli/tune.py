@@ -8,13 +8,20 @@ same shapes. The table goes to the user's cache folder, one file for each kind o
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slipstream.cli.console import print_info, print_json, progress_bar
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
+from slipstream.config import DeviceInfo, EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
+
+if TYPE_CHECKING:
+    from slipstream.kernels.triton.tuning import Tuning
+    from slipstream.spec.autotune_table import TileTable
 
 UNUSED = ("tokenizer", "tile_table", "skip_tokenizer_init", "load_format", "seed", "kv_cache_bytes")
 
@@ -28,10 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from slipstream.config import resolve
-    from slipstream.hub import machine_folder, resolve_model, tiles_folder
-    from slipstream.spec.autotune_table import file_name, load_tiles, read_tiles, write_tiles
-    from slipstream.spec.description import read_spec
+    from slipstream.hub import machine_folder, tiles_folder
+    from slipstream.spec.autotune_table import file_name
     from slipstream.worker.device import detect
 
     settings = engine_args(args)
@@ -40,32 +45,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("only a GPU's kernels have tiles, and this device is a CPU; see `slipstream doctor`", field="device")
     if args.seconds <= 0:
         raise ConfigError("seconds must be above 0", field="seconds")
-    description = read_spec(resolve_model(settings.model, download_dir=settings.download_dir))
-    config = resolve(settings, description, info)
-    base = load_tiles("shipped", info.name, tiles_folder())
     path = Path(args.out) if args.out else tiles_folder() / file_name(info.name)
-    if path.is_file():
-        read_tiles(path, info.name)  # refuses, before the work, a file that can't be extended
-
-    from slipstream.kernels.triton.tuning import tune_model
-
     with progress_bar("measuring tiles") as progress:
-        tuning, made_by = tune_model(
-            description.spec,
-            SCHEMES[config.model.quantization] if config.model.quantization else None,
-            base,
-            device=info.device,
-            dtype=config.model.dtype,
-            cache=next((kind for kind in FORMAT_MAX if kind == config.cache.dtype), None),
-            block_size=config.cache.block_size,
-            max_model_len=config.model.max_model_len,
-            max_num_seqs=config.scheduling.max_num_seqs,
-            seconds=args.seconds,
-            progress=progress,
-        )
-    own = read_tiles(path, info.name) if path.is_file() else load_tiles("none", info.name, tiles_folder())
-    table = own.tuned(tuning.measured, tuning.found, made_by)
-    write_tiles(table, path)
+        tuning, table, base = tune_tiles(settings, info, path, args.seconds, progress)
     if args.json:
         print_json(
             {
@@ -91,3 +73,38 @@ def run(args: argparse.Namespace) -> int:
     rows.append(("table", f"{path}, {table.over(base).describe()} with those shipped"))
     print_info(info.name, rows)
     return 0
+
+
+def tune_tiles(
+    settings: EngineArgs, info: DeviceInfo, path: Path, seconds: float, progress: Callable[[int, int], None]
+) -> tuple[Tuning, TileTable, TileTable]:
+    """Measure tiles for a model's shapes and write them to `path`, over those that are there: what was measured, the table
+    written, and the one shipped."""
+    from slipstream.config import resolve
+    from slipstream.hub import resolve_model, tiles_folder
+    from slipstream.kernels.triton.tuning import tune_model
+    from slipstream.spec.autotune_table import load_tiles, read_tiles, write_tiles
+    from slipstream.spec.description import read_spec
+
+    description = read_spec(resolve_model(settings.model, download_dir=settings.download_dir))
+    config = resolve(settings, description, info)
+    base = load_tiles("shipped", info.name, tiles_folder())
+    if path.is_file():
+        read_tiles(path, info.name)  # refuses, before the work, a file that can't be extended
+    tuning, made_by = tune_model(
+        description.spec,
+        SCHEMES[config.model.quantization] if config.model.quantization else None,
+        base,
+        device=info.device,
+        dtype=config.model.dtype,
+        cache=next((kind for kind in FORMAT_MAX if kind == config.cache.dtype), None),
+        block_size=config.cache.block_size,
+        max_model_len=config.model.max_model_len,
+        max_num_seqs=config.scheduling.max_num_seqs,
+        seconds=seconds,
+        progress=progress,
+    )
+    own = read_tiles(path, info.name) if path.is_file() else load_tiles("none", info.name, tiles_folder())
+    table = own.tuned(tuning.measured, tuning.found, made_by)
+    write_tiles(table, path)
+    return tuning, table, base

@@ -40,6 +40,7 @@ from slipstream.engine.core_process import (
     ToParent,
     WakeUp,
 )
+from slipstream.engine.folder import settled
 from slipstream.engine.grammar import check_in_thread
 from slipstream.engine.output import OutputProcessor, Sink, merge, raise_on_error
 from slipstream.engine.pooled import TextsAnswer
@@ -162,6 +163,7 @@ class AsyncLLM:
     ) -> AsyncLLM:
         """Start the engine process, or take the engine core of `source`; return when it can take requests. Its errors are
         raised here as they are."""
+        args = settled(args)
         path = resolve_model(args.model, download_dir=args.download_dir)
         description = read_spec(path)
         source = source or CoreSource(lambda: ChildLink.start(args))

@@ -21,6 +21,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from slipstream.config import EngineArgs, EngineConfig, setting_help
 from slipstream.engine.engine_core import Asleep, EngineCore, check_alive
+from slipstream.engine.folder import settled
 from slipstream.engine.output import OutputProcessor, merge, raise_on_error
 from slipstream.engine.pooled import (
     EncodingOutput,
@@ -115,6 +116,7 @@ class LLM:
         return llm
 
     def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
+        args = settled(args)
         self._args = args
         self._asleep: Asleep | None = None
         self._core: EngineCore | None = EngineCore.build(args, progress=progress)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import DTYPE_BYTES, EngineArgs
+from slipstream.engine.folder import settled
 from slipstream.engine.processor import load_tokenizer
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, EngineError, UnsupportedModelError
@@ -53,6 +54,7 @@ class Scorer:
     def load(cls, args: EngineArgs, *, context: int) -> Scorer:
         """Load the model of `args`, with a cache for `context` tokens. Arguments about an engine's size are ignored.
         UnsupportedModelError if it is not a decoder."""
+        args = settled(args)
         description, runner, _ = load_runner(
             dataclasses.replace(args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None)
         )

@@ -36,6 +36,7 @@ from slipstream.engine.core_client import (
     wait_or_kill,
 )
 from slipstream.engine.core_process import Attach, Detach, Ready, ToParent
+from slipstream.engine.folder import settled
 from slipstream.errors import EngineError, SlipstreamError
 from slipstream.frontend.control import (
     Channel,
@@ -150,7 +151,8 @@ class Supervisor:
         *,
         shortens: bool = False,
     ) -> None:
-        self._engines, self._settings, self._shortens = list(engines), settings, shortens
+        engines = [settled(args) for args in engines]
+        self._engines, self._settings, self._shortens = engines, settings, shortens
         self._listener, self._num_front_ends = listener, num_front_ends
         self._cores = [SharedCore(index, args, self._tell) for index, args in enumerate(engines)]
         self._front_ends: dict[int, FrontEnd] = {}  # by slot

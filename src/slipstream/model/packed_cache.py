@@ -2,7 +2,8 @@
 
 A file is known by all that its bytes follow from: the checkpoint's files (path, size, times of change), what they are said to
 hold, the scheme, the model's type, the op set's layout and Slipstream's version. A checkpoint, scheme, type and op set have one
-file; another replaces it.
+file; another replaces it. In an engine folder, which is copied to other machines, the checkpoint's files are known by their
+contents instead.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ UNFINISHED_S = 3600.0
 """After so long a file that was begun is taken to be nobody's."""
 
 
+SAMPLE_BYTES = 64 * 2**10
+
+
 class KeptWeights:
     """Products as an earlier start made them, in place of the checkpoint's tensors; `rest` are held as they are. `rounded`: the
     checkpoint's are stored rounded, with scales and the like beside them."""
@@ -80,12 +84,14 @@ class KeptFile:
     ) -> None:
         path = description.path.resolve()
         files = [path] if description.format == "gguf" else [path / "config.json", *safetensors_files(path)]
-        stamps = [(str(f), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for f, s in ((f, f.stat()) for f in files)]
-        of = [str(path), str(scheme), str(dtype), ops.describe()]
+        travels = folder.resolve().parent in (path, path.parent)  # in the checkpoint's own folder, and copied with it
+        stamps = [_contents(f) if travels else _stamp(f) for f in files]
+        of = ["" if travels else str(path), str(scheme), str(dtype), ops.describe()]
         stored = [str(description.quantization), str(description.split_columns())]
         known = json.dumps([*of, stamps, stored, ops.layout, __version__, FORM])
         self._ops, self._folder = ops, folder
-        self._family = f"{path.stem}-{scheme.name if scheme else 'stored'}-{_digest(json.dumps(of))[:8]}-"
+        name = "model" if travels else path.stem
+        self._family = f"{name}-{scheme.name if scheme else 'stored'}-{_digest(json.dumps(of))[:8]}-"
         self.path = folder / f"{self._family}{_digest(known)[:24]}.safetensors"
 
     def read(self) -> dict[str, Linear] | None:
@@ -129,6 +135,21 @@ class KeptFile:
             ours = file.name.startswith(prefix) and file != self.path
             if ours and (before is None or file.stat().st_mtime < before):
                 file.unlink(missing_ok=True)
+
+
+def _stamp(file: Path) -> tuple[str | int, ...]:
+    found = file.stat()
+    return str(file), found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _contents(file: Path) -> tuple[str | int, ...]:
+    """What a copy elsewhere has, too: name, size, and a digest of the file's ends and 64 places between."""
+    digest, size = hashlib.sha256(), file.stat().st_size
+    with file.open("rb") as opened:
+        for part in range(66):
+            opened.seek(max(0, size - SAMPLE_BYTES) * part // 65)
+            digest.update(opened.read(SAMPLE_BYTES))
+    return file.name, size, digest.hexdigest()
 
 
 def _digest(text: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slipstream.config import DTYPE_BYTES, EngineArgs, EngineConfig, resolve
+from slipstream.config.engine_folder import packed_folder
 from slipstream.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, scratch_blocks
@@ -174,7 +175,8 @@ def load_runner(
     found = time.perf_counter() - begin
     progress("weights")
     tiles = load_tiles(config.device.tile_table, config.device.info.name, tiles_folder())
-    runner = ModelRunner(config, description, tiles, weights_folder=weights_folder(args.download_dir))
+    kept = packed_folder(path) or weights_folder(args.download_dir)
+    runner = ModelRunner(config, description, tiles, weights_folder=kept)
     runner.phases["resolve"] = found
     if (speculation := config.speculation) is not None and speculation.method not in ("ngram", "suffix"):
         progress("draft model")

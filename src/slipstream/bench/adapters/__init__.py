@@ -1,1 +1,124 @@
-"""The engines that a workload runs on: Slipstream in this process, transformers, llama.cpp, OpenVINO, any OpenAI endpoint."""
+"""The engines that can be measured, behind one interface.
+
+An adapter is a module here with `make(setup, on_phase) -> Engine`. `ENGINES` says what each can be asked for, so that a wish
+that it can't grant is refused by name, in the same words everywhere, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from slipstream.bench.metrics import RequestRecord
+from slipstream.bench.workload import BenchRequest
+from slipstream.errors import ConfigError
+
+OnPhase = Callable[[str], None]
+
+AS_STORED = "auto"
+"""The scheme of a checkpoint that is not rounded at load."""
+
+
+class Engine(Protocol):
+    """A model that is loaded and answers requests."""
+
+    def run(self, requests: Sequence[BenchRequest], /) -> list[RequestRecord]:
+        """A record of each request, in their order; all are sent at the beginning."""
+
+    def describe(self) -> dict[str, Any]:
+        """Name, settings and phases of the start, as JSON takes them."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """How many devices share a model: by cutting its products, and by layers."""
+
+    tensor: int = 1
+    pipeline: int = 1
+
+    def __str__(self) -> str:
+        return f"tp{self.tensor}" + (f"pp{self.pipeline}" if self.pipeline > 1 else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What an engine is made of. `model` is what the user called it, `path` where it lies (None: the engine finds it itself, as
+    a server does). `batch_size` is the most requests at once and `max_model_len` the longest of them. `settings` are
+    the engine's own: the fields of `EngineArgs`, or those that `ENGINES` lists."""
+
+    engine: str
+    model: str
+    path: Path | None = None
+    scheme: str = AS_STORED
+    parallel: Parallel = Parallel()
+    batch_size: int = 8
+    max_model_len: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        return self.settings.get(name, default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKind:
+    """`settings` None: those of `EngineArgs`. `schemes`: it can round weights at load. `parallel`: it runs on several devices.
+    `remote`: it is asked over HTTP and finds its model itself."""
+
+    settings: tuple[str, ...] | None
+    schemes: bool = False
+    parallel: bool = False
+    remote: bool = False
+
+
+_ENDPOINT = ("url", "served_model_name", "api_key", "ignore_eos")
+ENGINES: Mapping[str, EngineKind] = {
+    "slipstream": EngineKind(settings=None, schemes=True, parallel=True),
+    "transformers": EngineKind(settings=("dtype", "device", "num_threads", "load_format", "seed")),
+    "llamacpp": EngineKind(settings=("num_threads",)),
+    "openvino": EngineKind(settings=("num_threads",)),
+    "openai": EngineKind(settings=(*_ENDPOINT, "command"), remote=True),
+    "vllm": EngineKind(settings=("arguments", "served_model_name"), schemes=True, parallel=True, remote=True),
+}
+
+
+def check(setup: Setup) -> None:
+    """ConfigError if the engine can't be asked for this."""
+    kind = ENGINES.get(setup.engine)
+    if kind is None:
+        raise ConfigError(f"engine={setup.engine!r} is not one of {', '.join(ENGINES)}", field="engine")
+    if setup.scheme != AS_STORED and not kind.schemes:
+        raise ConfigError(
+            f"scheme={setup.scheme!r}: {setup.engine} runs a checkpoint as it is stored; leave the scheme at {AS_STORED!r}, or "
+            "give it a checkpoint that is rounded",
+            field="scheme",
+        )
+    if setup.parallel != Parallel() and not kind.parallel:
+        raise ConfigError(
+            f"parallel={str(setup.parallel)!r}: {setup.engine} runs on one device here; leave it at 'tp1'", field="parallel"
+        )
+    if setup.batch_size < 1:
+        raise ConfigError("batch_size must be above 0", field="batch_size")
+    if kind.settings is not None and (unknown := setup.settings.keys() - set(kind.settings)):
+        raise ConfigError(
+            f"{setup.engine} has no setting {min(unknown)!r}; it has {', '.join(kind.settings)}", field=min(unknown)
+        )
+
+
+def make_engine(setup: Setup, on_phase: OnPhase = lambda phase: None) -> Engine:
+    """The engine of `setup`, its model loaded. ConfigError names what it can't do or what is not installed."""
+    check(setup)
+    adapter = "server" if ENGINES[setup.engine].remote else setup.engine
+    made: Engine = importlib.import_module(f"slipstream.bench.adapters.{adapter}").make(setup, on_phase)
+    return made
+
+
+def path_of(setup: Setup) -> Path:
+    """The model's place, for adapters that load it themselves."""
+    if setup.path is None:
+        raise ConfigError(f"{setup.engine} needs the model's files", field="model")
+    return setup.path

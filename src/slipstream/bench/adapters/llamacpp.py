@@ -1,12 +1,13 @@
 """llama.cpp in this process, through llama-cpp-python's low-level interface.
 
 It runs its own kernels and cache, prompts and decodes in one call as its server does, greedy, without an end-of-sequence check.
-A token is timed when it is chosen. Do not compare figures of several sequences: llama.cpp joins only increasing sequence ids
-into one batch, and the ids come in decreasing order here, so that each of its batches holds one sequence.
+A token is timed when it is chosen. llama.cpp computes sequences together only where their ids increase within a call, so rows
+are given to it in the order of their sequences.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.bench.adapters import OnPhase, Setup, path_of
 from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
 from slipstream.errors import ConfigError
+from slipstream.plan.hardware import available_cores
 
 BATCH_TOKENS = 2048
 
@@ -30,8 +33,6 @@ class OfflineLlamaCpp:
             import llama_cpp
         except ImportError:
             raise ConfigError("engine='llamacpp' needs it: pip install llama-cpp-python", field="engine") from None
-        if batch_size < 1:
-            raise ConfigError("batch_size must be above 0", field="batch_size")
         self.batch_size, self.num_threads = batch_size, num_threads
         self._lib: Any = llama_cpp
         begin = time.monotonic()
@@ -59,25 +60,30 @@ class OfflineLlamaCpp:
         running: dict[int, tuple[int, int, int]] = {}  # slot → (request, tokens so far, the last one)
         times: list[list[float]] = [[] for _ in requests]
         while waiting or running:
-            rows: list[tuple[int, int, int, bool]] = []  # (token, position, slot, whether its logits are wanted)
-            asked = []
-            for slot, (index, length, token) in running.items():
-                rows.append((token, length, slot, True))
-                asked.append((slot, index, length + 1, len(rows) - 1))
-            while waiting and free and len(rows) + len(waiting[0][1].prompt_token_ids) <= BATCH_TOKENS:
+            # slot → (request, its length after the call, the tokens that the call computes)
+            given: dict[int, tuple[int, int, tuple[int, ...]]] = {
+                slot: (index, length + 1, (token,)) for slot, (index, length, token) in running.items()
+            }
+            num_rows = len(given)
+            while waiting and free and num_rows + len(waiting[0][1].prompt_token_ids) <= BATCH_TOKENS:
                 index, request = waiting.popleft()
-                slot, prompt = free.pop(), request.prompt_token_ids
-                rows += [(t, i, slot, i == len(prompt) - 1) for i, t in enumerate(prompt)]
-                asked.append((slot, index, len(prompt), len(rows) - 1))
+                prompt = request.prompt_token_ids
+                given[heapq.heappop(free)] = index, len(prompt), prompt
+                num_rows += len(prompt)
+            rows: list[tuple[int, int, int, bool]] = []  # (token, position, slot, whether its logits are wanted)
+            for slot, (_, length, tokens) in sorted(given.items()):
+                first = length - len(tokens)
+                rows += [(t, first + i, slot, first + i == length - 1) for i, t in enumerate(tokens)]
             self._decode(rows)
-            for slot, index, length, row in asked:
+            last_rows = [i for i, row in enumerate(rows) if row[3]]
+            for (slot, (index, length, _)), row in zip(sorted(given.items()), last_rows, strict=True):
                 logits = self._lib.llama_get_logits_ith(self._context, row)
                 token = int(np.ctypeslib.as_array(logits, shape=(self._vocab_size,)).argmax())
                 times[index].append(time.monotonic())
                 running[slot] = (index, length, token)
                 if len(times[index]) == requests[index].output_tokens:
                     del running[slot]
-                    free.append(slot)
+                    heapq.heappush(free, slot)
                     self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(self._context), slot, -1, -1)
         return [RequestRecord.of(len(r.prompt_token_ids), sent, t) for r, t in zip(requests, times, strict=True)]
 
@@ -103,3 +109,10 @@ class OfflineLlamaCpp:
         self._lib.llama_batch_free(self._batch)
         self._lib.llama_free(self._context)
         self._lib.llama_model_free(self._model)
+
+
+def make(setup: Setup, on_phase: OnPhase) -> OfflineLlamaCpp:
+    on_phase("weights")
+    threads = setup.setting("num_threads") or available_cores()
+    length = setup.max_model_len or 2048
+    return OfflineLlamaCpp(path_of(setup), batch_size=setup.batch_size, max_model_len=length, num_threads=threads)

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.bench.adapters import OnPhase, Setup, path_of
 from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
 from slipstream.errors import ConfigError
+from slipstream.plan.hardware import available_cores
 
 
 class OfflineOpenVINO:
@@ -71,3 +73,9 @@ class OfflineOpenVINO:
 
     def close(self) -> None:
         del self._pipeline
+
+
+def make(setup: Setup, on_phase: OnPhase) -> OfflineOpenVINO:
+    on_phase("weights")
+    threads = setup.setting("num_threads") or available_cores()
+    return OfflineOpenVINO(path_of(setup), batch_size=setup.batch_size, num_threads=threads)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from slipstream.bench.adapters import AS_STORED, OnPhase, Setup
 from slipstream.bench.load import Answer
 from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
@@ -96,3 +97,24 @@ class AsyncSlipstream:
 
     async def __aexit__(self, *_: object) -> None:
         await self.engine.shutdown()
+
+
+def engine_args(setup: Setup) -> EngineArgs:
+    """The settings of an engine in a measurement: no tokenizer, no prefix cache, and room for what is asked, unless `setup`
+    says otherwise."""
+    given: dict[str, Any] = {
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "max_num_seqs": setup.batch_size,
+        "max_model_len": setup.max_model_len,
+        "tensor_parallel_size": setup.parallel.tensor,
+        "pipeline_parallel_size": setup.parallel.pipeline,
+        **setup.settings,
+    }
+    if setup.scheme != AS_STORED:
+        given["quantization"] = setup.scheme
+    return EngineArgs(model=str(setup.path or setup.model), **given)
+
+
+def make(setup: Setup, on_phase: OnPhase) -> OfflineSlipstream:
+    return OfflineSlipstream(engine_args(setup), progress=on_phase)

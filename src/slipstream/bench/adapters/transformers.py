@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.bench.adapters import OnPhase, Setup, path_of
 from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
 from slipstream.errors import ConfigError
@@ -101,8 +102,6 @@ class OfflineTransformers:
             raise ConfigError("engine='transformers' needs it: pip install transformers", field="engine") from None
         import torch
 
-        if batch_size < 1:
-            raise ConfigError("batch_size must be above 0", field="batch_size")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self.batch_size, self.dtype = batch_size, dtype
@@ -173,3 +172,24 @@ class OfflineTransformers:
 
     def close(self) -> None:
         del self.model
+
+
+def make(setup: Setup, on_phase: OnPhase) -> OfflineTransformers:
+    dtype = setup.setting("dtype", "auto")
+    if dtype == "auto":
+        raise ConfigError("engine='transformers' needs a dtype, the one that it is compared in", field="dtype")
+    load_format = setup.setting("load_format", "auto")
+    if load_format not in ("auto", "dummy"):
+        raise ConfigError(
+            "transformers finds out the format by itself: leave load_format out, or give 'dummy'", field="load_format"
+        )
+    on_phase("weights")
+    return OfflineTransformers(
+        path_of(setup),
+        batch_size=setup.batch_size,
+        dtype=dtype,
+        device=setup.setting("device", "auto"),
+        num_threads=setup.setting("num_threads"),
+        dummy=load_format == "dummy",
+        seed=setup.setting("seed", 0),
+    )

@@ -1,0 +1,80 @@
+"""The page of a sweep: one HTML file with its data, its script and the libraries that draw it (d3 and Observable Plot, ISC).
+
+It opens from the disk, without a network. Rows travel as one list a column. What is drawn, and how repetitions become
+means with intervals, is in `dashboard.js`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from slipstream.bench.sweep.results import Row, columns_of
+
+HERE = Path(__file__).parent
+LIBRARIES = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The rows of one sweep and what they have in common (`bench.report.document`)."""
+
+    name: str
+    rows: Sequence[Row]
+    meta: Mapping[str, Any]
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page of one run, or of several to be compared, the newest first."""
+    data = {
+        "runs": [
+            {"name": run.name, "meta": _shown(run.meta), "num_rows": len(run.rows), "columns": _rounded(run.rows)}
+            for run in runs
+        ],
+        "definitions": runs[0].meta.get("definitions", {}),
+    }
+    return fill_page(HERE / "dashboard.html", title=" and ".join(run.name for run in runs), data=data)
+
+
+def fill_page(template: Path, *, title: str, data: Any) -> str:
+    """A template's page: its parts between %% are the title, the data, and what all pages share."""
+    # Within a script element nothing but "</script" and "<!--" has a meaning; "<" as an escape says the same to JSON.
+    parts = {
+        "TITLE": escape(title),
+        "LICENSE": (HERE / "vendor" / "LICENSE").read_text("utf-8"),
+        "LIBRARIES": "\n".join((HERE / name).read_text("utf-8") for name in LIBRARIES),
+        "DATA": json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "SCRIPT": (HERE / "dashboard.js").read_text("utf-8"),
+        "STYLE": (HERE / "dashboard.css").read_text("utf-8"),
+    }
+    pieces = template.read_text("utf-8").split("%%")
+    return "".join(parts.get(piece, piece) for piece in pieces)
+
+
+def _rounded(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """The columns, with the digits that a chart can show, and without those that it does not."""
+    columns = columns_of(rows)
+    for name in ("key", "time", "engine"):
+        columns.pop(name, None)
+    return {
+        name: [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
+        for name, values in columns.items()
+    }
+
+
+def _shown(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page says of a run: no more than a reader needs, and no path of the machine."""
+    host = meta.get("machine", {}).get("host", {})
+    return {
+        "time": meta.get("time"),
+        "versions": meta.get("versions"),
+        "git_commit": meta.get("git_commit"),
+        "ceilings": meta.get("ceilings"),
+        "cpu": host.get("cpu"),
+        "num_cores": host.get("num_cores"),
+        "gpus": [gpu.get("name") for gpu in meta.get("machine", {}).get("gpus", [])],
+    }

@@ -1,0 +1,123 @@
+"""Rows of a sweep: one a measurement, with everything that it was measured with, or with the error that came instead.
+
+A row is appended to `rows.jsonl` as it is measured, so that an interrupted sweep loses one at most. `results.parquet` is
+written from all of them at the end, with what they have in common (versions, machine, definitions, ceilings) as metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from slipstream.bench.metrics import DISTRIBUTIONS, PERCENTILES, Summary
+from slipstream.errors import ConfigError
+
+Kind: TypeAlias = Literal["text", "int", "float"]
+Row: TypeAlias = dict[str, Any]
+
+ROWS_NAME, PARQUET_NAME, PAGE_NAME = "rows.jsonl", "results.parquet", "dashboard.html"
+META_KEY = "slipstream"
+
+COLUMNS: Mapping[str, Kind] = {
+    **dict.fromkeys(("key", "time", "engine", "label", "model", "scheme", "parallel"), "text"),
+    **dict.fromkeys(("input_len", "output_len", "batch_size", "repeat"), "int"),
+    **dict.fromkeys(("error", "engine_version", "dtype"), "text"),
+    **dict.fromkeys(("num_requests", "num_failed", "input_tokens", "output_tokens", "cached_tokens"), "int"),
+    **dict.fromkeys(
+        ("wall_s", "requests_per_s", "output_throughput", "steady_throughput", "total_throughput", "goodput"), "float"
+    ),
+    **{f"{field}_{q}": "float" for field in DISTRIBUTIONS.values() for q in ("mean", *PERCENTILES)},
+    **dict.fromkeys(("energy_j", "power_w", "j_per_output_token"), "float"),
+    "power_source": "text",
+    **dict.fromkeys(("start_s", "peak_memory_bytes"), "float"),
+    **dict.fromkeys(
+        ("step_bytes", "step_flops", "flops_per_byte", "achieved_bytes_per_s", "achieved_flops_per_s"), "float"
+    ),
+}
+"""Every column, in the order of the file. Times are in seconds, powers in watts; `step_…` is the decode step's, estimated
+from the model's description, and `achieved_…` is that over the measured median of TPOT."""
+
+
+def figures(summary: Summary) -> Row:
+    """The columns of a summary, but for those that could not be computed."""
+    found: Row = {name: value for name in COLUMNS if (value := getattr(summary, name, None)) is not None}
+    for field in DISTRIBUTIONS.values():
+        if (distribution := getattr(summary, field)) is not None:
+            found |= {f"{field}_{q}": getattr(distribution, q) for q in ("mean", *PERCENTILES)}
+    return found
+
+
+def append(row: Row, folder: Path) -> None:
+    """One line, on the disk when this returns."""
+    if unknown := row.keys() - COLUMNS.keys():
+        raise ValueError(f"{min(unknown)} is no column")
+    with (folder / ROWS_NAME).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """The rows that a sweep has measured so far. Of one measured twice the later counts; a line that was cut off is left
+    out."""
+    file = folder / ROWS_NAME
+    if not file.is_file():
+        return []
+    text = file.read_text(encoding="utf-8")
+    if text and not text.endswith("\n"):  # a row that was being written when the machine stopped
+        text = text[: text.rfind("\n") + 1]
+        file.write_text(text, encoding="utf-8")
+    found: dict[str, Row] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            row = json.loads(line)
+            found.pop(row["key"], None)
+            found[row["key"]] = row
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"line {number} of {file} is no row; give another --out", field="out") from None
+    return list(found.values())
+
+
+def pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(
+            "results are Parquet, which needs pyarrow: pip install 'slipstream[sweep]'", field="out"
+        ) from None
+    return pyarrow
+
+
+def write_parquet(rows: Iterable[Row], path: Path, meta: Mapping[str, Any]) -> None:
+    """Atomic; a column that a row lacks is null there."""
+    arrow = pyarrow()
+    types = {"text": arrow.string(), "int": arrow.int64(), "float": arrow.float64()}
+    schema = arrow.schema([(name, types[kind]) for name, kind in COLUMNS.items()])
+    table = arrow.Table.from_pylist(list(rows), schema=schema)
+    table = table.replace_schema_metadata({META_KEY: json.dumps(meta, ensure_ascii=False)})
+    partial = path.with_name(f".{path.name}.partial")
+    arrow.parquet.write_table(table, partial, compression="zstd")
+    os.replace(partial, path)
+
+
+def read_parquet(path: Path) -> tuple[list[Row], dict[str, Any]]:
+    """Rows without their nulls, and what they have in common. ConfigError if it is no result of a sweep."""
+    arrow = pyarrow()
+    try:
+        table = arrow.parquet.read_table(path)
+    except (OSError, arrow.ArrowInvalid) as error:
+        raise ConfigError(f"{path} can't be read as Parquet: {error}", field="file") from None
+    meta = (table.schema.metadata or {}).get(META_KEY.encode())
+    if meta is None or not {"key", "label", "batch_size"} <= set(table.column_names):
+        raise ConfigError(f"{path} is no result of `slipstream sweep`", field="file")
+    rows = [{name: value for name, value in row.items() if value is not None} for row in table.to_pylist()]
+    return rows, json.loads(meta)
+
+
+def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """Rows as one list a column, without columns that are empty."""
+    return {name: [row.get(name) for row in rows] for name in COLUMNS if any(row.get(name) is not None for row in rows)}

@@ -1,0 +1,107 @@
+"""A process that loads one engine and measures cases: `python -m slipstream.bench.sweep.worker`, started by `runner`.
+
+Messages are lines of JSON: a `Setup` first, then cases, on standard input; what was measured, on what was standard
+output when it began. What libraries print goes to standard error. It imports nothing that an engine's own environment may lack.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any
+
+from slipstream import __version__
+from slipstream.bench.adapters import Engine, Parallel, Setup, make_engine
+from slipstream.bench.metrics import summarize
+from slipstream.bench.power import EnergyMeter
+from slipstream.bench.sweep.results import figures
+from slipstream.bench.workload import fixed, warmup
+from slipstream.errors import SlipstreamError
+
+
+def measure(engine: Engine, meter: EnergyMeter, case: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's figures, or the error of a request of it."""
+    size = case["batch_size"]
+    work = fixed(size, case["input_len"], case["output_len"], vocab_size=case["vocab_size"], seed=case["seed"])
+    for _ in range(case["warmup"]):
+        engine.run(warmup(work, size))
+    before = meter.read()
+    records = engine.run(work.requests)
+    joules = before.joules_until(meter.read())
+    summary = summarize(records, case["objectives"])
+    found = {**figures(summary), "peak_memory_bytes": peak_memory()}
+    if joules is not None and summary.wall_s > 0:
+        found |= {"energy_j": joules, "power_w": joules / summary.wall_s, "power_source": ", ".join(meter.sources)}
+        found |= {"j_per_output_token": joules / summary.output_tokens} if summary.output_tokens else {}
+    if summary.num_failed:
+        found["error"] = "; ".join(summary.errors)
+    return found
+
+
+def peak_memory() -> float:
+    """Bytes, of this process or of its largest child."""
+    return 1024 * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def text_of(error: Exception) -> str:
+    return str(error) if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {error}"
+
+
+def version_of(engine: str) -> str | None:
+    """Of the engine's package here; None of a server's, which may be another one's."""
+    names = {
+        "transformers": "transformers",
+        "llamacpp": "llama_cpp_python",
+        "openvino": "openvino-genai",
+        "vllm": "vllm",
+    }
+    try:
+        return __version__ if engine == "slipstream" else version(names[engine])
+    except (PackageNotFoundError, KeyError):
+        return None
+
+
+def serve(source: IO[str], replies: IO[str]) -> None:
+    def reply(message: Mapping[str, Any]) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    given = json.loads(source.readline())
+    path = given.pop("path")
+    setup = Setup(**{**given, "path": None if path is None else Path(path), "parallel": Parallel(**given["parallel"])})
+    begin = time.monotonic()
+    try:
+        engine = make_engine(setup)
+    except Exception as error:  # whatever an engine does wrong is an error of its rows
+        reply({"error": text_of(error)})
+        return
+    description = engine.describe()
+    config = description.get("config")
+    dtype = config.get("dtype") if isinstance(config, dict) else getattr(getattr(config, "model", None), "dtype", None)
+    started = {"start_s": time.monotonic() - begin, "engine_version": version_of(setup.engine), "dtype": dtype}
+    reply({name: value for name, value in started.items() if value is not None})
+    meter = EnergyMeter()
+    try:
+        for line in source:
+            try:
+                reply(measure(engine, meter, json.loads(line)))
+            except Exception as error:  # as above
+                reply({"error": text_of(error)})
+    finally:
+        engine.close()
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    serve(sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    main()

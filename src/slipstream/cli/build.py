@@ -1,0 +1,89 @@
+"""`slipstream build MODEL --out DIR`: a folder that an engine starts from fast, here or on another machine.
+
+DIR holds the checkpoint, the settings given here (serve.yaml), weights packed for this machine, and on a GPU its kernels'
+tiles. `slipstream serve DIR`, `run DIR` and `LLM("DIR")` need nothing else. On another machine it runs all the same: what
+depends on the machine is chosen and packed anew, and a line says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from slipstream.cli.console import phases, print_info, print_json, size
+from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
+from slipstream.config import EngineArgs
+from slipstream.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument(
+        "--tune-seconds",
+        type=float,
+        default=120.0,
+        metavar="X",
+        help="for the tiles of a GPU's kernels; 0: none (default: 120)",
+    )
+    add_output_options(parser)
+    add_engine_options(
+        parser.add_argument_group("engine (as in LLM(...)), kept in the folder"),
+        without=("skip_tokenizer_init", "load_format"),
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.hub import machine_folder
+    from slipstream.optimize.folder import build_folder
+    from slipstream.worker.device import detect
+
+    if args.tune_seconds < 0:
+        raise ConfigError("tune_seconds must not be negative", field="tune_seconds")
+    settings = engine_args(args)
+    info = detect(settings.device, machine_folder())
+    out = Path(args.out).expanduser()
+    with phases(f"build {args.model}") as on_phase:
+
+        def tune(placed: EngineArgs, folder: Path) -> None:
+            from slipstream.cli.tune import tune_tiles
+            from slipstream.config.engine_folder import TILES_NAME
+
+            def told(done: int, total: int) -> None:
+                on_phase(f"tiles, {done} of {total}")
+
+            tune_tiles(placed, info, folder / TILES_NAME, args.tune_seconds, told)
+
+        tunes = info.is_cuda and args.tune_seconds > 0 and not settings.deterministic
+        built = build_folder(settings, out, tune=tune if tunes else None, progress=on_phase)
+    folder = built.folder
+    if args.json:
+        print_json(
+            {
+                "out": out,
+                "bytes": built.num_bytes,
+                "packed_bytes": built.packed_bytes,
+                "start_s": built.start_s,
+                "settings": folder.settings,
+                "chosen": folder.chosen,
+                "graph_sizes": folder.graph_sizes,
+                "tiles": folder.tiles,
+                "machine": folder.machine,
+            }
+        )
+        return 0
+    rows = [
+        ("size", size(built.num_bytes)),
+        (
+            "packed weights",
+            size(built.packed_bytes) if built.packed_bytes else "none: the weights are used as they are stored",
+        ),
+        ("settings", ", ".join(f"{k}={v}" for k, v in folder.settings.items()) or "none of your own"),
+        ("chosen for this machine", ", ".join(f"{k}={v}" for k, v in folder.chosen.items())),
+        ("an engine starts in", f"{built.start_s:.2f} s"),
+        ("serve it", f"slipstream serve {out}"),
+    ]
+    if folder.graph_sizes:
+        rows.insert(4, ("graphs", f"{len(folder.graph_sizes)} sizes up to {max(folder.graph_sizes)}"))
+    print_info(str(out), rows)
+    return 0

@@ -1,0 +1,258 @@
+"""`slipstream optimize MODEL --traffic T --out DIR`: search the compression and settings that serve this traffic best, by
+measuring.
+
+Every measured point is on a front of throughput, time between tokens and divergence from MODEL. The chosen one is written
+to DIR, which `slipstream serve DIR` runs: the fastest that loses no more quality than --max-quality-loss, and meets
+--slo. If none meets it, the nearest is written and the exit code is 1. What was found is kept in DIR.search; an
+interrupted search goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cli.console import Progress, print_json, say, shown
+from slipstream.cli.options import MODEL_HELP, add_output_options
+from slipstream.config import EngineArgs
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.optimize.folder import Built
+    from slipstream.optimize.run import Measurer
+    from slipstream.optimize.search import Candidate, Result, Search
+
+COMPRESS_SHARE = 1 / 3
+"""Of the budget, for one compression at most. An interrupted one goes on when the command is run again."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument(
+        "--traffic",
+        default="128/64",
+        metavar="T",
+        help="IN/OUT tokens of each request, or a trace or file of lengths (default: 128/64)",
+    )
+    parser.add_argument(
+        "--arrivals",
+        default="closed:8",
+        metavar="A",
+        help="closed:USERS, poisson:RATE, burst or ramp:… (default: closed:8)",
+    )
+    parser.add_argument(
+        "--num-requests", type=int, default=32, metavar="N", help="of the traffic, for each measurement (default: 32)"
+    )
+    parser.add_argument(
+        "--slo", default="", metavar="X", help="ttft_s=…,tpot_s=…,e2e_s=…: most seconds, of 99 %% of the requests"
+    )
+    parser.add_argument(
+        "--max-quality-loss",
+        default="kl=0.05",
+        metavar="X",
+        help="kl=NATS,perplexity=SHARE, such as kl=0.02,perplexity=2%%, at the upper end of its 95 %% interval (kl=0.05)",
+    )
+    parser.add_argument("--budget", default="20m", metavar="T", help="time for measuring: 90s, 20m, 1h (default: 20m)")
+    parser.add_argument("--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:N (default: auto)")
+    parser.add_argument(
+        "--compressions",
+        metavar="C,…",
+        help="none, schemes at load, recipe:NAME, files of recipes (default: by the device)",
+    )
+    parser.add_argument(
+        "--max-model-len", type=int, metavar="X", help="longest prompt with answer (default: the model's)"
+    )
+    parser.add_argument("--num-threads", type=int, metavar="X", help="CPU threads (default: all cores)")
+    parser.add_argument(
+        "--text", default="sharegpt", metavar="X", help="what quality is measured on, as in `slipstream eval`"
+    )
+    parser.add_argument(
+        "--eval-windows", type=int, default=16, metavar="N", help="windows of 512 tokens of it (default: 16)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="X", help="of traffic and search (default: 0)")
+    parser.add_argument("--download-dir", metavar="DIR", help="where models are kept, instead of the user's cache")
+    add_output_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.bench.load import ClosedLoop, parse_arrivals
+    from slipstream.bench.metrics import parse_objectives
+    from slipstream.hub import machine_folder, resolve_model
+    from slipstream.optimize import run as measuring
+    from slipstream.optimize.prior import rates_of, roofline_prior
+    from slipstream.optimize.search import Search
+    from slipstream.optimize.traffic import parse_traffic
+    from slipstream.spec.description import read_spec
+    from slipstream.worker.device import detect
+
+    out = Path(args.out).expanduser()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already; give another --out, or remove it", field="out")
+    budget_s, limits = measuring.parse_seconds(args.budget), measuring.parse_quality_loss(args.max_quality_loss)
+    objectives = parse_objectives(args.slo)
+    names = ("device", "download_dir", "max_model_len", "num_threads")
+    base = EngineArgs(model=args.model, **{name: value for name in names if (value := getattr(args, name)) is not None})
+    description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
+    if description.spec.kind != "a decoder":
+        raise ConfigError(f"optimize is for models that answer; {args.model} is {description.spec.kind}", field="model")
+    longest = args.max_model_len or description.spec.max_position
+    traffic = parse_traffic(
+        args.traffic, args.arrivals, num_requests=args.num_requests, longest=longest, seed=args.seed
+    )
+    if traffic.num_left_out:
+        say(
+            f"slipstream: {traffic.num_left_out} requests of the traffic are longer than {longest} tokens and were left out"
+        )
+    arrivals = parse_arrivals(args.arrivals)
+    users = min(arrivals.concurrency if isinstance(arrivals, ClosedLoop) else 32, len(traffic.lengths))
+    info = detect(args.device, machine_folder())
+    space = measuring.default_space(users=users, on_gpu=info.is_cuda)
+    if args.compressions is not None:
+        space = dataclasses.replace(space, compressions=measuring.check_compressions(args.compressions.split(",")))
+    state = out.with_name(f"{out.name}.search")
+    state.mkdir(parents=True, exist_ok=True)
+    context = min(512, description.spec.max_position)
+    text = {"source": args.text, "context": context, "stride": context, "num_windows": args.eval_windows}
+    with shown(Progress(f"optimize {args.model}")) as progress:
+        measurer = measuring.Measurer(
+            base=base,
+            traffic=traffic,
+            objectives=objectives,
+            limits=limits,
+            folder=state,
+            text=text,
+            told=progress.set_phase,
+        )
+        progress.set_phase("ceilings")
+        prior = roofline_prior(description, traffic, rates_of(info.name, on_gpu=info.is_cuda))
+        known = measuring.read_results(measurer, space)
+        if known:
+            say(f"slipstream: {len(known)} candidates were measured before")
+        search = Search(space, prior, measurer, known=known, seed=args.seed, kl_limit=limits.kl or 0.1)
+
+        def on_result(result: Result) -> None:
+            measurer.deadline = begin + budget_s  # from the first result on, so that there is one
+            measuring.append_result(result, measurer)
+            say(f"slipstream: {_line(result)}")
+
+        begin, measurer.compress_s = time.monotonic(), budget_s * COMPRESS_SHARE
+        try:
+            search.run(budget_s=budget_s, on_result=on_result)
+        except KeyboardInterrupt:
+            say("slipstream: interrupted; what was measured is kept, and the same command goes on from there")
+            raise
+        measurer.deadline = math.inf
+        chosen = measuring.choose(search.front(), objectives)
+        if chosen is None:
+            raise ConfigError(_nothing(search), field="max_quality_loss")
+        built, again = _write(chosen, measurer, out, search, progress)
+    return _show(args, search, chosen, measurer, built, again)
+
+
+def _nothing(search: Search) -> str:
+    reasons = dict.fromkeys(f"{r.candidate.compression}: {r.error}" for r in search.results if r.error)
+    return "no candidate keeps to the limits: " + ("; ".join(reasons) or "none was measured in the time")
+
+
+def _write(
+    chosen: Result, measurer: Measurer, out: Path, search: Search, progress: Progress
+) -> tuple[Built, dict[str, Any]]:
+    """The folder of the chosen candidate, with receipts and all that was measured; the figures of an engine from it."""
+    from slipstream.optimize.folder import build_folder
+    from slipstream.optimize.page import render
+    from slipstream.optimize.run import as_row
+
+    args = EngineArgs(**measurer.args_of(chosen.candidate))
+    measured = {
+        "chosen": as_row(chosen),
+        "traffic": dataclasses.asdict(measurer.traffic),
+        "objectives": dict(measurer.objectives),
+    }
+    measured["traffic"]["lengths"] = len(measurer.traffic.lengths)
+    built = build_folder(args, out, measured=measured, progress=progress.set_phase)
+    for name in ("slipstream-report.json", "slipstream-report.html"):
+        if (receipt := measurer.receipt(chosen.candidate) / name).is_file():
+            shutil.copyfile(receipt, out / name)
+    progress.set_phase("measuring the folder")
+    again = measurer.speed(dataclasses.asdict(EngineArgs(model=str(out), device=measurer.base.device)))
+    document = {
+        "front": [as_row(r) for r in search.front()],
+        "results": [as_row(r) for r in search.results],
+        **measured,
+    }
+    document |= {"folder": again, "why_ended": search.why_ended}
+    (out / "optimize.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (out / "optimize.html").write_text(render(document, measurer.base.model), encoding="utf-8")
+    return built, again
+
+
+def _show(
+    args: argparse.Namespace,
+    search: Search,
+    chosen: Result,
+    measurer: Measurer,
+    built: Built,
+    again: dict[str, Any],
+) -> int:
+    from slipstream.bench.report import print_table
+    from slipstream.optimize.run import as_row, misses
+
+    missed = misses(chosen, measurer.objectives)
+    if args.json:
+        print_json(
+            {
+                "out": built.folder.path,
+                "chosen": as_row(chosen),
+                "folder": again,
+                "missed": {name: {"measured": value, "wanted": most} for name, (value, most) in missed.items()},
+                "front": [as_row(r) for r in search.front()],
+                "num_measured": len(search.points()),
+                "num_failed": sum(r.error is not None for r in search.results),
+                "num_candidates": len(search.space.candidates()),
+                "why_ended": search.why_ended,
+            }
+        )
+    else:
+        columns = ("", "out tok/s", "predicted", "TPOT p99, ms", "TTFT p99, ms", "KL", "perplexity", "")
+        rows = [_cells(r, r is chosen) for r in search.front()]
+        print_table(
+            f"front: {len(rows)} of {len(search.points())} measured, of {len(search.space.candidates())}", columns, rows
+        )
+        print(f"\nended: {search.why_ended}")
+        print(
+            f"the folder itself: {again['output_throughput']:,.1f} tok/s, TPOT p99 {again['tpot_s_p99'] * 1e3:,.2f} ms"
+        )
+        print(f"serve it: slipstream serve {built.folder.path}")
+        for name, (value, most) in missed.items():
+            say(
+                f"slipstream: {name} ≤ {most:g} can't be met; this is the nearest: {value:.4g} s at the 99th percentile"
+            )
+    return 1 if missed else 0
+
+
+def _cells(result: Result, is_chosen: bool) -> tuple[str, ...]:
+    f = result.figures
+    return (
+        result.candidate.name,
+        f"{result.throughput or 0:,.1f}",
+        f"{f['predicted_throughput']:,.1f}",
+        f"{(result.tpot_s or 0) * 1e3:,.2f}",
+        f"{f['ttft_s_p99'] * 1e3:,.1f}",
+        f"{f['kl']:.4f}" + (f" ± {1.96 * f['kl_stderr']:.4f}" if f["kl_stderr"] else ""),
+        f"{f['perplexity_ratio'] - 1:+.2%}",
+        "chosen" if is_chosen else "",
+    )
+
+
+def _line(result: Result) -> str:
+    c: Candidate = result.candidate
+    if result.error is not None:
+        return f"{c.name}: {result.error}"
+    return f"{c.name}: {result.throughput or 0:,.1f} tok/s, TPOT p99 {(result.tpot_s or 0) * 1e3:,.2f} ms, KL {result.kl:.4f}"

@@ -1,0 +1,183 @@
+"""An engine folder: a checkpoint with what an engine was found to do best with it. `slipstream build` and `optimize` make one.
+
+    DIR/                     the checkpoint, as any other engine reads it
+      serve.yaml             settings, to be edited: {engine: {quantization: int8, ...}}
+      slipstream-engine.json versions, the machine it was made on, and what was chosen for that machine
+      packed/                weights as that machine's products want them
+      tiles.json             tiles of that machine's GPU kernels
+
+Wherever a model is named, such a folder can be. Settings count in this order: the user's, `serve.yaml`, and, on the
+machine that the folder was made on, what was chosen there. Another machine chooses anew, packs anew and leaves the tiles
+alone; it is told so, and never refused. No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.config.settings import EngineArgs
+from slipstream.errors import ConfigError
+
+ENGINE_NAME, SERVE_NAME, PACKED_NAME, TILES_NAME = "slipstream-engine.json", "serve.yaml", "packed", "tiles.json"
+FORMAT = 1
+NOT_KEPT = (
+    "model",
+    "device",
+    "download_dir",
+    "tile_table",
+    "weights_cache",
+    "load_format",
+    "skip_tokenizer_init",
+    "num_threads",
+)
+"""Settings that belong to a start, not to a folder."""
+
+MACHINE_DEPENDENT = (
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_num_mixed_tokens",
+    "block_size",
+)
+"""Settings that `resolve` chooses by the machine where the user leaves them open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What settings, packed weights and tiles depend on. Memory is in GiB, rounded: what is free of it varies."""
+
+    cpu: str
+    cpu_features: tuple[str, ...]
+    num_cores: int
+    memory_gib: int
+    gpus: tuple[str, ...] = ()
+
+    def differences(self, other: Machine) -> list[str]:
+        """In words: this one's, and what `other` has instead."""
+        found = []
+        for name, what in (
+            ("gpus", "GPU"),
+            ("cpu", "CPU"),
+            ("cpu_features", "instructions"),
+            ("num_cores", "cores"),
+            ("memory_gib", "GiB"),
+        ):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                found.append(f"{what}: {_words(mine)}, here {_words(theirs)}")
+        return found
+
+
+def _words(value: Any) -> str:
+    return (", ".join(value) or "none") if isinstance(value, tuple) else str(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFolder:
+    """`settings` are serve.yaml's. `chosen` counts only on `machine`. `measured` is what the folder's maker found."""
+
+    path: Path
+    machine: Machine
+    settings: Mapping[str, Any]
+    chosen: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    measured: Mapping[str, Any]
+    graph_sizes: tuple[int, ...] = ()
+
+    @property
+    def tiles(self) -> Path | None:
+        file = self.path / TILES_NAME
+        return file if file.is_file() else None
+
+    def settle(self, args: EngineArgs, here: Machine) -> tuple[EngineArgs, list[str]]:
+        """`args` with what the folder says of what the user left open, and notices for the user."""
+        notices = [f"{self.path.name} was made on another machine ({d})" for d in self.machine.differences(here)]
+        given = dict(self.settings)
+        if notices:
+            notices.append(
+                "what depends on the machine is chosen anew; `slipstream build` here makes a folder for this one"
+            )
+        else:
+            given = {**self.chosen, **given}
+        if self.tiles is not None:
+            if self.machine.gpus[:1] == here.gpus[:1] and here.gpus:
+                given["tile_table"] = str(self.tiles)
+            elif here.gpus:
+                notices.append(f"its tiles are of {_words(self.machine.gpus)} and are not used")
+        defaults = {f.name: f.default for f in dataclasses.fields(EngineArgs)}
+        left_open = {name: value for name, value in given.items() if getattr(args, name) == defaults[name]}
+        return dataclasses.replace(args, **left_open), notices
+
+
+def is_engine_folder(path: Path) -> bool:
+    return (path / ENGINE_NAME).is_file()
+
+
+def packed_folder(checkpoint: Path) -> Path | None:
+    """Where the packed weights of a checkpoint lie that is an engine folder; None of another one."""
+    folder = checkpoint.parent if checkpoint.is_file() else checkpoint
+    return folder / PACKED_NAME if is_engine_folder(folder) else None
+
+
+def read_engine_folder(path: Path) -> EngineFolder:
+    """ConfigError names a file that can't be read, or a setting that there is not."""
+    import yaml
+
+    try:
+        data = json.loads((path / ENGINE_NAME).read_text(encoding="utf-8"))
+        if data["format"] != FORMAT:
+            raise ValueError(f"its format is {data['format']!r}, and this version reads {FORMAT}")
+        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["machine"].items()}
+        machine = Machine(**known)
+        chosen, versions, measured = (dict(data[name]) for name in ("chosen", "versions", "measured"))
+        sizes = tuple(data["graph_sizes"])
+        file = path / SERVE_NAME
+        serve = (yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None) or {}
+        if not isinstance(serve, dict) or serve.keys() - {"engine"} or not isinstance(serve.get("engine", {}), dict):
+            raise ValueError(f"{SERVE_NAME} must hold engine: with settings below it, and nothing else")
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"the engine folder {path} can't be used: {what}", field="model") from None
+    settings = serve.get("engine", {})
+    for given, where in ((settings, SERVE_NAME), (chosen, ENGINE_NAME)):
+        try:
+            EngineArgs(model="", **given)
+        except TypeError as error:
+            raise ConfigError(f"{path / where}: {error}", field="model") from None
+        if refused := given.keys() & set(NOT_KEPT):
+            raise ConfigError(
+                f"{path / where}: {min(refused)} is for each start to say; leave it out", field=min(refused)
+            )
+    return EngineFolder(
+        path=path,
+        machine=machine,
+        settings=settings,
+        chosen=chosen,
+        versions=versions,
+        measured=measured,
+        graph_sizes=sizes,
+    )
+
+
+def write_engine_folder(folder: EngineFolder) -> None:
+    """The two files; the checkpoint is there already."""
+    import yaml
+
+    data = {
+        "format": FORMAT,
+        "machine": dataclasses.asdict(folder.machine),
+        "chosen": dict(folder.chosen),
+        "graph_sizes": list(folder.graph_sizes),
+        "versions": dict(folder.versions),
+        "measured": dict(folder.measured),
+    }
+    (folder.path / ENGINE_NAME).write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = "# Settings of `slipstream serve` in this folder; those of the command line go first.\n"
+    text += yaml.safe_dump({"engine": dict(folder.settings)}, sort_keys=False, allow_unicode=True)
+    (folder.path / SERVE_NAME).write_text(text, encoding="utf-8")

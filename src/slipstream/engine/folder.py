@@ -1,0 +1,34 @@
+"""Settings from an engine folder (`config.engine_folder`), for whoever starts an engine here."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from slipstream.config import EngineArgs
+from slipstream.config.engine_folder import Machine, is_engine_folder, read_engine_folder
+from slipstream.plan.hardware import available_cores, cpu_features, cpu_name, gpus, host_memory
+
+_logger = logging.getLogger(__name__)
+
+
+def this_machine() -> Machine:
+    return Machine(
+        cpu=cpu_name(),
+        cpu_features=cpu_features(),
+        num_cores=available_cores(),
+        memory_gib=round(host_memory()[0] / 2**30),
+        gpus=tuple(gpu.name for gpu in gpus()),
+    )
+
+
+def settled(args: EngineArgs) -> EngineArgs:
+    """`args`, with an engine folder's settings where the user left them open. Of another model they stay as they are. What the
+    user should know is logged."""
+    path = Path(args.model).expanduser()
+    if not args.model or not is_engine_folder(path):
+        return args
+    found, notices = read_engine_folder(path).settle(args, this_machine())
+    for notice in notices:
+        _logger.warning("%s", notice)
+    return found

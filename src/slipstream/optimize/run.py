@@ -1,0 +1,319 @@
+"""Measures candidates: their compression once for all that share it, their quality once, their speed each, every one in a
+process of its own. What was found is kept in a folder, so that an interrupted search goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.compress.recipe import read_recipe
+from slipstream.config import EngineArgs
+from slipstream.errors import ConfigError, EngineError, SlipstreamError
+from slipstream.optimize.search import Candidate, Result, Space
+from slipstream.optimize.traffic import Traffic
+from slipstream.plan.environment import plain
+from slipstream.spec.scheme import SCHEMES
+
+RESULTS_NAME = "results.jsonl"
+SURE = 1.96
+"""Standard errors: a limit is kept if the upper end of the 95 % interval is below it."""
+
+LIMITS = ("kl", "perplexity")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QualityLoss:
+    """The most that may be lost: nats of divergence, and a share of perplexity (0.02: 2 % more)."""
+
+    kl: float | None = None
+    perplexity: float | None = None
+
+    def faults(self, found: Mapping[str, float]) -> list[str]:
+        """What is not surely kept, in words."""
+        faults = []
+        if self.kl is not None and not (most := found["kl"] + SURE * found["kl_stderr"]) <= self.kl:
+            faults.append(f"KL {found['kl']:.4g} (up to {most:.4g}), at most {self.kl:g} is wanted")
+        ratio = found["perplexity_ratio"]
+        if (
+            self.perplexity is not None
+            and not (most := ratio - 1 + SURE * found["perplexity_ratio_stderr"]) <= self.perplexity
+        ):
+            faults.append(f"perplexity {ratio - 1:+.2%} (up to {most:+.2%}), at most {self.perplexity:+.2%} is wanted")
+        return faults
+
+
+def parse_quality_loss(text: str) -> QualityLoss:
+    """`kl=0.02,perplexity=2%`."""
+    found: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        try:
+            number = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
+        except ValueError:
+            number = -1.0
+        if name not in LIMITS or not number >= 0:
+            raise ConfigError(
+                f"max_quality_loss: {part!r} is not kl=NATS or perplexity=SHARE, such as kl=0.02 or perplexity=2%",
+                field="max_quality_loss",
+            )
+        found[name] = number
+    return QualityLoss(**found)
+
+
+def parse_seconds(text: str) -> float:
+    """`90s`, `20m`, `1.5h`."""
+    units = {"s": 1, "m": 60, "h": 3600}
+    try:
+        seconds = float(text[:-1]) * units[text[-1:]]
+    except (KeyError, ValueError):
+        seconds = 0.0
+    if not seconds > 0:
+        raise ConfigError(f"budget={text!r} is no time such as 90s, 20m or 1h", field="budget")
+    return seconds
+
+
+def default_space(*, users: int, on_gpu: bool) -> Space:
+    """What is tried unless the user says otherwise: compressions that the device's products are made for, and the settings
+    that trade throughput for latency under `users` requests at once."""
+    seqs = tuple(sorted({max(1, users // 4), max(1, users // 2), users}))
+    if on_gpu:
+        compressions: tuple[str, ...] = ("none", "fp8", "int8", "int4", "recipe:fp8", "recipe:int4-awq-gptq")
+        axes: dict[str, tuple[Any, ...]] = {
+            "kv_cache_dtype": ("auto", "fp8"),
+            "max_num_batched_tokens": (2048, 8192, 16384),
+        }
+    else:
+        compressions = ("none", "int8", "int4-g32", "recipe:int8", "recipe:int4-gptq")
+        axes = {"kv_cache_dtype": ("auto", "int8"), "max_num_batched_tokens": (128, 512, 2048)}
+    return Space(compressions=compressions, axes={**axes, "max_num_seqs": seqs, "speculative_model": (None, "ngram")})
+
+
+def check_compressions(names: Sequence[str]) -> tuple[str, ...]:
+    """`none`, a scheme that is applied at load, `recipe:NAME` or a recipe's file."""
+    for name in names:
+        if name != "none" and name not in SCHEMES:
+            read_recipe(name.removeprefix("recipe:"))
+    if not names or len(set(names)) < len(names):
+        raise ConfigError("compressions must be named, each once", field="compressions")
+    return tuple(names)
+
+
+@dataclass(kw_only=True)
+class Measurer:
+    """Measures candidates of `base`, the original model with the settings that all share. `folder` keeps compressed checkpoints
+    and what was found. Called with a candidate it gives its result; an engine that fails raises."""
+
+    base: EngineArgs
+    traffic: Traffic
+    objectives: Mapping[str, float]
+    limits: QualityLoss
+    folder: Path
+    text: Mapping[str, Any]
+    timeout_s: float = 1800.0
+    compress_s: float = math.inf  # the longest that one compression may take: others are to be measured, too
+    deadline: float = math.inf  # of `time.monotonic()`: what has not ended by then is stopped
+    told: Callable[[str], None] = lambda what: None
+    _quality: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def conditions(self) -> str:
+        """What results follow from, besides the candidate: a search goes on only where this is the same."""
+        given = [self.base, self.traffic, dict(self.objectives), self.limits, dict(self.text)]
+        return hashlib.sha256(json.dumps(given, default=plain, sort_keys=True).encode()).hexdigest()[:16]
+
+    def __call__(self, candidate: Candidate) -> Result:
+        self.told(candidate.name)
+        try:
+            quality = self.quality(candidate)
+        except SlipstreamError as error:  # of its compression: no candidate that shares it can do better
+            return Result(candidate=candidate, error=str(error), fits=False)
+        if faults := self.limits.faults(quality):
+            return Result(candidate=candidate, kl=quality["kl"], fits=False, error="; ".join(faults), figures=quality)
+        found = self.speed(self.args_of(candidate))
+        return Result(
+            candidate=candidate,
+            throughput=found["output_throughput"],
+            tpot_s=found.get("tpot_s_p99"),
+            kl=quality["kl"],
+            figures={**quality, **found},
+        )
+
+    def speed(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """The figures of an engine with these settings under the traffic."""
+        given = {**args, "skip_tokenizer_init": True}
+        return self._run({"kind": "speed", "args": given, "traffic": self.traffic, "objectives": dict(self.objectives)})
+
+    def args_of(self, candidate: Candidate) -> dict[str, Any]:
+        """The settings of an engine for a candidate, its compression made first if it is a checkpoint."""
+        given = dataclasses.asdict(self.base)
+        given |= {name: value for name, value in candidate.settings if value is not None}
+        if candidate.compression in SCHEMES:
+            given["quantization"] = candidate.compression
+        elif candidate.compression != "none":
+            given["model"] = str(self.artefact(candidate.compression))
+        return given
+
+    def artefact(self, compression: str) -> Path:
+        """The compressed checkpoint, made if it is not there yet; an interrupted one goes on."""
+        out = self.folder / "checkpoints" / compression.removeprefix("recipe:").replace("/", "_")
+        if not out.is_dir():
+            self.told(f"compressing, {compression}")
+            out.parent.mkdir(parents=True, exist_ok=True)
+            recipe = compression.removeprefix("recipe:")
+            words = [
+                sys.executable,
+                "-m",
+                "slipstream",
+                "compress",
+                self.base.model,
+                "--recipe",
+                recipe,
+                "--out",
+                str(out),
+            ]
+            words += ["--no-report", "--device", self.base.device]
+            words += ["--download-dir", self.base.download_dir] if self.base.download_dir else []
+            self._finish(words, None, f"compress --recipe {recipe}", most_s=self.compress_s)
+        return out
+
+    def quality(self, candidate: Candidate) -> dict[str, Any]:
+        key = candidate.quality_key
+        settings = dict(key[1:])
+        if candidate.compression == "none" and settings.get("kv_cache_dtype", "auto") == "auto":
+            return {
+                "kl": 0.0,
+                "kl_stderr": 0.0,
+                "perplexity_ratio": 1.0,
+                "perplexity_ratio_stderr": 0.0,
+                "top1_agreement": 1.0,
+            }
+        if key not in self._quality:
+            folder = self.receipt(candidate)
+            kept = folder / "quality.json"
+            told = {"conditions": self.conditions, "key": list(map(plain_pair, key))}
+            if kept.is_file() and (known := json.loads(kept.read_text("utf-8"))).get("of") == told:
+                self._quality[key] = known["found"]
+                return self._quality[key]
+            folder.mkdir(parents=True, exist_ok=True)
+            args = self.args_of(Candidate(candidate.compression, tuple(settings.items())))
+            self.told(f"quality of {candidate.compression}")
+            job = {"kind": "quality", "original": dataclasses.asdict(self.base), "args": args, "folder": str(folder)}
+            job |= {"text": dict(self.text), "name": candidate.name, "recipe": {"name": candidate.compression}}
+            found = self._run(job)
+            kept.write_text(json.dumps({"of": told, "found": found}), encoding="utf-8")
+            self._quality[key] = found
+        return self._quality[key]
+
+    def receipt(self, candidate: Candidate) -> Path:
+        """Where the receipt of its quality lies."""
+        name = hashlib.sha256(repr(candidate.quality_key).encode()).hexdigest()[:8]
+        return self.folder / "quality" / f"{candidate.compression.replace(':', '_').replace('/', '_')}-{name}"
+
+    def _run(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        text = self._finish(
+            [sys.executable, "-m", "slipstream.optimize.worker"], json.dumps(job, default=plain), str(job["kind"])
+        )
+        found: dict[str, Any] = json.loads(text)
+        if "error" in found:
+            raise EngineError(found["error"])
+        return found
+
+    def _finish(self, words: Sequence[str], given: str | None, what: str, most_s: float = math.inf) -> str:
+        """A process's output. EngineError if it fails or takes too long; then all that it started ends with it."""
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            left, most_s = self.deadline - time.monotonic(), min(self.timeout_s, most_s)
+            out, said = process.communicate(given, timeout=max(0.0, min(most_s, left)))
+        except subprocess.TimeoutExpired:
+            over = "the budget ended before it did" if left < most_s else f"it took more than {most_s:g} s"
+            raise EngineError(f"{what} was stopped: {over}") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        if process.returncode:
+            lines = said.strip().splitlines() or ["it said nothing"]
+            raise EngineError(
+                f"{what} ended with exit code {process.returncode}: {lines[-1].removeprefix('slipstream: ')}"
+            )
+        return out
+
+
+def plain_pair(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+# --- What is kept -----------------------------------------------------------------------------------------------------
+
+
+def append_result(result: Result, measurer: Measurer) -> None:
+    row = {"conditions": measurer.conditions, **as_row(result)}
+    with (measurer.folder / RESULTS_NAME).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, default=plain) + "\n")
+
+
+def as_row(result: Result) -> dict[str, Any]:
+    c = result.candidate
+    return {
+        "compression": c.compression,
+        "settings": dict(c.settings),
+        **{name: getattr(result, name) for name in ("throughput", "tpot_s", "kl", "fits", "error")},
+        "figures": dict(result.figures),
+    }
+
+
+def read_results(measurer: Measurer, space: Space) -> list[Result]:
+    """Those of the same conditions whose choices the space still has; the last of each candidate."""
+    file = measurer.folder / RESULTS_NAME
+    found: dict[Candidate, Result] = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        try:
+            row = json.loads(line)
+            settings = tuple((name, row["settings"][name]) for name in space.axes)
+        except (ValueError, KeyError):
+            continue  # cut off when the search was interrupted, or of another space
+        lost_too_much = row.get("kl") is not None
+        if row.pop("conditions") == measurer.conditions and (
+            row["error"] is None or lost_too_much
+        ):  # else it is tried again
+            candidate = Candidate(row.pop("compression"), settings)
+            row.pop("settings")
+            found[candidate] = Result(candidate=candidate, **row)
+    return list(found.values())
+
+
+# --- Choosing ---------------------------------------------------------------------------------------------------------
+
+
+def misses(result: Result, objectives: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """The objectives whose 99th percentile is above what is wanted: (measured, wanted)."""
+    found = {name: (result.figures.get(f"{name}_p99"), most) for name, most in objectives.items()}
+    return {name: (value, most) for name, (value, most) in found.items() if value is not None and value > most}
+
+
+def choose(results: Sequence[Result], objectives: Mapping[str, float]) -> Result | None:
+    """Of those on the front that meet the objectives the one with the most throughput; if none does, the nearest."""
+    if not results:
+        return None
+    meeting = [r for r in results if not misses(r, objectives)]
+    if meeting:
+        return max(meeting, key=lambda r: r.throughput or 0)
+    return min(results, key=lambda r: max(value / most for value, most in misses(r, objectives).values()))

@@ -1,0 +1,84 @@
+"""The traffic that candidates are measured with: lengths of requests, and how they arrive."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.bench.load import parse_arrivals
+from slipstream.bench.workload import Length, Workload, from_lengths, read_lengths
+from slipstream.errors import ConfigError
+
+TRACE_COLUMNS = (
+    ("ContextTokens", "GeneratedTokens"),
+    ("input_length", "output_length"),
+    ("num_prefill_tokens", "num_decode_tokens"),
+)
+"""Names of the columns of (input, output) tokens, as Azure's, Mooncake's and Vidur's traces have them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """`arrivals` is what `bench.load.parse_arrivals` takes. `num_left_out` requests of the source were longer than the
+    model."""
+
+    source: str
+    lengths: tuple[Length, ...]
+    arrivals: str
+    seed: int = 0
+    num_left_out: int = 0
+
+    @property
+    def mean_input(self) -> float:
+        return statistics.mean(n for n, _ in self.lengths)
+
+    @property
+    def mean_output(self) -> float:
+        return statistics.mean(n for _, n in self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(a + b for a, b in self.lengths)
+
+    def workload(self, vocab_size: int) -> Workload:
+        return from_lengths("traffic", self.lengths, vocab_size=vocab_size, seed=self.seed)
+
+
+def parse_traffic(text: str, arrivals: str, *, num_requests: int, longest: int, seed: int = 0) -> Traffic:
+    """`text` is IN/OUT for requests that are all alike, such as 128/64, or a file: a recorded trace (.csv, .jsonl) or lengths
+    (.json, as `bench --lengths-file`). The first `num_requests` that fit into `longest` tokens are taken."""
+    parse_arrivals(arrivals)
+    if num_requests < 1:
+        raise ConfigError("num_requests must be above 0", field="num_requests")
+    first, _, second = text.partition("/")
+    if first.isdecimal() and second.isdecimal() and int(first) and int(second):
+        found = [(int(first), int(second))] * num_requests
+    else:
+        found = read_trace(Path(text).expanduser())
+    fits = [pair for pair in found if sum(pair) <= longest]
+    if not fits:
+        raise ConfigError(f"traffic={text!r}: no request of it fits into the model's {longest} tokens", field="traffic")
+    taken = tuple(fits[:num_requests])
+    return Traffic(source=text, lengths=taken, arrivals=arrivals, seed=seed, num_left_out=len(found) - len(fits))
+
+
+def read_trace(path: Path) -> list[Length]:
+    """The lengths in a file, in its order, without requests that have no tokens on one side."""
+    if not path.is_file():
+        raise ConfigError(f"traffic={str(path)!r} is neither IN/OUT, such as 128/64, nor a file", field="traffic")
+    if path.suffix == ".json":
+        return read_lengths(path)
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = [json.loads(line) for line in file] if path.suffix == ".jsonl" else list(csv.DictReader(file))
+        names = next(pair for pair in TRACE_COLUMNS if rows and set(pair) <= rows[0].keys())
+        lengths = [(int(row[names[0]]), int(row[names[1]])) for row in rows]
+    except (OSError, ValueError, TypeError, AttributeError, StopIteration):
+        known = ", ".join("/".join(pair) for pair in TRACE_COLUMNS)
+        raise ConfigError(
+            f"{path} is no trace with columns of input and output tokens ({known})", field="traffic"
+        ) from None
+    return [pair for pair in lengths if min(pair) > 0]

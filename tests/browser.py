@@ -1,0 +1,87 @@
+"""A real headless Chromium through chromedriver, by the W3C's WebDriver protocol: no package is needed.
+
+with Browser.start(tmp_path) as browser:
+    browser.open(page, width=390, height=844)
+    browser.run("return document.title")
+    assert browser.errors() == []
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+class Browser:
+    def __init__(self, url):
+        self._url = url
+
+    @classmethod
+    @contextmanager
+    def start(cls, folder):
+        """Skips the test, and says why, where there is no browser."""
+        driver, browser = shutil.which("chromedriver"), next(filter(None, map(shutil.which, BROWSERS)), None)
+        if driver is None or browser is None:
+            pytest.skip("needs Chromium and its driver (apt-get install chromium chromium-driver)")
+        process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True, cwd=folder)
+        try:
+            port = next(
+                line.split()[-1].rstrip(".") for line in process.stdout if "started successfully on port" in line
+            )
+            made = cls(f"http://127.0.0.1:{port}/session")
+            options = {
+                "binary": browser,
+                "args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
+            }
+            options["args"].append(f"--user-data-dir={folder / 'profile'}")
+            wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+            session = made._ask("", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+            made._url += f"/{session}"
+            try:
+                yield made
+            finally:
+                made._ask("", method="DELETE")
+        finally:
+            process.kill()
+            process.wait()
+
+    def _ask(self, path, body=None, method="POST"):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, {"content-type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)["value"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(error.read().decode()) from None
+
+    def open(self, file, *, width, height):
+        """Opens a page from the disk, at a size of its inside; the seconds until its load event ended."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._ask("/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": size})
+        begin = time.monotonic()
+        self._ask("/url", {"url": file.as_uri()})
+        return time.monotonic() - begin
+
+    def run(self, script, *arguments):
+        """What the script returns."""
+        return self._ask("/execute/sync", {"script": script, "args": list(arguments)})
+
+    def errors(self):
+        """What the console got since the last call, above information."""
+        return [entry for entry in self._ask("/se/log", {"type": "browser"}) if entry["level"] not in ("INFO", "DEBUG")]
+
+    def screenshot(self, file):
+        """The whole page."""
+        params = {"format": "png", "captureBeyondViewport": False}
+        shot = self._ask("/goog/cdp/execute", {"cmd": "Page.captureScreenshot", "params": params})
+        file.write_bytes(base64.b64decode(shot["data"]))

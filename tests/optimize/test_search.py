@@ -1,0 +1,161 @@
+"""The search over a world whose figures are known: how near the front it comes, what it leaves out, when it ends."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from slipstream.errors import ConfigError, EngineError
+from slipstream.optimize.pareto import hypervolume
+from slipstream.optimize.search import LEAST_MEASURED, Candidate, Prediction, Result, Search, Space
+
+pytest.importorskip("optuna", reason="the search needs Optuna (the extra `optimize`)")
+
+SPACE = Space(
+    compressions=("none", "int8", "int4", "gptq"),
+    axes={
+        "kv_cache_dtype": ("auto", "int8"),
+        "max_num_seqs": (1, 2, 4, 8),
+        "max_num_batched_tokens": (128, 512, 2048),
+        "speculative_model": (None, "ngram"),
+    },
+)
+KL = {"none": 0.0, "int8": 0.003, "gptq": 0.03, "int4": 0.06}
+
+
+def prior(candidate):
+    size, bits = dict(candidate.settings)["max_num_seqs"], {"none": 16, "int8": 8}.get(candidate.compression, 4.5)
+    step_s = 0.004 * bits / 16 + 0.0008 * size
+    return Prediction(throughput=size / step_s, tpot_s=step_s, kl=KL[candidate.compression] * 1.5)
+
+
+class World:
+    """Figures that the prior gets wrong: by an effect of each choice, and by one of each candidate."""
+
+    def __init__(self, seed):
+        rng = random.Random(seed)
+        self.effects = {(name, value): rng.gauss(0, 0.15) for name, values in SPACE.axes.items() for value in values}
+        self.effects |= {name: rng.gauss(0, 0.25) for name in SPACE.compressions}
+        self.seed, self.asked = seed, []
+
+    def __call__(self, candidate):
+        self.asked.append(candidate)
+        own = random.Random(f"{self.seed} {candidate.name}")
+        effect = (
+            self.effects[candidate.compression] + sum(self.effects[c] for c in candidate.settings) + own.gauss(0, 0.08)
+        )
+        expected = prior(candidate)
+        return Result(
+            candidate=candidate,
+            throughput=expected.throughput * math.exp(-effect),
+            tpot_s=expected.tpot_s * math.exp(effect + own.gauss(0, 0.05)),
+            kl=KL[candidate.compression] + 0.001 * (("kv_cache_dtype", "int8") in candidate.settings),
+        )
+
+
+def volume(results, every):
+    points = [r.point for r in every]
+    reference = (max(p[0] for p in points) + 0.1, max(p[1] for p in points) + 0.1, 0.11)
+    return hypervolume([r.point for r in results if r.point], reference) / hypervolume(points, reference)
+
+
+def test_fifteen_percent_of_the_measurements_find_nearly_the_whole_front():
+    shares, at_random = [], []
+    for seed in range(4):
+        every = [World(seed)(c) for c in SPACE.candidates()]
+        most = int(0.15 * len(every))
+        search = Search(SPACE, prior, World(seed), seed=seed)
+        results = search.run(budget_s=2 * most, clock=iter(range(10_000)).__next__)[:most]
+        shares.append(volume(results, every))
+        at_random.append(volume(random.Random(seed).sample(every, most), every))
+    assert sum(shares) / len(shares) > 0.95
+    assert sum(shares) / len(shares) > sum(at_random) / len(at_random) + 0.05
+
+
+def test_no_candidate_is_measured_twice_and_the_search_ends_by_itself():
+    world = World(11)
+    search = Search(SPACE, prior, world, seed=1)
+    search.run(budget_s=1e9)
+    assert len(set(world.asked)) == len(world.asked)
+    assert "could move the front" in search.why_ended
+    assert LEAST_MEASURED <= len(world.asked) < len(SPACE.candidates())
+    front = search.front()
+    assert [r.throughput for r in front] == sorted((r.throughput for r in front), reverse=True)
+
+
+def test_a_small_space_is_measured_whole():
+    space = Space(compressions=("none", "int8"), axes={name: values[:1] for name, values in SPACE.axes.items()})
+    search = Search(space, prior, World(0))
+    assert {r.candidate for r in search.run(budget_s=1e9)} == set(space.candidates())
+    assert "every candidate was measured" in search.why_ended
+
+
+def test_what_loses_too_much_is_not_measured_again_and_what_fails_is_a_result():
+    world = World(3)
+
+    def measure(candidate):
+        if candidate.compression == "int4":
+            world.asked.append(candidate)
+            return Result(candidate=candidate, kl=0.5, fits=False, error="KL 0.5")
+        if dict(candidate.settings)["max_num_batched_tokens"] == 2048:
+            raise EngineError("out of memory")
+        return world(candidate)
+
+    search = Search(SPACE, prior, measure, seed=0)
+    results = search.run(budget_s=1e9)
+    keys = [c.quality_key for c in world.asked if c.compression == "int4"]
+    assert len(keys) == len(set(keys))
+    failed = [r for r in results if r.error == "out of memory"]
+    assert failed
+    assert all(r.point is None for r in failed)
+    assert all(r.candidate.compression != "int4" for r in search.front())
+
+
+def test_an_interrupted_search_goes_on():
+    whole = Search(SPACE, prior, World(5), seed=0)
+    whole.run(budget_s=1e9)
+    half = whole.results[: len(whole.results) // 2]
+    world = World(5)
+    again = Search(SPACE, prior, world, known=half, seed=0)
+    again.run(budget_s=1e9)
+    assert not {r.candidate for r in half} & set(world.asked)
+    assert again.results[: len(half)] == half
+
+
+def test_the_time_is_kept():
+    now = [0.0]
+
+    def measure(candidate):
+        now[0] += 10
+        return World(0)(candidate)
+
+    search = Search(SPACE, prior, measure)
+    results = search.run(budget_s=45, clock=lambda: now[0])
+    assert len(results) == 4  # a fifth would end at 50 s
+    assert "45 s is over" in search.why_ended
+
+
+def test_predictions_learn_from_measurements():
+    search = Search(SPACE, prior, World(7), seed=0)
+    search.run(budget_s=1e9)
+    unseen = search.waiting()
+    truth = [World(7)(c).throughput for c in unseen]
+
+    def error(predict):
+        return sum(abs(math.log(predict(c).throughput / t)) for c, t in zip(unseen, truth, strict=True)) / len(unseen)
+
+    assert error(search.predict) < 0.6 * error(prior)
+
+
+def test_without_optuna_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    with pytest.raises(ConfigError, match=r"slipstream\[optimize\]"):
+        Search(SPACE, prior, World(0))
+
+
+def test_names():
+    candidate = Candidate("int8", (("kv_cache_dtype", "int8"), ("speculative_model", None)))
+    assert candidate.name == "int8 kv_cache_dtype=int8"
+    assert candidate.quality_key == ("int8", ("kv_cache_dtype", "int8"))
