@@ -100,16 +100,17 @@ def model(
     (`score`)."""
     if "classifier" not in more and (labels := num_labels(c)) is not None:
         more["classifier"] = ClassifierSpec(num_labels=labels, activation=None, pooling="last")
-    is_classifier = more.get("classifier") is not None
     is_tied = c.take("tie_word_embeddings", bool, tied)
+    layers = tuple(layer(i) for i in range(c.size(num_layers)))
+    is_encoder = not getattr(layers[0].attention, "causal", True)  # its config speaks of a head that is not read
     spec = ModelSpec(
         family=family,
         vocab_size=c.size(vocab),
         hidden_size=c.size(hidden),
         max_position=max_position,
-        layers=tuple(layer(i) for i in range(c.size(num_layers))),
+        layers=layers,
         final_norm=norm,
-        tied_embeddings=is_tied and not is_classifier,
+        tied_embeddings=is_tied and not is_encoder and more.get("classifier") is None,
         **more,
     )
     c.finish()
