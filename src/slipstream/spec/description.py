@@ -33,8 +33,8 @@ class StoredType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
-    """A model on disk. `dtype` is the type that the checkpoint was saved in. `eos_token_ids` come from the generation config,
-    or else from the config. `gguf` is the open file, so that its header is read once."""
+    """`dtype` is the one the checkpoint was saved in. `eos_token_ids` are the generation config's, else the config's. `gguf` is
+    the open file, so that whoever has the description reads its header no second time."""
 
     name: str
     path: Path
@@ -212,7 +212,8 @@ def _read_folder(path: Path) -> ModelDescription:
 
 
 def _sampling(config: Mapping[str, Any]) -> dict[str, float]:
-    """A generation config's defaults for requests: `repetition_penalty`, and with `do_sample` also temperature and filters."""
+    """How a generation config would have tokens drawn where a request does not say: `repetition_penalty`, and if it samples at
+    all (`do_sample`) also temperature and filters."""
     drawn = ("temperature", "top_p", "top_k", "min_p") if config.get("do_sample") else ()
     found = {name: value for name in (*drawn, "repetition_penalty") if (value := config.get(name)) is not None}
     for name, value in found.items():
@@ -222,7 +223,7 @@ def _sampling(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _tensor_names(path: Path) -> frozenset[str]:
-    """The names in all safetensors files of a folder."""
+    """Of a folder's safetensors files; none, if there are no files."""
     names: set[str] = set()
     for file in path.glob("*.safetensors"):
         with file.open("rb") as opened:

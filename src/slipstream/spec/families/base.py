@@ -196,7 +196,7 @@ class Family:
     architectures: tuple[str, ...]
     read: Callable[[ConfigReader], ModelSpec]
     names: Callable[[ModelSpec], Names]
-    prefixes: tuple[str, ...] = ("",)
+    prefixes: tuple[str, ...] = ("",)  # that some writers put before every name
     ignored: tuple[str, ...] = ()
     gguf: GGUFFamily | None = None
-    nested_config: str | None = None
+    nested_config: str | None = None  # the key that holds the language model's own config

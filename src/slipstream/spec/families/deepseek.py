@@ -221,6 +221,6 @@ FAMILIES = (
         architectures=("DeepseekV3ForCausalLM",),
         read=read_v3,
         names=names,
-        ignored=(r"model\.layers\.61\..*",),  # multi-token prediction
+        ignored=(r"model\.layers\.61\..*",),  # V3's last layer drafts a second token
     ),
 )

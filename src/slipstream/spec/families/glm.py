@@ -129,7 +129,7 @@ def glm4_moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 GLM4_MOE_GGUF: dict[str, Theirs] = {"pre_mlp": "post_attention_norm", "correction": {"weight": "exp_probs_b.bias"}}
 DRAFTING = r"(46|92)\..*"
-"""The layer for multi-token prediction: of GLM-4.5-Air, and of GLM-4.5 and 4.6."""
+"""The layer that drafts a second token: GLM-4.5-Air's, GLM-4.5's and 4.6's."""
 
 FAMILIES = (
     Family(
