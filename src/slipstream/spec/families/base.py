@@ -189,8 +189,7 @@ class GGUFFamily:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A family of models. `names(spec)` lists every tensor of a checkpoint. `ignored` are regular expressions of tensors that
-    are not used. `prefixes` are what writers put before all names. `nested_config` is the config's key with the language
-    model's own config."""
+    are not used."""
 
     model_type: str
     architectures: tuple[str, ...]

@@ -19,9 +19,10 @@ def read_nomic(c: ConfigReader) -> ModelSpec:
     if "n_embd" not in c:
         c.size("head_dim", c.size("hidden_size") // c.size("num_attention_heads"))
         return _read(c, "nomic_bert", gated(c), theta=1000.0)
-    off = ("causal", "parallel_block", "parallel_block_tied_norm", "prenorm", "use_rms_norm", "reorder_and_upcast_attn")
-    off += ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "rotary_emb_interleaved", "scale_attn_by_inverse_layer_idx")
-    for name in off:
+    for name in (
+        *("causal", "parallel_block", "parallel_block_tied_norm", "prenorm", "use_rms_norm", "reorder_and_upcast_attn"),
+        *("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "rotary_emb_interleaved", "scale_attn_by_inverse_layer_idx"),
+    ):
         c.require(name, False)
     c.require("scale_attn_weights", True)
     c.require("rotary_emb_fraction", 1.0, 1)
