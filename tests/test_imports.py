@@ -24,7 +24,7 @@ FILES = {
 }
 
 PUBLIC = {f"slipstream.{name}": module for name, module in slipstream._PUBLIC.items()}
-BASE = ("errors", "spec", "types", "config", "hub", "plan")
+BASE = ("errors", "spec", "sampling_params", "types", "config", "hub", "plan")
 """Imported by all above them; among themselves, each may import those before it."""
 
 PLATFORM = (*BASE, "platform")

@@ -69,7 +69,7 @@ def test_taken(tmp_path, family, overrides, scheme):
     shape = shape_of(spec_of(tmp_path, family, **overrides))
     product = weight_of(scheme) if scheme else Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
     assert shape is not None
-    assert one_token.takes(shape, product, shape.head_dim)
+    assert one_token.refusal(shape, product, shape.head_dim) is None
 
 
 MIXTURE = {**WIDE, "num_experts": 40, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
@@ -80,7 +80,7 @@ def test_mixtures_taken(tmp_path, scheme):
     """4-bit experts are not."""
     shape = shape_of(spec_of(tmp_path, "qwen3_moe", **MIXTURE))
     product = weight_of(scheme) if scheme else Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
-    assert one_token.takes(shape, product, 64) == (scheme != "int4")
+    assert (one_token.refusal(shape, product, 64) is None) == (scheme != "int4")
     assert shape.intermediate_size == 0
 
 
@@ -88,7 +88,7 @@ def test_leading_dense_layers(tmp_path):
     spec = spec_of(tmp_path, "glm4_moe", **WIDE, moe_intermediate_size=128, n_group=1, topk_group=1)
     shape = shape_of(spec)
     assert one_token.widths(shape) == (1024, 128, 128)
-    assert one_token.takes(shape, Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16)), 32)
+    assert one_token.refusal(shape, Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16)), 32) is None
     biased = dataclasses.replace(spec.layers[0].mlp, bias=True)
     assert "biases" in shape_of(spec, [dataclasses.replace(spec.layers[0], mlp=biased), *spec.layers[1:]])
     wider = dataclasses.replace(spec.layers[0].mlp, intermediate_size=512)
@@ -110,8 +110,8 @@ def test_mixtures_it_does_not_take(tmp_path, changed, of_expert):
     shape = shape_of(spec_of(tmp_path, "qwen3_moe", **MIXTURE))
     experts = dataclasses.replace(shape.experts, expert=dataclasses.replace(shape.experts.expert, **of_expert), **changed)
     product = Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
-    assert one_token.takes(shape, product, 64)
-    assert not one_token.takes(dataclasses.replace(shape, experts=experts), product, 64)
+    assert one_token.refusal(shape, product, 64) is None
+    assert one_token.refusal(dataclasses.replace(shape, experts=experts), product, 64) is not None
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_latents_it_does_not_know(tmp_path, changed):
 def test_latents_it_does_not_take(tmp_path, changed):
     shape = shape_of(spec_of(tmp_path, "deepseek_v2", **LATENT))
     product = Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
-    assert one_token.takes(shape, product, 16)
+    assert one_token.refusal(shape, product, 16) is None
     latent = dataclasses.replace(shape.latent, **changed)
-    assert not one_token.takes(dataclasses.replace(shape, latent=latent), product, latent.rotary_dim)
+    assert one_token.refusal(dataclasses.replace(shape, latent=latent), product, latent.rotary_dim) is not None
 
 
 def test_norms_of_two_kinds(tmp_path):
@@ -178,8 +178,8 @@ def test_not_on_a_cpu(tmp_path):
 def test_shapes_it_does_not_take(tmp_path, changed):
     shape = shape_of(spec_of(tmp_path, "llama", **WIDE))
     product = Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
-    assert one_token.takes(shape, product, 64)
-    assert not one_token.takes(dataclasses.replace(shape, **changed), product, 64)
+    assert one_token.refusal(shape, product, 64) is None
+    assert one_token.refusal(dataclasses.replace(shape, **changed), product, 64) is not None
 
 
 def test_weights_it_does_not_take(tmp_path):
@@ -190,7 +190,7 @@ def test_weights_it_does_not_take(tmp_path):
     assert isinstance(zeros, GroupedLinear)
     assert isinstance(weight_of("fp8"), ScaledLinear)
     for product in (zeros, floats, single, round_linear(torch.randn(128, 512), None, SCHEMES["fp8-block"])):
-        assert not one_token.takes(shape, product, 64)
+        assert one_token.refusal(shape, product, 64) is not None
 
 
 def test_the_ring_has_room(tmp_path):
@@ -290,7 +290,7 @@ class OnCpuOps(ReferenceOps):
         return dtype.itemsize == 1
 
     def one_token(self, shape, layers, product, cos_sin):
-        assert one_token.takes(shape, product, None if cos_sin is None else cos_sin.shape[1])
+        assert one_token.refusal(shape, product, None if cos_sin is None else cos_sin.shape[1]) is None
         step = OnCpu(shape, layers, product, cos_sin, programs=PROGRAMS, shared_bytes=232448)
         step.folder = self.folder
         return step

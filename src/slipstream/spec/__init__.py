@@ -1,1 +1,1 @@
-"""Descriptions of models and of how they are compressed: data, without torch. Every other part may import them."""
+"""Descriptions of models and of their compression: data, without torch. Every other part may import them."""

@@ -1,12 +1,10 @@
-"""Tables of measured tiles: which tile a GPU kernel takes for an op, number format and class of shapes. Data and files,
-no torch.
+"""Tables of measured tiles: which tile a GPU kernel uses for an op, a number format and a class of shapes. No torch.
 
-A table belongs to one kind of device and is written by `slipstream tune`. What it lacks takes the heuristic beside the
-kernel. Nothing is measured when an engine starts: the same table gives the same tiles, and so the same sums in the same
-order. `identity` names the choices of a table, whatever file they came from.
-
-Tables come with Slipstream (`kernels/triton/tiles/`, one per device) and from the user's cache folder, which goes first. A file
-of another format, or with anything unexpected, is refused with its name and what to do."""
+1. `slipstream tune` writes a table for one kind of device. Nothing is measured when an engine starts.
+2. For a shape that is not in the table, the heuristic beside the kernel chooses.
+3. The same table gives the same tiles, so sums are taken in the same order. `identity` is a hash of a table's choices.
+4. Tables come with Slipstream (`kernels/triton/tiles/`) and from the user's cache folder, which has precedence.
+5. A file of another format, or with anything unexpected, raises ConfigError with its path and the remedy."""
 
 from __future__ import annotations
 
@@ -33,15 +31,15 @@ FORMAT = 2
 SHIPPED = Path(__file__).parents[1] / "kernels" / "triton" / "tiles"
 KINDS = ("bfloat16", "float16", "float32", "fp8", "fp8-block", "int8", "int4", "int4-g32")
 NEVER = 1 << 30
-"""`from_tokens` of 2:4 weights whose sparse product is never faster (`triton.sparse24`)."""
+"""`from_tokens` of a 2:4 weight for which the sparse product is never faster (`triton.sparse24`)."""
 NUM_COUNTERS = 4096
-"""The most tiles of rows that a split product can count (`triton.split_k`)."""
+"""The most tiles of rows that a split-K product can have (`triton.split_k`): each needs a counter."""
 
 
 @dataclass(frozen=True, slots=True)
 class TiledOp:
-    """Names of an op's shape and tile numbers. The last number of a shape is rounded up to one of `classes` (beyond the
-    last: to the last), if there are any."""
+    """The names of the numbers in an op's shape and tile. With `classes`, the last number of a shape is rounded up to the next
+    class; a number above all classes belongs to the last."""
 
     shape: tuple[str, ...]
     tile: tuple[str, ...]
@@ -64,7 +62,7 @@ OPS: Mapping[str, TiledOp] = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A tile, its microseconds and those of the previous choice when it was measured; None: chosen by hand."""
+    """A tile with its measured time, and the time of the choice that it replaced. None: the tile was chosen by hand."""
 
     tile: Tile
     us: float | None = None
@@ -73,14 +71,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileTable:
-    """`made_by`: how the tiles were found."""
+    """The tiles for one kind of device. `made_by` says how they were found."""
 
     device: str
     entries: Mapping[Key, Measured] = field(default_factory=dict)
     made_by: str = ""
 
     def find(self, op: str, kind: str, *shape: int) -> Any:
-        """The tile (numbers named in `OPS[op].tile`) for a shape, or None: the op's heuristic decides."""
+        """The tile for a shape, as the numbers that `OPS[op].tile` names. None: the op's heuristic decides."""
         if not self.entries:
             return None
         found = self.entries.get((op, kind, classed(op, shape)))
@@ -88,7 +86,7 @@ class TileTable:
 
     @property
     def identity(self) -> str:
-        """Twelve hexadecimal digits for all choices; "none" if there are none."""
+        """Twelve hexadecimal digits of a hash of all choices; "none" for an empty table."""
         if not self.entries:
             return "none"
         choices = sorted((op, kind, shape, m.tile) for (op, kind, shape), m in self.entries.items())
@@ -98,11 +96,12 @@ class TileTable:
         return f"{self.identity} ({len(self.entries)} tiles)" if self.entries else "none: heuristics"
 
     def over(self, other: TileTable) -> TileTable:
-        """These tiles, and `other`'s where these have none."""
+        """These tiles; for keys without one, `other`'s."""
         return dataclasses.replace(self, entries={**other.entries, **self.entries})
 
     def tuned(self, keys: Iterable[Key], found: Mapping[Key, Measured], made_by: str) -> TileTable:
-        """The table after measuring `keys`: `found` are the winners; a key without one goes back to its heuristic."""
+        """The table after `keys` were measured. `found` has the fastest tiles. A key that is not in it goes back to its
+        heuristic."""
         kept = {key: m for key, m in self.entries.items() if key not in set(keys)}
         return TileTable(device=self.device, entries={**kept, **found}, made_by=made_by)
 
@@ -111,7 +110,7 @@ NO_TILES = TileTable(device="")
 
 
 def classed(op: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape with its last number rounded up to the op's class."""
+    """The shape, with its last number rounded up to the op's class."""
     classes = OPS[op].classes
     if not classes:
         return shape
@@ -123,8 +122,13 @@ def file_name(device: str) -> str:
 
 
 def load_tiles(choice: str, device: str, folder: Path) -> TileTable:
-    """The table for `device`. `choice`: "none"; "shipped" with Slipstream; "auto", the shipped one under the user's from
-    `folder`; or a file's path. ConfigError names a file that can't be used."""
+    """The table for `device`. `choice` is one of
+
+    1. "none": the empty table.
+    2. "shipped": the one that comes with Slipstream.
+    3. "auto": the user's from `folder`, completed by the shipped one.
+    4. The path of a file. ConfigError names a file that can't be used.
+    """
     empty = TileTable(device=device)
     if choice == "none":
         return empty
@@ -158,7 +162,7 @@ def read_tiles(path: Path, device: str) -> TileTable:
 
 
 def write_tiles(table: TileTable, path: Path) -> None:
-    """Atomic: readers see the old file or the new one, also if this process dies."""
+    """Write a table atomically: readers see the old file or the new one, even if this process dies."""
     entries = [
         {
             "op": op,
@@ -188,7 +192,7 @@ def write_tiles(table: TileTable, path: Path) -> None:
 
 
 def _table(value: Any) -> TileTable:
-    """Raises ValueError, KeyError or TypeError if `value` is not what `write_tiles` writes."""
+    """The table in a file's JSON. Raises ValueError, KeyError or TypeError if `write_tiles` would not have written it."""
     found = _object(value, "the file", ("format", "device", "made_by", "entries"))
     if found["format"] != FORMAT:
         raise ValueError(f"its format is {found['format']!r}, and this version reads {FORMAT}")

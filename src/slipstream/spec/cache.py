@@ -1,4 +1,4 @@
-"""Which layers of a model share a block table of the KV cache, and how many blocks a sequence holds. No torch."""
+"""KV cache groups: which layers share a block table, and how many blocks a sequence holds. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroup:
-    """Layers that share a block table. A block of the group holds `block_size` tokens of each of these `layers`.
+    """Layers that share a block table. A block holds `block_size` tokens of each layer of the group.
 
-    A sequence keeps all its blocks in a `full` group. In a `window` group it releases those that no later token looks at. A
-    `cross` group holds what an encoder read. Block ids are unique over the groups, so that one pool serves them all: the layer
-    at place p of a group uses cache tensor p, whichever the group.
+    1. In a `full` group a sequence keeps all its blocks.
+    2. In a `window` group it releases the blocks that no later token attends to.
+    3. A `cross` group holds the keys and values of an encoder's states.
+    4. Block ids are unique over all groups, so one pool serves them. The layer at place p of any group uses cache tensor p.
     """
 
     kind: Literal["full", "window", "cross"]
@@ -25,25 +26,25 @@ class CacheGroup:
     window: int | None = None
 
     def first_block(self, num_computed_tokens: int, block_size: int) -> int:
-        """The first block that a token at position `num_computed_tokens`, or a later one, looks at."""
+        """The first block that a token at position `num_computed_tokens` or later attends to."""
         return 0 if self.window is None else max(0, num_computed_tokens + 1 - self.window) // block_size
 
     def max_blocks(self, num_tokens: int, block_size: int, max_step_tokens: int) -> int:
-        """The most blocks that a sequence of `num_tokens` tokens holds at once, computed in steps of up to
-        `max_step_tokens`."""
+        """The most blocks that a sequence holds at once until it has `num_tokens` tokens, if a step computes up to
+        `max_step_tokens` of them."""
         whole = -(-num_tokens // block_size)
         return whole if self.window is None else min(whole, -(-(self.window + max_step_tokens) // block_size) + 1)
 
 
 def blocks_of_sequence(groups: Sequence[CacheGroup], num_tokens: int, block_size: int, max_step_tokens: int) -> int:
-    """The most blocks that a sequence of `num_tokens` tokens (and as many of an encoder's) holds at once, in all groups."""
+    """The same in all groups together. An encoder has read as many tokens."""
     return sum(group.max_blocks(num_tokens, block_size, max_step_tokens) for group in groups)
 
 
 def longest_sequence(
     groups: Sequence[CacheGroup], num_blocks: int, block_size: int, max_step_tokens: int, limit: int
 ) -> int:
-    """How many tokens, in whole blocks and up to `limit` and the rest of its block, a sequence can have in `num_blocks`."""
+    """The most tokens of a sequence for which `num_blocks` suffice: whole blocks, up to the one that contains `limit`."""
 
     def needed(count: int) -> int:
         return blocks_of_sequence(groups, count * block_size, block_size, max_step_tokens)
@@ -54,9 +55,10 @@ def longest_sequence(
 def group_layers(attentions: Sequence[AttentionKind], max_position: int, *, divide: bool) -> list[CacheGroup]:
     """The groups of layers with these `attentions`.
 
-    One group where all layers look equally far back. Otherwise the layers of each window, and those without one, are cut into
-    groups as large as the rarest kind (the last of a kind may be smaller), if all cache the same number of heads and
-    dimensions. If they do not, or if not `divide`, one group keeps everything.
+    1. If all layers have the same window, or none has one, there is one group.
+    2. Otherwise layers with the same window belong together, and so do those without one. Each such set is divided into
+       groups of the size of the smallest set; its last group may be smaller.
+    3. If layers cache different numbers of heads or dimensions, or without `divide`, one `full` group has all layers.
     """
     kinds: dict[int | None, list[int]] = {}
     for i, attention in enumerate(attentions):

@@ -1,4 +1,4 @@
-"""What a model on disk is, read from its config or its GGUF header alone. No torch, no weights."""
+"""What a model on disk is, read from its config or its GGUF header. No torch, no weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slipstream.spec.scheme import CPU_BLOCK_BYTES, RowFormat, Scheme, WeightFor
 
 @dataclass(frozen=True, slots=True)
 class StoredType:
-    """One of a GGUF file's types: how many values it holds there, in how many bytes."""
+    """A GGUF storage type that a file uses, with the values and bytes that the file stores in it."""
 
     name: str
     num_values: int
@@ -58,29 +58,29 @@ class ModelDescription:
 
     @property
     def scheme(self) -> str | None:
-        """Of `spec.scheme.SCHEMES`: the weights are stored so."""
+        """The scheme of `SCHEMES` that all products are stored in; None if there is none."""
         return self.quantization.scheme if self.quantization is not None else None
 
     @property
     def kv_cache(self) -> RowFormat | None:
-        """The checkpoint has scales for a cache of this form."""
+        """The format of an 8-bit cache that the checkpoint has scales for."""
         return self.quantization.kv_cache if self.quantization is not None else None
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Every parameter's, by our names."""
+        """The shape of every parameter, by our names."""
         return parameters(self.spec)
 
     def held_formats(self, rounded: frozenset[str]) -> dict[str, WeightFormat]:
-        """Of compressed-tensors' checkpoints: the format of each of our weights that is held as it is stored, by ops with
-        products of these names (`OpSet.rounded`). The others are expanded; of other checkpoints none are told apart."""
+        """The format of each of our weights that stays as a compressed-tensors checkpoint stores it. `rounded` names the
+        products that the ops have (`OpSet.rounded`). Other weights are expanded at load. Other kinds of checkpoint: empty."""
         if self.quantization is None or self.quantization.formats is None:
             return {}
         return held_formats(self.family.names(self.spec), self.shapes, self.quantization.formats, rounded)
 
     def split_columns(self) -> dict[str, tuple[int, ...]]:
-        """Of our weights with int8 inputs, which columns of them keep the model's type. CheckpointError if what we hold as one
-        has several."""
+        """For each of our weights with int8 inputs, the input columns that keep the model's type. CheckpointError if tensors
+        that we hold as one weight have different columns."""
         found: dict[str, tuple[int, ...]] = {}
         formats = self.quantization.formats if self.quantization is not None else None
         if formats is None or not formats.columns:
@@ -97,8 +97,8 @@ class ModelDescription:
         return {target: columns for target, columns in found.items() if columns}
 
     def bytes_on_cpu(self, dtype_bytes: int, scheme: Scheme | None = None) -> int | None:
-        """What a GGUF file's weights take where its blocks are used as they are, but for those that `scheme` rounds; None for
-        other checkpoints."""
+        """Bytes of a GGUF file's weights on a CPU. Weights that `scheme` rounds take its bytes. Others stay in the file's types
+        where the CPU has kernels for them. None for other checkpoints."""
         if self.gguf is None or self.family.gguf is None:
             return None
         names, held, total = self.family.gguf.names(self.spec), CPU_BLOCK_BYTES, 0
@@ -111,15 +111,16 @@ class ModelDescription:
                 total += num_values * held[tensor.type] // 256
             else:
                 total += num_values * dtype_bytes
-        if scheme is not None and scheme.head and self.spec.tied_embeddings:  # made of the table, and held beside it
+        if scheme is not None and scheme.head and self.spec.tied_embeddings:  # the rounded head is a copy of the table
             total += scheme.weight_bytes(self.spec.vocab_size, self.spec.embed_width, on_cpu=True)
         return total
 
 
 def read_spec(path: Path) -> ModelDescription:
-    """The description of a folder with config.json, or of a .gguf file. UnsupportedModelError names what is unknown.
+    """The description of a folder with a config.json, or of a .gguf file.
 
-    No size is believed that the files can't hold. What a config holds that nobody foresaw is an UnsupportedModelError, too.
+    UnsupportedModelError names what is unknown, and covers any other way in which a config can be malformed. CheckpointError:
+    the files can't hold what the sizes ask for.
     """
     try:
         description = _read(path)
@@ -134,16 +135,14 @@ def read_spec(path: Path) -> ModelDescription:
 
 
 _VALUES_PER_BYTE = 16
-"""More than any form of weights holds: a mask of zeros takes a bit for each value."""
-
-
+"""More than any format of weights stores: a mask of zeros takes a bit for each value."""
 _SPARE_PARAMETERS = 2**24
-"""So few more do no harm: what is missing is named when the weights are read."""
+"""This many missing parameters are tolerated here; reading the weights names them."""
 
 
 def _check_sizes(description: ModelDescription) -> None:
-    """CheckpointError if the config asks for far more parameters than the files can hold. A folder without weights, for
-    load_format="dummy", or without some that its index names, has nothing to compare."""
+    """CheckpointError if the config asks for far more parameters than the files can hold. A folder without weights (for
+    load_format="dummy"), or with an index that may name missing files, is not checked."""
     if description.gguf is not None:
         room = 2 * sum(tensor.numel for tensor in description.gguf.tensors.values())
     else:
@@ -201,7 +200,7 @@ def _read_folder(path: Path) -> ModelDescription:
     if pooling.score_tokens is not None and max(n or 0 for n in pooling.score_tokens) >= spec.vocab_size:
         raise CheckpointError(f"{path}: its LogitScore step names tokens that there are not", field="true_token_id")
     dtype = own.get("dtype") or own.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
-    if dtype is None:  # what is rounded was of 16 bits
+    if dtype is None:  # rounded weights were of 16 bits before
         dtype = "float32" if quantization is None or quantization.scheme is None else "bfloat16"
     return ModelDescription(
         name=path.name,
@@ -243,8 +242,8 @@ def tensor_names(path: Path) -> frozenset[str]:
 
 
 def huggingface_config(description: ModelDescription) -> dict[str, Any]:
-    """The model's config.json, without what it says of quantised weights: the folder's, or one made of a GGUF file's metadata,
-    which holds what the model computes and no more."""
+    """The model's config.json without its quantization_config. For a GGUF file it is made from the metadata, and has what the
+    model computes alone."""
     if description.format == "safetensors":
         config = read_json(description.path / "config.json")
         return {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config")}
@@ -311,7 +310,7 @@ def _stored(file: GGUFFile) -> tuple[StoredType, ...]:
 
 
 def _ids(value: Any, vocab_size: int) -> tuple[int, ...]:
-    """Token ids of a config: one, a list, or none; those outside the vocabulary can't be generated."""
+    """A config's token ids, given as one, a list or null. Ids outside the vocabulary can't be generated and are left out."""
     values = value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys(v for v in values if isinstance(v, int) and 0 <= v < vocab_size))
 

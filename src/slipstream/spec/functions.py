@@ -1,4 +1,4 @@
-"""Activations and norms, by name or as functions from outside. No torch."""
+"""Activations and norms: named ones, and functions that a caller brings. No torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NamedActivation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedSwiglu:
-    """g · σ(alpha · g) · (u + 1), with g the gate cut to at most `limit` and u the other half cut to ± it (gpt-oss). Only where
-    there is a gate."""
+    """g · σ(alpha · g) · (u + 1) (gpt-oss). The gate g is clamped to at most `limit`, the up projection u to ± `limit`. For
+    gated MLPs only."""
 
     alpha: float
     limit: float
@@ -28,8 +28,8 @@ class ClampedSwiglu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnActivation:
-    """One that the kernels don't know (docs/adding-a-model.md): `function(gate, up)` of two float32 tensors, or `function(x)`
-    where nothing is gated. `triton`: a `triton.jit` function of the same, elementwise in float32, which a GPU needs."""
+    """An activation that the kernels lack (docs/adding-a-model.md). `function(gate, up)`, or `function(x)` without a gate,
+    takes float32 tensors. `triton` is the same as a `triton.jit` function, elementwise in float32; a GPU needs it."""
 
     name: str
     function: Callable[..., Any]
@@ -44,8 +44,8 @@ Activation: TypeAlias = NamedActivation | ClampedSwiglu | OwnActivation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnNorm:
-    """A norm that the kernels don't know: `function(x, weight, bias, eps)` of x [T, E] in float32 → the same; weight [E] and
-    bias [E] or None as they are stored. It runs in torch on every device."""
+    """A norm that the kernels lack. `function(x, weight, bias, eps)` maps x [T, E] in float32 to the same shape. Weight [E] and
+    bias ([E] or None) are passed as they are stored. It runs in torch on every device."""
 
     name: str
     function: Callable[..., Any]
@@ -53,9 +53,9 @@ class OwnNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
-    """`rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · weight + bias. Or a function.
+    """`rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · weight + bias. Or a function of one's own.
 
-    Gemma stores its weights less one: weight_offset is 1 there.
+    Gemma stores weights less one, so its weight_offset is 1.
     """
 
     kind: Literal["rms", "layer"] | OwnNorm
@@ -69,5 +69,5 @@ class NormSpec:
             raise UnsupportedModelError(f"the norm's epsilon must be from 0 to 1, got {self.eps!r}", field="norm_eps")
 
     def shapes(self, name: str) -> dict[str, Shape]:
-        """Of its parameters."""
+        """The shapes of its parameters."""
         return dict.fromkeys((f"{name}.weight", f"{name}.bias") if self.bias else (f"{name}.weight",), (self.size,))

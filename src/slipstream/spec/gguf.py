@@ -1,9 +1,8 @@
-"""Reading GGUF files: what they say of themselves, and their tensors, one at a time.
+"""A reader of GGUF files: their metadata, and the bytes of their tensors. Little-endian, versions 2 and 3. No torch.
 
-The file is mapped, not read: opening costs the header alone (49k tokens and as many merges in a few hundredths of a
-second), and a tensor's bytes are touched when asked for. Every count, length and offset is checked against the file's
-size before it is believed, so a damaged or hostile file ends in a CheckpointError that names the place: never in a
-hang, a huge allocation or a read beyond the end. Little-endian GGUF 2 and 3. No torch until a tensor is dequantised.
+1. The file is mapped. Opening reads the header alone; a tensor's bytes are read when they are asked for.
+2. Every count, length and offset is checked against the file's size before it is used. A damaged or hostile file raises a
+   CheckpointError that names the place. It can't cause a hang, a huge allocation or a read beyond the end.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ RawBytes: TypeAlias = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class QuantType:
-    """A storage type: `block_bytes` bytes hold `block_size` consecutive values of a row."""
+    """A storage type: `block_bytes` bytes store `block_size` consecutive values of a row."""
 
     name: str
     block_size: int
@@ -49,14 +48,14 @@ TYPES: dict[int, QuantType] = {
     30: QuantType("BF16", 1, 2),
     39: QuantType("MXFP4", 32, 17),
 }
-"""The types that can be read, by their number in the file."""
+"""The types that can be read, by their number in a file."""
 
 _OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
 }  # fmt: skip
-"""Names of types that are known and not supported, for the message."""
+"""Types that are not supported; their names are for the message."""
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -68,7 +67,7 @@ _MAX_NAMES = 2**20  # tensors, or keys
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor as the file holds it. `shape` is in torch's order (rows first), the reverse of the file's."""
+    """A tensor of the file. `shape` is in torch's order, rows first; the file has the reverse."""
 
     name: str
     shape: tuple[int, ...]
@@ -89,7 +88,7 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """An open file: `metadata` and `tensors` by name; `raw` and `dequantize` give a tensor's values."""
+    """An open file: its `metadata` and `tensors` by name. `raw` gives a tensor's bytes."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -118,13 +117,13 @@ class GGUFFile:
         self.tensors: dict[str, GGUFTensor] = self._read_tensors(reader, num_tensors)
 
     def raw(self, name: str) -> RawBytes:
-        """The tensor's bytes as they stand in the file, mapped read-only: [numel / block_size, block_bytes]."""
+        """The tensor's bytes in the file, mapped read-only: [numel / block_size, block_bytes]."""
         tensor = self._find(name)
         flat = self._bytes[tensor.offset : tensor.offset + tensor.nbytes]
         return flat.reshape(-1, tensor.quant.block_bytes)
 
     def let_go(self) -> None:
-        """The tensors have been read: their pages need not stay in this process's memory. What is read again comes from the
+        """Give the pages of the mapping back to the system, after the tensors have been read. A later read comes from the
         file."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._mapped.madvise(mmap.MADV_DONTNEED)
@@ -183,7 +182,7 @@ class GGUFFile:
 
 
 class _Reader:
-    """A cursor over the header. Nothing is allocated for a count before the bytes for it are known to be there."""
+    """A cursor over the header. A count is checked against the bytes that are left before anything is allocated for it."""
 
     def __init__(self, view: memoryview, path: Path) -> None:
         self.view, self.path = view, path
@@ -204,7 +203,7 @@ class _Reader:
         raise self.error(f"GGUF version {version} is not supported, 2 and 3 are{hint}")
 
     def take(self, num_bytes: int, what: str) -> int:
-        """Step over bytes that must be there; where they begin."""
+        """Step over bytes, which must be there. Returns where they begin."""
         begin = self.offset
         if num_bytes > self.size - begin:
             raise self.error(f"the file ends within {what} (byte {begin}): it is cut off or damaged; fetch it again")
@@ -215,7 +214,7 @@ class _Reader:
         return struct.unpack_from("<" + code, self.view, self.take(struct.calcsize("<" + code), what))[0]
 
     def count(self, what: str, each: int) -> int:
-        """A number of entries of at least `each` bytes."""
+        """Read a number of entries, which take at least `each` bytes."""
         count: int = self.scalar("Q", what)
         if count * each > self.size - self.offset:
             raise self.error(
@@ -252,14 +251,14 @@ class _Reader:
         return [self._value(kind, key, depth + 1) for _ in range(self.entries(key, 12))]
 
     def entries(self, key: str, each: int) -> int:
-        """The length of an array whose entries have at least `each` bytes."""
+        """Read the length of an array whose entries take at least `each` bytes."""
         count = self.count(f"the length of {key}", each)
         if count > _MAX_ENTRIES:
             raise self.error(f"{key} has {count} entries; at most {_MAX_ENTRIES} are read", key)
         return count
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """An array of strings, `string` unrolled: vocabularies have hundreds of thousands of them."""
+        """Read an array of strings. `string` is inlined: a vocabulary has hundreds of thousands of them."""
         view, size, offset = self.view, self.size, self.offset
         length_at: Callable[[memoryview, int], tuple[int]] = struct.Struct("<Q").unpack_from
         strings = []

@@ -1,8 +1,8 @@
-"""What a model *is*, as data. One `Decoder` runs every `ModelSpec`, encoders too; the memory ledger, the roofline, the pruner
-and the sharder read the same one, so that they can't disagree with what runs.
+"""Model specs: what a model computes, as data. No torch.
 
-A choice between mechanisms is a tagged union (`RopeSpec | AlibiSpec | None`), never a set of booleans. Sizes are per
-layer, so that layers may differ. Nothing here imports torch.
+1. One `Decoder` runs every `ModelSpec`, encoders included. The memory ledger, the roofline and the pruner read the same spec.
+2. A choice between mechanisms is a tagged union (`RopeSpec | AlibiSpec | None`), not a set of booleans.
+3. Sizes belong to a layer, so layers may differ.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from slipstream.spec.positions import YarnScaling as YarnScaling
 
 
 class WeightShape(NamedTuple):
-    """The shape [rows, inner] of a layer's weight that schemes quantise; experts have `copies` of it, one below the other."""
+    """The shape [rows, inner] of a layer's weight that schemes quantise. Experts have `copies` of it, stacked."""
 
     part: Literal["attention", "mlp"]
     rows: int
@@ -44,7 +44,8 @@ class WeightShape(NamedTuple):
 
 
 ROUNDED = frozenset(("qkv", "q", "kv", "q_latent", "latent", "out", "up", "down"))
-"""The products of a layer that schemes quantise. Routers stay, and `expand`, which is taken apart by heads."""
+"""The products of a layer that schemes quantise. Routers are not quantised, and neither is `expand`, which is split by
+heads."""
 
 
 def linear_shapes(name: str, rows: int, inner: int, bias: bool = False) -> dict[str, Shape]:
@@ -54,8 +55,12 @@ def linear_shapes(name: str, rows: int, inner: int, bias: bool = False) -> dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QKNormSpec:
-    """q and k are normed before the rotation: each `head` by itself, with one weight for all heads (Qwen 3, Gemma 3), the `row`
-    of all heads together (OLMo 2), or `each` head with a weight of its own (Command R+): there a layer norm, otherwise RMS."""
+    """A norm of q and k before the rotation. `over` says what is normed:
+
+    1. `head`: each head, with one weight for all heads, RMS (Qwen 3, Gemma 3).
+    2. `row`: all heads together, RMS (OLMo 2).
+    3. `each`: each head, with a weight of its own, layer norm (Command R+).
+    """
 
     over: Literal["head", "row", "each"]
     eps: float
@@ -64,12 +69,12 @@ class QKNormSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Attention with `num_heads` query heads over `num_kv_heads` key/value heads (MHA, MQA and GQA alike).
+    """Attention with `num_heads` query heads over `num_kv_heads` key/value heads: MHA, MQA and GQA.
 
-    `window`: a token sees itself and the window − 1 tokens before it; not `causal` (an encoder's), those after it as well.
-    `softcap`: scores pass tanh(s / cap) · cap. `clip_qkv`: q, k and v are cut to ± this as they come from their product (MPT).
-    `sinks`: a learned number of each head joins the sum that its softmax divides by, as the score of a key without a value
-    (gpt-oss).
+    `window`: a token attends to itself and the window − 1 tokens before it; if not `causal`, to as many after it, too.
+    `softcap`: scores become tanh(s / cap) · cap.
+    `clip_qkv`: q, k and v are clamped to ± this number (MPT).
+    `sinks`: each head has a learned score without a value, which its softmax counts in the denominator (gpt-oss).
     """
 
     num_heads: int
@@ -96,14 +101,14 @@ class AttentionSpec:
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
-        """The weights of q's norm and of k's."""
+        """The numbers of weights in q's norm and in k's."""
         if self.qk_norm is None:
             return 0, 0
         return (self.head_dim, self.head_dim) if self.qk_norm.over == "head" else (self.q_size, self.kv_size)
 
     @property
     def cached_size(self) -> int:
-        """Numbers that a token puts into the cache."""
+        """Numbers in the cache for each token."""
         return 2 * self.kv_size
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
@@ -119,7 +124,7 @@ class AttentionSpec:
         return found | linear_shapes("attention.out", hidden_size, self.q_size, self.out_bias)
 
     def cross_shapes(self, hidden_size: int) -> dict[str, Shape]:
-        """Of an attention to an encoder's states."""
+        """The shapes of cross attention, over an encoder's states."""
         q = linear_shapes("cross.q", self.q_size, hidden_size, self.qkv_bias)
         kv = linear_shapes("cross.kv", 2 * self.kv_size, hidden_size, self.qkv_bias)
         return q | kv | linear_shapes("cross.out", hidden_size, self.q_size, self.out_bias)
@@ -127,12 +132,16 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttentionSpec:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values of all heads are products of a
-    latent of `kv_rank` numbers a token, RMS-normed; beside it stands one rotated key of `rotary_dim`, the same for all heads.
-    Only these two are cached: one kv head, whose keys are [rotated, latent] and whose values are the latents.
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-    A query head has `rotary_dim` numbers for the rotated key and `nope_dim` for the latent's; `value_dim` come out. With
-    `q_rank` queries are made of a latent, too. `bias`: of the products into the latents and of the last one.
+    1. A token has an RMS-normed latent of `kv_rank` numbers. Keys and values of all heads are products of it.
+    2. A token has one rotated key of `rotary_dim` numbers, which all heads share.
+    3. Only these two are cached, as one kv head: its keys are [rotated, latent], its values are the latents.
+    4. A query head has `nope_dim` numbers for the key from the latent and `rotary_dim` for the rotated key. Its output has
+       `value_dim` numbers.
+    5. With `q_rank`, queries are products of a latent too.
+
+    `bias` is for the products into latents and for the output product.
     """
 
     num_heads: int
@@ -153,7 +162,7 @@ class LatentAttentionSpec:
 
     @property
     def head_dim(self) -> int:
-        """Of the cached keys."""
+        """Numbers of a cached key."""
         return self.rotary_dim + self.kv_rank
 
     @property
@@ -165,7 +174,8 @@ class LatentAttentionSpec:
         return self.head_dim
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
-        """`expand` makes of a latent, head by head, the plain part of the key and then the value."""
+        """The shapes of all parameters. `expand` maps a latent, for each head, to the unrotated part of the key and the
+        value."""
         found: dict[str, Shape] = {}
         if self.q_rank is not None:
             found |= linear_shapes("attention.q_latent", self.q_rank, hidden_size, self.bias)
@@ -182,7 +192,8 @@ AttentionKind: TypeAlias = AttentionSpec | LatentAttentionSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSpec:
-    """Feed-forward block: `gated` is down(act(gate(x)) · up(x)), else down(act(up(x))); biases of both, or of `down` (GTE)."""
+    """An MLP. `gated`: down(act(gate(x)) · up(x)); otherwise down(act(up(x))). `bias`: of both products, or of `down` alone
+    (GTE)."""
 
     intermediate_size: int
     activation: Activation
@@ -195,19 +206,19 @@ class DenseSpec:
 
     @property
     def width(self) -> int:
-        """Numbers of a token between the products: those to be activated, and the others."""
+        """Numbers of a token between the two products: gates and ups, and as many without a gate."""
         return 2 * self.intermediate_size
 
     def shapes(self, hidden_size: int, name: str = "mlp", copies: int = 1) -> dict[str, Shape]:
-        """Experts have `copies`, one below the other."""
+        """The shapes of its parameters; of `copies` experts, stacked."""
         up = linear_shapes(f"{name}.up", copies * self.up_rows, hidden_size, self.bias is True)
         return up | linear_shapes(f"{name}.down", copies * hidden_size, self.intermediate_size, bool(self.bias))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExpertSpec:
-    """An MLP beside the experts that every token passes; `weighed`: by the logistic function of one number of the token's own
-    (Qwen 2)."""
+    """An MLP for every token, added to the chosen experts. `weighed`: its output is multiplied by the sigmoid of a gate (Qwen
+    2)."""
 
     mlp: DenseSpec
     weighed: bool = False
@@ -215,8 +226,8 @@ class SharedExpertSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLimit:
-    """Experts stand in `num_groups` of equal size, and a token's are chosen among those of its best `num_chosen` groups: of a
-    group counts its best expert, or the sum of its best two (DeepSeek V2, V3)."""
+    """Group-limited routing. Experts form `num_groups` groups of equal size, and a token's experts come from its `num_chosen`
+    best groups. A group's score is that of its best expert (DeepSeek V2), or the sum of its best two (V3)."""
 
     num_groups: int
     num_chosen: int
@@ -225,13 +236,15 @@ class GroupLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """A mixture of experts (Shazeer et al. 2017): a token passes the `num_experts_per_token` of `num_experts` that the router
-    gives the highest probability; their sum is weighed by it, `normalize`d to 1 over those chosen or as it is. `router_bias`:
-    the router is a product with a bias.
+    """A mixture of experts (Shazeer et al. 2017).
 
-    `scores`: what the router's numbers become, the softmax over all experts or each one's logistic function. `correction`: a
-    learned number is added to each expert's score where experts are chosen, not where they are weighed (DeepSeek V3,
-    arXiv:2412.19437, section 2.1.2). `weight_scale` multiplies the weights in the end."""
+    1. The router, a product (`router_bias`: with a bias), gives a logit for each of `num_experts`. `scores` makes scores of
+       them: the softmax over all experts, or each one's sigmoid.
+    2. The `num_experts_per_token` experts with the highest scores are chosen. `correction` adds a learned number to each
+       score for this choice alone (DeepSeek V3, arXiv:2412.19437, section 2.1.2).
+    3. The experts' outputs are summed with their scores as weights. `normalize`: the chosen weights are divided by their sum.
+       `weight_scale` multiplies them at the end.
+    """
 
     num_experts: int
     num_experts_per_token: int
@@ -264,7 +277,7 @@ MLPSpec: TypeAlias = DenseSpec | MoESpec
 
 
 class Block:
-    """How attention and MLP of a layer stand to the residual."""
+    """How a layer's attention and MLP are normed and added to the residual."""
 
     __slots__ = ()
 
@@ -276,10 +289,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequentialBlock(Block):
-    """h += [post_attention](attention([pre_attention](h))); h += [post_mlp](mlp([pre_mlp](h))), with the norms that are there.
+    """h += post_attention(attention(pre_attention(h))); h += post_mlp(mlp(pre_mlp(h))), where any of the norms may be None.
 
-    The usual block has the two before, OLMo 2 the two after, Gemma's "sandwich" all four. `pre_cross` stands before the
-    attention to an encoder (T5), between the two.
+    Most models have the two `pre` norms, OLMo 2 the two `post` norms, Gemma 2 all four. `pre_cross` is for cross attention,
+    which comes between attention and MLP (T5).
     """
 
     pre_attention: NormSpec | None = None
@@ -291,7 +304,7 @@ class SequentialBlock(Block):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostNormBlock(Block):
-    """h = attention_norm(h + attention(h)); h = mlp_norm(h + mlp(h)): the first Transformer's (OPT 350M)."""
+    """h = attention_norm(h + attention(h)); h = mlp_norm(h + mlp(h)), as in Vaswani et al. 2017 (BERT, OPT 350M)."""
 
     attention_norm: NormSpec
     mlp_norm: NormSpec
@@ -299,7 +312,7 @@ class PostNormBlock(Block):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelBlock(Block):
-    """h += attention(norm(h)) + mlp(mlp_norm(h)); without `mlp_norm` both read the same normed input (GPT-J)."""
+    """h += attention(norm(h)) + mlp(mlp_norm(h)). Without `mlp_norm` both read norm(h) (GPT-J)."""
 
     norm: NormSpec
     mlp_norm: NormSpec | None = None
@@ -310,8 +323,8 @@ BlockSpec: TypeAlias = SequentialBlock | PostNormBlock | ParallelBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """`residual_scale` multiplies what attention and MLP add to the residual (Granite). `cross`: queries of this layer over
-    keys and values of the encoder's last states, heads as in `attention`, whose cache they share."""
+    """One layer. `residual_scale` multiplies what attention and MLP add to the residual (Granite). `cross` is attention over
+    the encoder's last states; its heads are those of `attention`."""
 
     attention: AttentionKind
     mlp: MLPSpec
@@ -321,11 +334,11 @@ class LayerSpec:
 
     @property
     def norms(self) -> dict[str, NormSpec]:
-        """The norms of the block that are there, by name."""
+        """The norms that the block has, by name."""
         return {name: norm for name, norm in self.block.norms.items() if norm is not None}
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
-        """Every parameter's, in the order of computation."""
+        """The shape of every parameter, in the order of computation."""
         found: dict[str, Shape] = {}
         for name, norm in self.norms.items():
             found |= norm.shapes(name)
@@ -335,7 +348,7 @@ class LayerSpec:
         return found | self.mlp.shapes(hidden_size)
 
     def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
-        """Of the weights that schemes quantise."""
+        """The shapes of the weights that schemes quantise."""
         found = []
         for name, shape in self.shapes(hidden_size).items():
             *stem, product, kind = name.split(".")
@@ -351,7 +364,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSpec:
-    """The stack that reads the prompt of an encoder-decoder model, with the same embeddings. The decoder's text begins with
+    """The encoder of an encoder-decoder model. It shares the decoder's embeddings. The decoder's text begins with
     `start_token_id`."""
 
     layers: tuple[LayerSpec, ...]
@@ -361,9 +374,10 @@ class EncoderSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierSpec:
-    """What stands in the place of an output head where a text gets scores: out(norm(act(dense(x)))), of the first token's state
-    or their mean; `bias` is that of `dense`. Without `activation` it is out(x) alone, without a bias (a decoder's, of its last
-    token)."""
+    """A classification head in place of the output head: out(norm(act(dense(x)))), with x pooled from the tokens' last states.
+
+    `bias` is that of `dense`. Without `activation` it is out(x) alone, without a bias, as on decoders.
+    """
 
     num_labels: int
     activation: Literal["tanh", "relu", "gelu"] | None
@@ -380,22 +394,24 @@ class ClassifierSpec:
 
 
 MAX_EXPERTS = 2**18
-"""Of all layers together; each has a line in the table of names."""
+"""In all layers together. Each has a line in the table of names."""
 
 MAX_PARAMETERS = 2**45
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A language model. `max_position` is the longest context it was made for; of an encoder-decoder, the longest prompt and
-    the longest answer.
+    """A language model.
 
-    A decoder-only model is `layers`, with an output head or a `classifier`. An encoder (BERT) is `layers` whose attention is
-    not causal, without an output head, but perhaps with a classifier; the embeddings of `num_token_types` kinds of tokens are
-    added to the tokens'. An encoder-decoder (T5) is both: `encoder`, and `layers` with cross attention.
+    1. A decoder has causal `layers`, and an output head or a `classifier`.
+    2. An encoder (BERT) has `layers` that are not causal, no output head, and sometimes a `classifier`. Embeddings of
+       `num_token_types` token types are added to the tokens' embeddings.
+    3. An encoder-decoder (T5) has an `encoder`, and causal `layers` with cross attention.
 
-    `embed_size`: embeddings of another width than the layers', with a projection in and one out (OPT 350M). `embed_norm`
-    follows the embeddings (BLOOM). Logits are multiplied by `logit_scale` (Cohere, Granite), then pass tanh(l / cap) · cap.
+    `max_position`: the longest context that it was trained for; of an encoder-decoder the longest prompt and longest answer.
+    `embed_size`: the width of the embeddings, if not the layers'; then there are projections in and out (OPT 350M).
+    `embed_norm`: a norm of the embeddings (BLOOM).
+    `logit_scale` multiplies logits (Cohere, Granite). With `logit_softcap` they then become tanh(l / cap) · cap.
     """
 
     family: str
@@ -461,18 +477,18 @@ class ModelSpec:
 
     @property
     def is_encoder(self) -> bool:
-        """It reads texts whole and writes none."""
+        """It reads whole texts and generates none."""
         first = self.layers[0].attention
         return isinstance(first, AttentionSpec) and not first.causal
 
     @property
     def generates(self) -> bool:
-        """It has an output head, and so makes text."""
+        """It has an output head, so it generates text."""
         return not self.is_encoder and self.classifier is None
 
     @property
     def kind(self) -> Literal["a decoder", "an encoder", "a classifier", "an encoder-decoder"]:
-        """Only a decoder can be scored on text, compressed, and have a canary."""
+        """For messages. Only a decoder can be scored on text, be compressed, and have a canary."""
         if self.encoder is not None:
             return "an encoder-decoder"
         if self.classifier is not None:
@@ -481,17 +497,17 @@ class ModelSpec:
 
     @property
     def needs_full_prompt(self) -> bool:
-        """A prompt can't be cut into chunks."""
+        """A prompt can't be computed in chunks."""
         return self.is_encoder or self.encoder is not None
 
     @property
     def all_layers(self) -> tuple[LayerSpec, ...]:
-        """An encoder's, then the decoder's."""
+        """The layers of the encoder, if there is one, then those of the decoder."""
         return (() if self.encoder is None else self.encoder.layers) + self.layers
 
     @property
     def has_head(self) -> bool:
-        """The output head has a weight of its own."""
+        """The output head has its own weight."""
         return self.generates and not self.tied_embeddings
 
     @property
@@ -506,7 +522,7 @@ class ModelSpec:
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """An encoder's one group keeps nothing. An encoder-decoder has a `cross` group besides its layers' own."""
+        """The KV cache groups. An encoder has one, which keeps nothing. An encoder-decoder has a `cross` group as its last."""
         groups = group_layers([x.attention for x in self.layers], self.max_position, divide=not self.is_encoder)
         if self.encoder is not None:
             groups.append(CacheGroup(kind="cross", layers=tuple(range(self.num_layers))))
@@ -514,33 +530,34 @@ class ModelSpec:
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
-        """For each layer the index of the group where its own keys and values stand."""
+        """For each layer, the index of the group with its own keys and values."""
         found = {layer: i for i, group in enumerate(self.cache_groups) if group.kind != "cross" for layer in group.layers}
         return tuple(found[i] for i in range(self.num_layers))
 
     @property
     def cross_group(self) -> int:
-        """The index of an encoder-decoder's `cross` group, which is the last."""
+        """The index of an encoder-decoder's `cross` group."""
         return len(self.cache_groups) - 1
 
     @property
     def cache_places(self) -> tuple[int, ...]:
-        """For each layer which cache tensor it uses: its place in its group. An encoder's layers use one in turn."""
+        """For each layer, the cache tensor that it uses: its place in its group. An encoder's layers all use the first in
+        turn."""
         if self.is_encoder:
             return (0,) * self.num_layers
         found = {x: p for g in self.cache_groups if g.kind != "cross" for p, x in enumerate(g.layers)}
         return tuple(found[i] for i in range(self.num_layers))
 
     def block_bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes of a block for each token that it has room for: what the cache tensors take."""
+        """Bytes of a block, in all cache tensors, for each of its tokens."""
         if self.is_encoder:
             return self.kv_bytes_per_token(element_bytes)
         sizes = {place: x.attention.cached_size for place, x in zip(self.cache_places, self.layers, strict=True)}
         return sum(sizes.values()) * element_bytes
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """2 · kv_heads · head_dim · bytes (with latent attention: (kv_rank + rotary_dim) · bytes), summed over layers. An
-        encoder keeps nothing: its layers use one cache in turn."""
+        """2 · kv_heads · head_dim · bytes (latent attention: (kv_rank + rotary_dim) · bytes), summed over layers. Of an
+        encoder the largest layer's, since its layers use one cache in turn."""
         sizes = [layer.attention.cached_size * element_bytes for layer in self.layers]
         return max(sizes) if self.is_encoder else sum(sizes)
 
@@ -548,8 +565,9 @@ class ModelSpec:
 def parameters(spec: ModelSpec) -> dict[str, Shape]:
     """Every parameter and its shape, in the order of computation. A tied output head is not listed.
 
-    Query, key and value weights are one parameter (rows q, then k, then v), and so are gate and up (gate first), so that each
-    is one matrix product. The experts of a layer stand one below the other.
+    1. The weights of q, k and v are one parameter, with rows in this order, for one matrix product.
+    2. So are the weights of gate and up.
+    3. The experts of a layer are stacked in one parameter.
     """
     hidden, width = spec.hidden_size, spec.embed_width
     found: dict[str, Shape] = {"embed.weight": (spec.vocab_size, width)}

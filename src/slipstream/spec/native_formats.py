@@ -1,5 +1,5 @@
-"""Which of a checkpoint's rounded weights are held as they are stored, and how: what the loader does and plans count on.
-No torch."""
+"""Which quantised weights of a checkpoint stay in their stored format when they are loaded. The loader and the memory ledger
+both ask here. No torch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", ".q.weig
 
 
 def is_product(target: str) -> bool:
-    """Whether it is a weight that may be rounded: of a layer's product, or the output head's."""
+    """Whether `target` is a weight that may be quantised: that of a layer's product, or the output head."""
     return target == "head.weight" or target.endswith(PRODUCTS)
 
 
 def rounds(scheme: Scheme, target: str) -> bool:
-    """Whether `scheme`, rounding at load, is for the weight `target`."""
+    """Whether `scheme` quantises the weight `target` at load."""
     if target == "head.weight":
         return scheme.head
     return target.endswith(PRODUCTS) and (".experts." in target or not scheme.experts_only)
 
 
 def is_expandable(target: str) -> bool:
-    """Whether a checkpoint may hold it rounded: the products, and what makes keys and values of latents, which runs dense."""
+    """Whether a checkpoint may store `target` quantised. Besides the products this is `expand`, which is expanded at load."""
     return is_product(target) or target.endswith(".expand.weight")
 
 
@@ -35,23 +35,23 @@ def held_formats(
     formats: StoredFormats,
     rounded: frozenset[str],
 ) -> dict[str, WeightFormat]:
-    """The format of each of our weights that can be held as the checkpoint has it, of those `names` that an op set with such
-    products has: the parts that we hold as one must agree."""
+    """The format of each weight that can stay as the checkpoint stores it, for an op set with the products `rounded`. Tensors
+    that we hold as one weight must have the same format."""
     found: dict[str, set[WeightFormat | None]] = {}
     for name, place in names.items():
         if is_product(place.target):
             fmt = formats.of(name.removesuffix(".weight"))
             able = rounded - {"int8-split"} if ".experts." in place.target else rounded
             plain = place.transform is None and place.copies is None
-            plain = plain and (fmt is None or place.start % fmt.block_rows == 0)  # no block has rows of two parts
+            plain = plain and (fmt is None or place.start % fmt.block_rows == 0)  # a tile must not have rows of two tensors
             ours = plain and fmt is not None and fmt.product in able and held_group(fmt, *shapes[place.target]) is not None
             found.setdefault(place.target, set()).add(fmt if ours else None)
     return {target: fmt for target, (fmt, *more) in found.items() if fmt is not None and not more}
 
 
 def held_group(fmt: WeightFormat, rows: int, inner: int) -> int | None:
-    """The size of the groups that a weight [rows, inner] is held by here: one that the products have, scales being repeated.
-    0: by rows, or blocks. None: the products do not cut it."""
+    """The group size in which a weight [rows, inner] is held. It is one that the products have; scales are repeated for it. 0:
+    a scale a row, or a tile. None: the products can't take this shape."""
     if fmt.block_rows > 1:
         return 0 if inner % FP8_TILE == 0 else None
     if fmt.inputs is not None:

@@ -1,6 +1,6 @@
 """Where a checkpoint's tensors go in a model's parameters. No torch.
 
-A checkpoint that keeps apart what we hold as one (q, k and v; gate and up; experts) fills slices of rows.
+Where we hold several tensors as one parameter (q, k and v; gate and up; experts), each tensor fills a slice of its rows.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from slipstream.spec.model import parameters as parameters
 
 @dataclass(frozen=True, slots=True)
 class Transpose:
-    """Stored as [in, out] (GPT-2)."""
+    """The tensor is [in, out] (GPT-2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ungroup:
-    """The rows of q, k and v stand by kv head: the `group` query heads that read it, its key, its value (GPT-NeoX, Falcon)."""
+    """Rows are ordered by kv head: its `group` query heads, its key, its value (GPT-NeoX, Falcon)."""
 
     num_kv_heads: int
     group: int
@@ -27,26 +27,26 @@ class Ungroup:
 
 @dataclass(frozen=True, slots=True)
 class Unpermute:
-    """The rows of rotary heads stand in llama.cpp's order: the two halves of each head interleaved."""
+    """Rows of rotary heads are in llama.cpp's order, which interleaves the two halves of each head."""
 
     num_heads: int
 
 
 @dataclass(frozen=True, slots=True)
 class MinusOne:
-    """Stored with one added (GGUF's Gemma norms)."""
+    """Stored values are larger by one (Gemma's norms in GGUF)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Untwine:
-    """The rows of gate and up stand in turn (gpt-oss); `transposed`: and as [in, out]."""
+    """Rows of gate and up alternate (gpt-oss). `transposed`: the tensor is [in, out] besides."""
 
     transposed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """The rows of up stand before gate's (GTE)."""
+    """The rows of up come before those of gate (GTE)."""
 
 
 Transform: TypeAlias = Transpose | Ungroup | Unpermute | MinusOne | Untwine | Swap
@@ -54,9 +54,9 @@ Transform: TypeAlias = Transpose | Ungroup | Unpermute | MinusOne | Untwine | Sw
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A checkpoint tensor fills rows [start, start + rows) of parameter `target` (all of it if `rows` is None).
+    """A checkpoint tensor fills rows [start, start + rows) of parameter `target`, or all of it if `rows` is None.
 
-    With `copies` it is of all experts, [copies, rows, in], and fills these rows of each.
+    With `copies` the tensor has all experts, [copies, rows, in], and fills these rows of each expert.
     """
 
     target: str

@@ -1,10 +1,11 @@
-"""How a checkpoint makes one vector of a text, as sentence-transformers writes it down. No torch.
+"""How a checkpoint pools a text into one vector or score, in the files of sentence-transformers. No torch.
 
-`modules.json` lists the steps: Transformer, Pooling (the mean of all tokens, the first or the last) and perhaps Normalize;
-any other is refused by name. A language model that judges pairs of texts (Qwen3-Reranker) has LogitScore as its second step:
-the tokens whose logits after the whole prompt are the score, which the chat template makes of a query and a document. Without
-that file an encoder takes the mean, a decoder the last token, and the vector gets the length 1. A cross-encoder's scores are
-probabilities unless its config says otherwise.
+1. `modules.json` lists the steps: Transformer, Pooling (the mean of all tokens, the first, or the last), Normalize. An unknown
+   step raises an error.
+2. A language model that scores pairs (Qwen3-Reranker) has the step LogitScore. The chat template makes a prompt of query and
+   document, and the score is made of the logits of one or two tokens after it.
+3. Without `modules.json` an encoder takes the mean and a decoder the last token, and vectors are normalised.
+4. A cross-encoder's scores are probabilities unless its config says otherwise.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ from slipstream.errors import CheckpointError, UnsupportedModelError
 CONFIG_KEYS = frozenset(
     ("is_matryoshka", "matryoshka_dimensions", "sbert_ce_default_activation_function", "sentence_transformers")
 )
-"""Of config.json, that are read here and not by the family."""
+"""Keys of config.json that this file reads, not the family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingSpec:
-    """`score_tokens`: a pair's score is the first one's logit, less the second's if there is one. `max_length`: the longest
-    text that the model was trained for, in tokens, if its files say so. `prompt` stands before every text. `dimensions`: the
-    shorter vectors that it was trained to give too, of any length if empty; None: none. `probabilities`: a classifier's
-    scores pass the logistic function."""
+    """How a text becomes a vector or a score.
+
+    `max_length`: the longest text that the model was trained for, in tokens, if its files say so.
+    `prompt`: precedes every text.
+    `dimensions`: lengths to which vectors may be cut (Matryoshka); empty: any length; None: they can't be cut.
+    `probabilities`: a classifier's scores pass the sigmoid.
+    `score_tokens`: a pair's score is the logit of the first token, less that of the second if there is one.
+    """
 
     kind: Literal["mean", "cls", "last"]
     normalize: bool
@@ -43,7 +48,7 @@ LAST_TOKEN = PoolingSpec(kind="last", normalize=True)
 
 
 def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> PoolingSpec:
-    """Of a folder whose config.json is `config`. UnsupportedModelError names what is not known."""
+    """The pooling of the folder `path`, whose config.json is `config`. UnsupportedModelError names what is unknown."""
     kind: Literal["mean", "cls", "last"] = "mean" if is_encoder else "last"
     normalize, score_tokens = True, None
     modules = _json(path / "modules.json", [])
@@ -87,7 +92,7 @@ def _score_tokens(config: Mapping[str, Any]) -> tuple[int, int | None]:
 
 
 def gguf_pooling(number: object, *, is_encoder: bool) -> PoolingSpec:
-    """By llama.cpp's `pooling_type`: 1 the mean, 2 the first token, 3 the last; 0, or none at all, its usual one."""
+    """The pooling of llama.cpp's `pooling_type`: 1 the mean, 2 the first token, 3 the last; 0 or None the default."""
     kinds: dict[object, Literal["mean", "cls", "last"]] = {1: "mean", 2: "cls", 3: "last"}
     usual: Literal["mean", "last"] = "mean" if is_encoder else "last"
     if number not in (None, 0, *kinds):
@@ -116,7 +121,7 @@ def _kind(config: Mapping[str, Any]) -> Literal["mean", "cls", "last"]:
 
 
 def _probabilities(config: Mapping[str, Any]) -> bool:
-    """By the name of the activation that a cross-encoder ends with: Sigmoid, which is the default, or Identity."""
+    """Whether a cross-encoder's activation is Sigmoid, the default, and not Identity."""
     own = config.get("sentence_transformers")
     name = (
         (own.get("activation_fn") if isinstance(own, Mapping) else None)
@@ -130,7 +135,7 @@ def _probabilities(config: Mapping[str, Any]) -> bool:
 
 
 def _json(path: Path, default: Any) -> Any:
-    """The file's content, of the type of `default`, which holds where there is no file."""
+    """The file's content, which must have the type of `default`; `default` if there is no file."""
     if not path.is_file():
         return default
     try:

@@ -1,4 +1,4 @@
-"""How a model tells positions: the part of `spec` that is about them. No torch."""
+"""Position embeddings of a model spec. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.errors import UnsupportedModelError
 
 
 def require_positive(where: str, **values: float) -> None:
-    """UnsupportedModelError names a value that is not a finite number above 0."""
+    """Raises UnsupportedModelError for a value that is not a finite number above 0."""
     for name, value in values.items():
         if not (math.isfinite(value) and value > 0):
             raise UnsupportedModelError(f"{where}: {name} must be a finite number above 0, got {value!r}", field=name)
@@ -18,7 +18,7 @@ def require_positive(where: str, **values: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
-    """Positions divided by `factor` (Chen et al. 2023)."""
+    """Positions are divided by `factor` (Chen et al. 2023)."""
 
     factor: float
 
@@ -28,7 +28,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1: low frequencies divided by `factor`, high ones kept, smooth between."""
+    """Llama 3.1: low frequencies are divided by `factor`, high ones are kept, with a smooth transition."""
 
     factor: float
     low_freq_factor: float
@@ -53,9 +53,11 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): by-part interpolation and an attention factor. The bounds of the part between
-    are whole dimensions, unless not to be `truncate`d (gpt-oss). `mscale_all_dim`: with m = 0.1 · it · ln(factor) + 1, DeepSeek
-    multiplies the scores by m²."""
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): interpolation by parts, and an attention factor.
+
+    `truncate`: the bounds of the transition are rounded to whole dimensions (not in gpt-oss).
+    `mscale_all_dim`: DeepSeek multiplies scores by m² with m = 0.1 · mscale_all_dim · ln(factor) + 1.
+    """
 
     factor: float
     original_max_position: int
@@ -79,9 +81,9 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRopeScaling:
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency divided by a factor of its own, cos and sin multiplied by
-    `attention_factor`. The short factors hold while the longest context that is served stays within `original_max_position`,
-    the long ones beyond: one set for a whole run, since cached keys have been turned already."""
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency is divided by its own factor, and cos and sin are
+    multiplied by `attention_factor`. An engine uses the short factors if its longest context is within
+    `original_max_position`, otherwise the long ones. It can't change between them, because cached keys are already rotated."""
 
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
@@ -101,9 +103,9 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding (Su et al. 2021) of the first `rotary_dim` of each head.
+    """Rotary embedding (Su et al. 2021) of the first `rotary_dim` dimensions of each head.
 
-    `half`: dimension i turns with i + rotary_dim/2 (GPT-NeoX, Llama). `interleaved`: 2i with 2i+1 (GPT-J).
+    `half`: dimension i is rotated with i + rotary_dim/2 (GPT-NeoX, Llama). `interleaved`: 2i with 2i + 1 (GPT-J).
     """
 
     theta: float
@@ -122,8 +124,8 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlibiSpec:
-    """Scores fall linearly with distance (Press et al. 2021). `max_bias` sets the slopes as in MPT; they are multiplied by
-    `factor` (Falcon adds the bias before it scales the scores)."""
+    """ALiBi (Press et al. 2021): scores decrease linearly with distance. `max_bias` sets the slopes, as in MPT. `factor`
+    multiplies them: Falcon adds the bias before it scales the scores."""
 
     max_bias: float = 8.0
     factor: float = 1.0
@@ -131,9 +133,9 @@ class AlibiSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSpec:
-    """A learned number for each head and bucket of distances is added to the scores (T5, Raffel et al. 2020, §2.1). Half of the
-    buckets are one distance each, the others grow with it up to `max_distance`; an encoder's are for both directions. All
-    layers of a stack have one table, or each its `own` (UMT5)."""
+    """Relative position biases (T5, Raffel et al. 2020, §2.1): a learned number for each head and bucket of distances is added
+    to the scores. Half of the buckets are for one distance each; the others widen up to `max_distance`. `both_directions`: an
+    encoder's. `own`: each layer has a table (UMT5); otherwise all layers of a stack share one."""
 
     num_buckets: int
     max_distance: int
@@ -143,7 +145,7 @@ class BucketSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedPositionSpec:
-    """A table of `num_positions` rows is added to the embeddings; position p reads row p + `offset` (OPT: 2)."""
+    """A table of `num_positions` rows is added to the embeddings. Position p has row p + `offset` (OPT: 2)."""
 
     num_positions: int
     offset: int = 0

@@ -1,10 +1,9 @@
-"""What a config.json's `quantization_config` says: which scheme the checkpoint's weights are held by, whose tools wrote them,
-and which 8-bit KV cache its scales are for. No torch.
+"""Reads the `quantization_config` of a config.json: the format of the weights, the tool that wrote them, and the 8-bit KV cache
+that the scales are for. No torch.
 
-Read as strictly as the rest of a config: what is not supported, or not known, is refused by name. Inputs are always scaled
-token by token as they come: a checkpoint's own static input scales are not needed, and where they were asked for this is the
-finer way. Queries stay in the model's type, so that the scales of an attention that is quantised as a whole are needed for
-keys and values alone.
+1. It is read as strictly as the rest of a config. What is not supported or not known raises an error with its name.
+2. Inputs are always scaled for each token at run time. Static input scales of a checkpoint are not needed, and are coarser.
+3. Queries stay in the model's type. Of an attention that is quantised as a whole only the scales of keys and values are used.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from slipstream.spec.scheme import FORMATS as SCHEME_FORMATS
 from slipstream.spec.scheme import FP8_TILE, SCHEMES, RowFormat, WeightFormat
 
 Method: TypeAlias = Literal["compressed-tensors", "fp8", "gptq", "gptq_v2", "awq", "mxfp4"]
-"""How a checkpoint's tensors are called and packed. `fp8` is DeepSeek V3's and Qwen 3's, in blocks. GPTQ's first version writes
-zero points less one."""
+"""How a checkpoint names and packs its tensors. `fp8` is that of DeepSeek V3 and Qwen 3, in tiles. The first version of GPTQ
+stores zero points less one."""
 
 PREFIX = "quantization_config."
 INT4_BY_GROUP = {128: "int4", 32: "int4-g32"}
 SPARSE_FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
 COLUMNS_NAME = "slipstream-columns.json"
-"""A file beside the weights: for modules with int8 inputs, by the checkpoint's names, the columns of inputs that keep the
-model's type (LLM.int8(), Dettmers et al. 2022). Other engines pass it over, and round those as well."""
+"""A file beside the weights. For modules with int8 inputs, by the checkpoint's names, it lists the input columns that keep the
+model's type (LLM.int8(), Dettmers et al. 2022). Other engines ignore it, and round these columns too."""
 
 FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
 NO_EFFECT = frozenset((
@@ -39,27 +38,31 @@ NO_EFFECT = frozenset((
     "observer_kwargs", "pad_token_id", "scale_dtype", "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16",
     "use_exllama", "version", "zp_dtype",
 ))  # fmt: skip
-"""Keys that tell how the weights were found or packed, not what they are; a layer left out is missed among the tensors."""
+"""Keys about how weights were found or packed, not what they are. A layer that such a key excludes shows among the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFormats:
-    """Which format each module's weight has: by compressed-tensors' rules a module belongs to the group that names it, or whose
-    regular expression ("re:…") matches it, or that is for every "Linear", in this order; `ignore` takes modules out."""
+    """The format of each module's weight, by the rules of compressed-tensors. A module has the format of the first of
+
+    1. the group that names it,
+    2. the group with a regular expression ("re:…") that matches it,
+    3. the group for "Linear",
+
+    unless it is in `ignore`. `columns`: the input columns of a module that keep the model's type (`COLUMNS_NAME`)."""
 
     groups: tuple[tuple[tuple[str, ...], WeightFormat], ...]
     ignore: tuple[str, ...] = ()
     columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By module, which inputs keep the model's type (`COLUMNS_NAME`)."""
 
     @property
     def products(self) -> frozenset[str]:
-        """The products that compute with some of the weights as they are: fp8, int8, int4."""
+        """The products that compute with weights as they are stored: fp8, int8, int4."""
         found = {fmt.product for _, fmt in self.groups} | ({"int8-split"} if self.columns else set())
         return frozenset(product for product in found if product is not None)
 
     def of(self, module: str) -> WeightFormat | None:
-        """`module` is the checkpoint's name of a weight, without .weight."""
+        """The format of a module, which is the checkpoint's name of a weight without .weight; None: not quantised."""
         found = self._group(module)
         return replace(found, split=True) if found is not None and module in self.columns else found
 
@@ -74,14 +77,15 @@ class StoredFormats:
 
 
 def _matches(module: str, target: str) -> bool:
-    """An expression matches from the beginning, as re.match has it."""
+    """An expression matches from the beginning, as with re.match."""
     return re.match(target[3:], module) is not None if target.startswith("re:") else module == target
 
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """`scheme` is a name in `SCHEMES` where all products are held by that one; `formats` says for each how it is held (of
-    compressed-tensors' checkpoints). Without both the weights are in the model's type; something is set."""
+    """What is quantised in a checkpoint. `scheme` is a name in `SCHEMES` if all products have that one. `formats` has the
+    format of each module (compressed-tensors). Without both, weights have the model's type, and the cache or sparsity is
+    described."""
 
     method: Method
     scheme: str | None
@@ -97,7 +101,7 @@ class StoredQuantization:
 
 
 def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> StoredQuantization:
-    """UnsupportedModelError names the field that is not supported."""
+    """Read a quantization_config. UnsupportedModelError names a field that is not supported."""
     read = _reader(config, PREFIX)
     kind = read.take("quant_method", str)
     readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq, "awq": _awq, "mxfp4": _mxfp4}
@@ -109,8 +113,8 @@ def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> St
 
 
 def _fp8(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
-    """Every layer's products but those that `modules_to_not_convert` names by their beginning or their end (transformers'
-    rule). The output head is never held so."""
+    """FP8 in tiles, for every layer's products but those that `modules_to_not_convert` names by their beginning or end, which
+    is transformers' rule. The output head is never quantised."""
     read.require("fmt", "e4m3")
     read.require("activation_scheme", "dynamic")
     read.require("scale_fmt", "float", "ue8m0")  # powers of two, which float32 holds
@@ -126,12 +130,12 @@ def _fp8(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
 
 
 def _never_rounded(name: str) -> bool:
-    """Norms, embeddings, routers and the head are no products that a scheme holds."""
+    """Schemes do not quantise norms, embeddings, routers and the head."""
     return name == "lm_head" or name.endswith(("norm", "embed_tokens", "mlp.gate", "shared_expert_gate"))
 
 
 def with_columns(stored: StoredQuantization | None, given: Mapping[str, Any]) -> StoredQuantization:
-    """What is stored, with what `COLUMNS_NAME` holds. CheckpointError if they do not go together."""
+    """`stored`, with the columns `given` in `COLUMNS_NAME`. CheckpointError if they do not fit each other."""
     if stored is None or stored.formats is None:
         raise CheckpointError(f"{COLUMNS_NAME} goes with weights that compressed-tensors rounded", field=COLUMNS_NAME)
     for module, columns in given.items():
@@ -207,11 +211,11 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
 
 
 def _scheme(formats: StoredFormats, tied_embeddings: bool) -> str | None:
-    """The scheme that all products are held by, if there is one. Routers of experts are never rounded."""
+    """The scheme of all products, if they have the same. Routers of experts are never quantised, so they may be ignored."""
     ignored = {layer for layer in formats.ignore if not layer.rstrip("$").endswith("gate")}
     if len(formats.groups) > 1 or formats.groups[0][0] != ("Linear",) or ignored - {"lm_head"}:
         return None
-    # Run by rows and tokens, which is finer than by one scale.
+    # One scale for the whole weight or input becomes one a row or token, which is finer.
     held = replace(formats.groups[0][1], whole=False, static_inputs=False, scale="weight_scale")
     name = next((n for n, fmt in SCHEME_FORMATS.items() if fmt == held and not SCHEMES[n].head), None)
     if name is None or tied_embeddings or "lm_head" in ignored:
@@ -228,8 +232,8 @@ def _check_expressions(read: ConfigReader, field: str, targets: tuple[str, ...])
 
 
 def _sparsity(read: ConfigReader) -> tuple[bool, float | None]:
-    """Whether weights are held without their zeros (which ones, `targets` and `ignore`, their tensors' names say as well), and
-    the share of zeros."""
+    """Whether weights are stored without their zeros, and the share of zeros. The tensors' names tell which weights, so
+    `targets` and `ignore` are not needed."""
     given = read.maybe("sparsity_config", dict)
     if not given:
         return False, None
@@ -242,7 +246,7 @@ def _sparsity(read: ConfigReader) -> tuple[bool, float | None]:
 
 
 def _attention_inputs(group: ConfigReader) -> dict[str, Any]:
-    """What a group without weights says of its inputs: only attention modules have such."""
+    """The inputs of a group without weights. Only attention modules have such groups."""
     targets = group.take("targets", list)
     if not all(isinstance(t, str) and t.endswith("Attention") for t in targets):
         raise group.unsupported("targets", "without weights only attention modules are supported")
@@ -255,7 +259,7 @@ def _attention_inputs(group: ConfigReader) -> dict[str, Any]:
 
 
 def _cache(given: Mapping[str, Any], prefix: str) -> RowFormat:
-    """The form of cache that a scheme's scales are for: 8 bits, symmetric, found beforehand, a scale a layer or kv head."""
+    """The format of an 8-bit cache with static symmetric scales, one a layer or kv head."""
     read = _reader(given, prefix)
     read.require("symmetric", True)
     read.require("dynamic", False)
@@ -272,7 +276,7 @@ def _cache(given: Mapping[str, Any], prefix: str) -> RowFormat:
 
 
 def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFormat]:
-    """(the modules of one group of layers, their format)."""
+    """A group's target modules and their format."""
     targets = tuple(str(target) for target in group.take("targets", list))
     if not targets or any(t not in ("Linear", "lm_head") and "." not in t and not t.startswith("re:") for t in targets):
         raise group.unsupported("targets", "only 'Linear', names of modules and 're:…' are supported")
@@ -318,7 +322,7 @@ def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFor
 
 
 def _block(group: ConfigReader, weights: ConfigReader, given: Any, prefix: str) -> WeightFormat:
-    """FP8 by blocks of 128 × 128, with inputs by groups of 128."""
+    """FP8 with a scale for each tile of 128 × 128 weights, and for each 128 inputs."""
     if weights.take("block_structure", list) != [FP8_TILE, FP8_TILE]:
         raise weights.unsupported("block_structure", f"only [{FP8_TILE}, {FP8_TILE}] is supported")
     weights.require("num_bits", 8)
@@ -338,5 +342,5 @@ def _block(group: ConfigReader, weights: ConfigReader, given: Any, prefix: str) 
 
 
 def _reader(config: Any, prefix: str) -> ConfigReader:
-    whole = config if isinstance(config, Mapping) else {"": config}  # what is no object has one key that nobody knows
+    whole = config if isinstance(config, Mapping) else {"": config}  # a value that is no object becomes an unknown key
     return ConfigReader(whole, prefix=prefix, no_effect=NO_EFFECT)

@@ -1,4 +1,4 @@
-"""Why a way to run a step can't take a model or a batch."""
+"""Why a forward path does not cover a model or a batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ class Reason(str):
     """A sentence for a person, without a full stop."""
 
     notable: bool
-    """Whether a user could expect otherwise. That a CPU has no CUDA kernel is not notable."""
+    """Whether a user could expect otherwise. That a CPU lacks a CUDA kernel is not notable."""
 
     def __new__(cls, text: str, *, notable: bool = True) -> Reason:
         reason = super().__new__(cls, text)

@@ -1,17 +1,17 @@
-"""Schemes: how the weights of a layer's products are held, and how their inputs are. Data, no torch.
+"""Schemes: the number formats of the weights of a layer's products, and of their inputs. No torch.
 
 | scheme | weights | inputs | scales |
 | --- | --- | --- | --- |
-| `fp8` | float8 e4m3 | float8 e4m3 | one a row of the weight, one a token, made as it comes |
-| `fp8-block` | float8 e4m3 | float8 e4m3 | one a block of 128 × 128 weights, one for 128 numbers of a token |
+| `fp8` | float8 e4m3 | float8 e4m3 | one a row of the weight, one a token (found at run time) |
+| `fp8-block` | float8 e4m3 | float8 e4m3 | one a tile of 128 × 128 weights, one for each 128 numbers of a token |
 | `int8` | int8 | int8 | one a row, one a token |
 | `int4` | 4 bits, −8 … 7 | the model's type | one a row and group of 128 (or 32) inputs |
-| `mxfp4` | floats of 4 bits (e2m1) | the model's type | one a row and group of 32, a power of two; of experts alone |
+| `mxfp4` | floats of 4 bits (e2m1) | the model's type | one a row and group of 32, a power of two; for experts alone |
 
-Rounding at load is symmetric: value = code · scale. (A 4-bit checkpoint may bring zero points of its own.) The largest
-magnitude of a row falls on the end of the range (of a group of 4-bit numbers on 7.5, between its two ends), and codes are
-rounded to nearest. Embeddings, norms and biases keep the model's type, and so does the output head unless the scheme says
-otherwise.
+1. Quantisation at load is symmetric: value = code · scale. A 4-bit checkpoint may have zero points of its own.
+2. Codes are rounded to nearest. The largest magnitude of a row becomes the largest code; that of a group of 4-bit numbers
+   becomes 7.5, between the magnitudes of the two ends −8 and 7.
+3. Embeddings, norms and biases keep the model's type. So does the output head, unless the scheme has `head`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,27 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 RowFormat: TypeAlias = Literal["fp8", "int8"]
-"""Numbers in 8 bits, float8 e4m3 (up to 448) or int8 (up to 127), and a float32 scale a row: of activations a token, of a cache
-a head."""
+"""Numbers of 8 bits, float8 e4m3 (up to 448) or int8 (up to 127), with a float32 scale a row. A row of activations is a token,
+one of a cache is a head."""
 
 InputFormat: TypeAlias = RowFormat | Literal["fp8-block"]
-"""An 8-bit form of activations; `fp8-block` is float8 e4m3 with a float32 scale for each `FP8_TILE` numbers of a token."""
+"""An 8-bit format of activations. `fp8-block` is float8 e4m3 with a float32 scale for each `FP8_TILE` numbers of a token."""
 
 FORMAT_MAX: dict[InputFormat, float] = {"fp8": 448.0, "int8": 127.0, "fp8-block": 448.0}
 
 FP8_TILE = 128
-"""Rows and inputs of a weight that have one scale in `fp8-block` (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
+"""Rows, and inputs, of a tile with one scale in `fp8-block` (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """`inputs` None: the model's own type. `group_size` None: one scale a row of the weight; a scale is for `block_rows` rows.
-    `head`: the output head too. `experts_only`: all products but those of experts keep the model's type."""
+    """A scheme that weights are quantised to at load.
+
+    `inputs`: their 8-bit format; None: the model's type.
+    `group_size`, `block_rows`: a scale is for so many inputs (None: all) of so many rows.
+    `head`: the output head is quantised too.
+    `experts_only`: only the products of experts are quantised.
+    """
 
     name: Literal["fp8", "fp8-block", "int8", "int4", "mxfp4"]
     weight_bits: int
@@ -47,12 +52,12 @@ class Scheme:
 
     @property
     def multiple(self) -> int:
-        """What the number of a product's inputs must be a multiple of."""
+        """The number of a product's inputs must be a multiple of this."""
         return 16 if self.group_size is None else max(64, self.group_size)
 
     def weight_bytes(self, rows: int, inner: int, *, on_cpu: bool = False) -> int:
-        """Bytes of a weight [rows, inner], scales included. A CPU's kernels hold those of large groups in float32, and
-        of `mxfp4` exponents alone."""
+        """Bytes of a weight [rows, inner] with its scales. A CPU's kernels have float32 scales for groups of 128, and store the
+        exponent of an `mxfp4` scale."""
         groups = 1 if self.group_size is None else inner // self.group_size
         scale_bytes = 4 if self.inputs is not None or (on_cpu and self.group_size == 128) else 2
         if on_cpu and self.name == "mxfp4":
@@ -62,7 +67,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """How some of a model's products hold their weights: a type or scheme, or `sparse int8`."""
+    """Products whose weights have the same format: a type, a scheme, or `sparse int8`."""
 
     name: str
     num_products: int
@@ -86,17 +91,17 @@ HELD_PRODUCTS: dict[str, frozenset[str]] = {
     "torch": frozenset(),
     **dict.fromkeys(("reference", "triton"), frozenset(("fp8", "fp8-block", "int8", "int8-split", "int4"))),
 }
-"""By an op set's name the products that it has of weights which a checkpoint holds rounded. (Experts have no int8-split.)"""
+"""By op set: its products for weights that a checkpoint stores quantised. Experts have no int8-split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
-    """How a checkpoint holds a product's weight: a number is (code − zero) · scale, and zero is 0 where it is `symmetric`.
+    """How a checkpoint stores a product's weight. A number is (code − zero) · scale; if `symmetric`, zero is 0.
 
-    A scale is for `group_size` inputs of a row, for a row (None), or for the whole weight (`whole`); with `block_rows` for a
-    block of so many rows by `group_size` inputs. The scales' tensor ends in `scale`. `inputs` is the 8-bit form that the
-    product's inputs are rounded to, token by token as they come, or by one scale found beforehand (`static_inputs`).
-    With `split` some columns of int8 inputs keep the model's type (`quantization_config.COLUMNS_NAME`).
+    `group_size`, `block_rows`: a scale is for so many inputs (None: all) of so many rows. `whole`: one for the whole weight.
+    `scale`: the end of the name of the scales' tensor.
+    `inputs`: the 8-bit format of the product's inputs, with a scale for each token, or one static scale (`static_inputs`).
+    `split`: some columns of int8 inputs keep the model's type (`quantization_config.COLUMNS_NAME`).
     """
 
     kind: Literal["int", "float"] = "int"
@@ -111,7 +116,7 @@ class WeightFormat:
     split: bool = False
 
     def __str__(self) -> str:
-        """For a person."""
+        """For messages."""
         scales = "whole" if self.whole else "by row" if self.group_size is None else f"by {self.group_size}"
         kind = f"{self.kind}{self.bits} {scales}" + ("" if self.symmetric else ", zero points")
         if self.inputs is None:
@@ -121,23 +126,23 @@ class WeightFormat:
 
     @property
     def lowest(self) -> int:
-        """The least code of an int; the greatest is lowest + 2^bits − 1."""
+        """The smallest code of an int. The largest is lowest + 2^bits − 1."""
         return -(1 << self.bits - 1)
 
     @property
     def product(self) -> InputFormat | Literal["int8-split", "int4"] | None:
-        """The scheme whose product computes with it as it is; None: it is expanded to the model's type."""
+        """The product that computes with the stored weight; None: it is expanded to the model's type."""
         if self.inputs is not None:
             return "int8-split" if self.split else self.inputs
         return "int4" if self.kind == "int" and self.bits <= 4 else None
 
     @property
     def packed(self) -> bool:
-        """Whether codes share words; else one stands in a byte."""
+        """Whether several codes share a 32-bit word. Otherwise each has a byte."""
         return self.kind == "int" and self.inputs is None
 
     def groups(self, inner: int) -> int:
-        """Scales of a row with so many inputs; the last block may be cut off."""
+        """Scales of a row with `inner` inputs. The last tile may be partial."""
         if self.group_size is None:
             return 1
         return inner // self.group_size if self.block_rows == 1 else -(-inner // self.group_size)
@@ -146,7 +151,7 @@ class WeightFormat:
         return -(-rows // self.block_rows) * self.groups(inner)
 
     def num_bytes(self, rows: int, inner: int, scale_bytes: int = 2) -> int:
-        """Bytes of a weight [rows, inner] in a checkpoint: codes, scales, and zero points."""
+        """Bytes of a weight [rows, inner] in a checkpoint: codes, scales and zero points."""
         codes = rows * -(-inner * self.bits // 32) * 4 if self.packed else rows * inner
         groups = self.groups(inner)
         zeros = 0 if self.symmetric else -(-rows * self.bits // 32) * 4 * groups
@@ -162,7 +167,7 @@ FORMATS: dict[str, WeightFormat] = {
     "int4": WeightFormat(bits=4, group_size=128),
     "int4-g32": WeightFormat(bits=4, group_size=32),
 }
-"""The weights of each scheme, as checkpoints hold them."""
+"""How checkpoints store the weights of each scheme."""
 
 CPU_BLOCK_BYTES = {
     "Q8_0": 272,
@@ -177,6 +182,5 @@ CPU_BLOCK_BYTES = {
     "Q5_K": 180,
     "Q6_K": 210,
 }
-"""GGUF's types that a CPU's kernels use as they are, with the bytes that they hold 256 numbers in (csrc/cpu/formats.h): the
-file's, but for Q3_K, Q4_K and Q5_K, whose scales of 6 bits get bytes of their own. Others are dequantised to the model's
-type."""
+"""GGUF types that a CPU's kernels compute with, and their bytes for 256 numbers (csrc/cpu/formats.h). These are the file's
+bytes but for Q3_K, Q4_K and Q5_K, whose 6-bit scales are widened to bytes. Other types are dequantised to the model's type."""

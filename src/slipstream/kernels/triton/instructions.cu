@@ -1,6 +1,5 @@
-// PTX instructions that CUDA C++ has no words for, one function each. The kernels are appended to this file to be
-// compiled; for tests without a GPU they are appended to tests/kernels/instructions_on_cpu.h, which has the same
-// functions.
+// PTX instructions without a CUDA C++ intrinsic, one function each. The kernels' sources are appended to this file and
+// compiled. Tests without a GPU append them to tests/kernels/instructions_on_cpu.h, which has the same functions.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -8,10 +7,10 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 
 #define DEVICE __device__ __forceinline__
-constexpr int THREADS = WARPS * 32;  // of the consumer warps
+constexpr int THREADS = WARPS * 32;  // consumer threads
 
 // --- numbers
-DEVICE float to_float(u16 x) {  // from the model's type
+DEVICE float to_float(u16 x) {  // x: the model's type, float16 if HALF, otherwise bfloat16
     float y;
     if (HALF) asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
     else y = __uint_as_float((u32)x << 16);
@@ -28,7 +27,7 @@ DEVICE u32 pack_e4m3(float low, float high) {  // two codes
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
     return y;
 }
-DEVICE u32 low_half2(u32 codes) {  // the low two of four codes, as float16
+DEVICE u32 low_half2(u32 codes) {  // the low two of four e4m3 codes → float16
     u32 y;
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(y) : "r"(codes));
     return y;
@@ -61,7 +60,7 @@ DEVICE uint4 load_smem16(u32 address) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
     return v;
 }
-// What other thread blocks wrote in this kernel: read from L2.
+// Loads from L2 (.cg): for what other thread blocks wrote during this kernel, since L1 is not coherent.
 DEVICE uint4 load_cg16(const void* p) {
     uint4 v;
     asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -69,7 +68,7 @@ DEVICE uint4 load_cg16(const void* p) {
 }
 DEVICE u16 load_cg2(const u16* p) {
     u16 v;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");  // also sees this thread's own writes
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");  // not moved before this thread's writes
     return v;
 }
 DEVICE float load_cg4(const float* p) {
@@ -81,7 +80,7 @@ DEVICE void sync_consumers() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
 
-// --- mbarriers in shared memory: a phase ends after `count` arrivals and all expected bytes
+// --- mbarriers in shared memory: a phase ends when `count` threads and all expected bytes have arrived
 DEVICE void barrier_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }
@@ -89,7 +88,7 @@ DEVICE void barrier_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-DEVICE void barrier_expect(u32 barrier, u32 bytes) {  // arrives too
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {  // and arrive
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 DEVICE void barrier_arrive(u32 barrier) {
@@ -107,12 +106,12 @@ DEVICE void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, u64 poli
         "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
-DEVICE u64 evict_first_policy() {  // L2 policies of `bulk_copy`
+// L2 eviction policies for `bulk_copy`.
+DEVICE u64 evict_first_policy() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-
 DEVICE u64 evict_normal_policy() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
@@ -120,18 +119,18 @@ DEVICE u64 evict_normal_policy() {
 }
 
 // --- counters in memory
-DEVICE void release_add(u32* counter) {  // release: earlier writes of this thread are visible first
+DEVICE void release_add(u32* counter) {  // who acquires the new count sees this thread's earlier writes
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
-DEVICE u32 load_acquire(const u32* counter) {  // acquire
-    u32 seen;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-    return seen;
+DEVICE u32 load_acquire(const u32* counter) {
+    u32 count;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+    return count;
 }
-DEVICE u32 fetch_add(u32* counter) {  // returns the old value
-    u32 seen;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(seen) : "l"(counter) : "memory");
-    return seen;
+DEVICE u32 fetch_add(u32* counter) {  // returns the old count
+    u32 count;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(count) : "l"(counter) : "memory");
+    return count;
 }
 DEVICE void relaxed_add(u64* number) {
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], 1;" ::"l"(number) : "memory");

@@ -1,29 +1,32 @@
-// All layers of a decode step of one sequence in one persistent kernel. `one_token.py` says for which models and defines
-// the names in capitals. The files of `SOURCES` are compiled as one text, in their order.
+// One decode step of one sequence, all layers, in one persistent kernel. `one_token.py` says which models it runs, and
+// defines the names in capitals. The files of `SOURCES` are compiled as one text, in their order.
 //
-// Such a step is bound by reading every weight once. One thread block (CTA) runs on each multiprocessor:
+// The step's time is the time to read every weight once. One thread block (CTA) runs on each multiprocessor:
 //
-// 1. PRODUCER_WARPS warps only copy this CTA's weights, in order of use, into a ring in shared memory.
-// 2. WARPS consumer warps multiply what has arrived.
-// 3. Weights depend on nothing (but a mixture's on the choice of experts), so the ring fills while CTAs synchronise, norm
-//    a row or attend.
+// 1. PRODUCER_WARPS warps copy this CTA's weights, in order of use, into a ring buffer in shared memory.
+// 2. WARPS consumer warps compute: products, norms, attention.
+// 3. Weights depend on no result (except an expert's, which depend on the routing). So producers keep copying while
+//    consumers wait at a grid barrier, norm a row or attend.
 //
-// A layer is
+// A layer runs in phases. At each bar all CTAs wait at a grid barrier: a counter in memory that each of them increments.
 //
 //     norm → q, k, v | rope, cache, attention | merge splits → output, into the residual | norm → up, activation | down
 //
-// with a grid barrier at each bar: a counter in memory that all CTAs add to and wait for. A parallel layer computes up
-// beside q, k, v and down beside output, so it has three. A mixture of experts, in place of up and down, has one more.
-// Every CTA computes a product's whole input row for itself, which is cheaper than waiting for one CTA to do it.
+// A parallel layer computes up in the phase of q, k, v, and down in the phase of output; it has three barriers. A mixture
+// of experts takes the place of up and down, and has one barrier more. Every CTA computes the whole input row of a
+// product: that is cheaper than another barrier.
 //
-// A product's rows are cut into tiles of 16 (a gated one's: 8 gates and their 8 ups); each CTA has a contiguous range of
-// tiles. A ring stage holds STEP_BYTES of each of a tile's 16 rows. A sum may be taken in any order, so a lane's 16
-// contiguous bytes of a row are a tensor core's operand as they lie, with the matching inputs as the other operand
-// (column 0 of 8 equal ones). Warps take a stage's 64-byte columns in turn and add up at the tile's end, always in the
-// same order.
+// Products:
 //
-// Sources: one kernel per step is "No bubbles" (Spector et al., 2025, megakernels for Llama-1B). Permuted operands and
-// 4-bit codes as bits of larger numbers are Marlin's (Frantar et al., 2024).
+// 1. A weight is cut into tiles of 16 rows. A tile of a gated product has 8 rows of gates and the 8 matching rows of ups.
+// 2. Each CTA has a contiguous range of tiles.
+// 3. A stage of the ring holds STEP_BYTES of each of a tile's 16 rows.
+// 4. A lane's 16 contiguous bytes of a row are a tensor core's operand without a permutation, because the order of a sum
+//    is free. The inputs that match them are the other operand, repeated in its 8 columns; column 0 is read.
+// 5. Warps take a stage's 64-byte columns in turn. Their sums are added at the end of the tile, always in one order.
+//
+// Sources: "No bubbles" (Spector et al., 2025) runs Llama-1B in one kernel. Marlin (Frantar et al., 2024) permutes
+// operands, and reads 4-bit codes as low bits of larger numbers.
 
 extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_WARPS * 32, 1)
 one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* softmax, u32* counters, const float* cos_sin,
@@ -78,7 +81,7 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
     const int splits = plan.splits;
     const float* angles = cos_sin + positions[0] * R;
     const int block = block_table[(plan.length - 1) / BLOCK_SIZE];
-    const bool counted = X && cta == 0 && block > 0;  // padding writes to the null block
+    const bool counted = X && cta == 0 && block > 0;  // padding has the null block, and is not counted
     RingPosition ring;
     u32 arrivals = 0, attended = 0;
     auto residual = [&](int v, float* y) { unpack8(load_cg16((const uint4*)x + v), y); };
@@ -123,9 +126,9 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
         ahead = Out::first(cta, row, OUT_S, x);
         grid_wait(counters + 1, attended);
         {
-            auto seen = [&](int v, float* y) {
+            auto merged = [&](int v, float* y) {
                 float top = -1e30f, total = 0.0f;
-                for (int from = 0; from < splits; from += 4) {  // loads in flight together
+                for (int from = 0; from < splits; from += 4) {  // 4 splits' loads are in flight together
                     uint4 low[4], high[4];
                     float maxima[4], totals[4];
 #pragma unroll
@@ -158,7 +161,7 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
 #pragma unroll
                 for (int j = 0; j < 8; j++) y[j] = to_float(from_float(y[j] / total));
             };
-            x_scale = load_input<Q, 0>(seen, nullptr, nullptr, 0.0f, 0.0f, memory);
+            x_scale = load_input<Q, 0>(merged, nullptr, nullptr, 0.0f, 0.0f, memory);
         }
         Out::run(ahead, row, OUT_S, x, x_scale, ring, memory, cta);
         if (X && (!DENSE || row[ROUTER_W])) {
@@ -175,7 +178,7 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
             }
             // --- down
             ahead = Down::first(cta, row, DOWN_S, x);
-            if (PARALLEL) sync_consumers();  // the previous input is no longer read
+            if (PARALLEL) sync_consumers();  // until all warps have read the input that the next one overwrites
             else grid_wait(counters, arrivals);
             x_scale = load_input<F, 0>(middle, nullptr, nullptr, 0.0f, 0.0f, memory);
             Down::run(ahead, row, DOWN_S, x, x_scale, ring, memory, cta);
@@ -186,6 +189,6 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
         }
         arrivals += CTAS;
     }
-    // The last CTA to leave resets the counters for the next step.
+    // The last CTA to exit resets the counters for the next step.
     if (threadIdx.x == 0 && fetch_add(counters + 2) == CTAS - 1) counters[0] = counters[1] = counters[2] = 0;
 }

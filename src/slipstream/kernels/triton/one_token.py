@@ -1,8 +1,8 @@
-"""All layers of a decode step of one sequence in one kernel: `one_token.cu`, which says how. Here: for which decoders, and what
-the kernel is told of them.
+"""One decode step of one sequence, all layers, in one kernel. `one_token.cu` says how; this file says for which decoders, and
+defines the kernel's constants.
 
-All programs must run at once, one on each multiprocessor; the launch is refused where they cannot. Weights of 16 bits, FP8 or
-INT8 by rows, and INT4 by groups; of experts all but the last.
+1. All programs (thread blocks) run at once, one on each multiprocessor. CUDA refuses the launch where they can't.
+2. Weights have 16 bits, are FP8 or INT8 with a scale a row, or INT4 with a scale a group. Experts can't be INT4.
 """
 
 from __future__ import annotations
@@ -26,31 +26,30 @@ from slipstream.platform import platform_of
 from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.reason import Reason
 
-PARTS = (
-    *("instructions.cu", "one_token_products.cu", "one_token_attention.cu", "one_token_mla.cu"),
-    *("one_token_experts.cu", "one_token.cu"),
+SOURCES = tuple(
+    Path(__file__).with_name(f"{name}.cu")
+    for name in ("instructions", *(f"one_token_{part}" for part in ("products", "attention", "mla", "experts")), "one_token")
 )
-SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
 """Compiled as one text, in this order."""
 NORMS = {"rms": 1, "layer": 2}
 FORMS = {torch.bfloat16: 0, torch.float16: 0, torch.float8_e4m3fn: 1, torch.int8: 3}
 GROUPED = 2
 CACHES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 8, torch.int8: 7}
 WARPS = 8
-"""Consumer warps: they multiply."""
+"""Consumer warps."""
 PRODUCER_WARPS = 2
-"""Producer warps: they copy weights."""
-PIECES = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3)}
-"""Per format of weights: bytes of a row in a stage of the ring (`STEP_BYTES`), and the most stages of 16 rows in flight.
+"""They copy weights."""
+RING = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3)}
+"""Per format of weights: bytes of a row in a stage of the ring (`STEP_BYTES`), and the most stages in flight (`DEPTH`).
 Measured on an H200."""
-MOST_SPLITS = 16
+MAX_SPLITS = 16
 ONE_HEAD_KEYS = 4096
-"""Longest sequence for which a thread block attends over latents for one head."""
+"""Up to this length a thread block attends over latents for one head."""
 HEADS_PER_BLOCK = 4
-"""Heads per thread block for longer sequences, if the heads are a multiple of it."""
-MOST_LATENT_SPLITS = 32
+"""Heads per thread block in longer sequences, if the number of heads is a multiple of it."""
+MAX_LATENT_SPLITS = 32
 LATENT_DEPTH = 6
-"""Stages in flight during latent attention: several thread blocks read the same rows from L2."""
+"""Stages in flight during latent attention. They may be more, since most of its rows come from L2."""
 
 POINTERS = (
     *("norm", "norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm", "k", "v", "k_scale", "v_scale"),
@@ -59,8 +58,8 @@ POINTERS = (
     *("shared_weight", "expert_counts", "logits"),
     *("latent", "latent_scales", "keys", "values"),
 )
-"""What a layer's row of the kernel's table points at, in this order; 0 for none. With latent attention `qkv` makes queries
-only, `k_norm` is the latent's, and `v` is a part of `k`."""
+"""The pointers in a layer's row of the kernel's table, in this order; 0 for a tensor that the layer lacks. With latent
+attention `qkv` makes queries alone, `k_norm` norms the latent, and `v` is a view of `k`."""
 
 
 def refusal(shape: TokenShape, product: Linear, rotary: int | None) -> Reason | None:
@@ -72,7 +71,7 @@ def refusal(shape: TokenShape, product: Linear, rotary: int | None) -> Reason | 
     elif type(product) not in (Linear, ScaledLinear) or product.weight.dtype not in FORMS:
         kind = f"{type(product).__name__} of {product.weight.dtype}".replace("torch.", "")
         return Reason(f"the one-token kernel has no product with a {kind}")
-    if s.latent is not None and not takes_latents(s, s.latent, GROUPED if grouped else FORMS[product.weight.dtype]):
+    if s.latent is not None and not covers_latents(s, s.latent, GROUPED if grouped else FORMS[product.weight.dtype]):
         return Reason("the one-token kernel has no latent attention of these sizes")
     if grouped and s.experts is not None:
         return Reason("the one-token kernel has no 4-bit experts")
@@ -81,52 +80,48 @@ def refusal(shape: TokenShape, product: Linear, rotary: int | None) -> Reason | 
     return size_refusal(s, 4 if grouped else product.weight.dtype.itemsize * 8, rotary)
 
 
-def takes(shape: TokenShape, product: Linear, rotary: int | None) -> bool:
-    return refusal(shape, product, rotary) is None
-
-
-def mids(s: TokenShape) -> int:
-    """The most numbers that a layer's down products read."""
+def down_inputs(s: TokenShape) -> int:
+    """The most inputs that a layer's down products have."""
     dense, expert, shared = widths(s)
     return max(dense, 0 if s.experts is None else s.experts.num_experts_per_token * expert + shared)
 
 
-def takes_latents(shape: TokenShape, latent: MLAShape, form: int) -> bool:
-    """The sizes of latent attention."""
+def covers_latents(shape: TokenShape, latent: MLAShape, form: int) -> bool:
+    """Whether the kernel has latent attention of these sizes."""
     queries, row = shape.num_heads * (latent.nope_dim + latent.rotary_dim), latent.rank + latent.rotary_dim
     return (
         latent.rotary_dim % 8 == 0
         and 0 < latent.rotary_dim <= 64
         and latent.rank % 256 == 0
-        and 0 < latent.rank * 2 <= PIECES[form][0]
+        and 0 < latent.rank * 2 <= RING[form][0]
         and latent.nope_dim % 16 == queries % 16 == row % 16 == 0
     )
 
 
 def heads_per_block(shape: TokenShape) -> int:
-    """Heads for which a program reads a latent of a long sequence."""
+    """Heads that a program attends for in a long sequence of latents."""
     return HEADS_PER_BLOCK if shape.num_heads % HEADS_PER_BLOCK == 0 else 1
 
 
 def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
-    """Pieces that the ring in shared memory holds beside a product's row, or attention, whatever the cache's type (the sizes at
-    the top of `one_token_products.cu`); three are needed."""
+    """Stages that the ring has room for in shared memory, beside a product's input or attention, whatever the cache's type.
+    The kernel needs three. `one_token_products.cu` computes the same sizes at its top."""
     s, heads = shape, shape.num_heads // shape.num_kv_heads
-    widest = max(s.hidden_size, mids(s), s.num_heads * s.head_dim)
+    widest = max(s.hidden_size, down_inputs(s), s.num_heads * s.head_dim)
     form = GROUPED if isinstance(product, GroupedLinear) else FORMS[product.weight.dtype]
-    piece = PIECES[form][0]
-    stage, row, sums = 16 * (piece + 64), widest * (1 if form == FORMS[torch.int8] else 2), 0
+    step_bytes = RING[form][0]
+    stage, row, sums = 16 * (step_bytes + 64), widest * (1 if form == FORMS[torch.int8] else 2), 0
     if isinstance(product, GroupedLinear):
-        stage, sums = stage + piece * 2 // product.group_size * 32, widest // 32 * 4
+        stage, sums = stage + step_bytes * 2 // product.group_size * 32, widest // 32 * 4
     attention = 0
     for size in (1, 2):  # bytes of a cached number
         keys = 4 * WARPS * 32 // (s.head_dim * size // 16)
-        alike = WARPS * 32 // s.head_dim if size == 1 else WARPS
-        attention = max(attention, 4 * ((2 * heads + 4 + alike * heads) * s.head_dim + heads * (keys + 1)))
+        partials = WARPS * 32 // s.head_dim if size == 1 else WARPS
+        attention = max(attention, 4 * ((2 * heads + 4 + partials * heads) * s.head_dim + heads * (keys + 1)))
     if (own := s.latent) is not None:
         row_of_cache = own.rank + own.rotary_dim
         attention = 4 * ((heads_per_block(s) + 1) * row_of_cache + own.nope_dim + WARPS * (own.rank + 2))
-    other = 512 + 2 * 8 * 64 + 2 * WARPS * 16 * 4 + 256 + 2 * 128  # barriers, pointers, sums of tiles, of threads; rounding up
+    other = 512 + 2 * 8 * 64 + 2 * WARPS * 16 * 4 + 256 + 2 * 128  # barriers, pointers, tiles' sums, scratch; alignment
     other += 0 if s.experts is None else s.experts.num_experts_per_token * 64
     return (shared_bytes - other - sums - max(row, attention)) // stage
 
@@ -143,17 +138,17 @@ def one_token(
     if (reason := refusal(shape, product, None if cos_sin is None else cos_sin.shape[1])) is not None:
         return reason
     platform = platform_of(device)
-    programs, room = platform.multiprocessors, platform.shared_bytes
-    if shape.num_kv_heads > programs:  # each head's keys are one program's
+    programs, shared_bytes = platform.multiprocessors, platform.shared_bytes
+    if shape.num_kv_heads > programs:  # a program attends for one kv head at least
         return Reason(f"the one-token kernel has {programs} programs here, and the model {shape.num_kv_heads} kv heads")
-    if stages(shape, product, room) < 3:
+    if stages(shape, product, shared_bytes) < 3:
         return Reason("the one-token kernel's ring of weights does not fit into shared memory beside rows of this width")
-    return OneTokenStep(shape, layers, product, cos_sin, programs=programs, shared_bytes=room)
+    return OneTokenStep(shape, layers, product, cos_sin, programs=programs, shared_bytes=shared_bytes)
 
 
 def by_tiles(layer: Mapping[str, Tensor | None], *, gated: bool) -> dict[str, Tensor | None]:
-    """A layer of grouped weights with copies of its scales [in / group_size, out] as a tile of 16 rows reads them,
-    [tile, group, 16]: a gated tile is 8 gates and their 8 ups."""
+    """A layer of grouped weights whose scales [in / group_size, out] are copied into the kernel's order of reading:
+    [tile, group, 16]. A gated tile has 8 gates and their 8 ups."""
     found = dict(layer)
     for name in ("qkv", "latent", "out", "up", "down"):
         scales = layer.get(f"{name}_scales")
@@ -166,15 +161,15 @@ def by_tiles(layer: Mapping[str, Tensor | None], *, gated: bool) -> dict[str, Te
 
 
 def by_rows(layer: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """A layer with a copy of what makes values of latents, [H, rank, V], a value's weights side by side: [H, V, rank]."""
+    """A layer whose `values` [H, rank, V], which project latents to values, are copied to [H, V, rank]: rows are contiguous."""
     values = layer["values"]
     assert values is not None
     return {**layer, "values": values.transpose(1, 2).contiguous()}
 
 
 class OneTokenStep:
-    """`OpSet.one_token`, as so many programs with so much shared memory each. `layers` are read at the first call with a cache,
-    and must stay. One stream only."""
+    """`OpSet.one_token`, run by `programs` thread blocks with `shared_bytes` of shared memory each. The tensors of `layers`
+    must stay where they are. One stream only."""
 
     def __init__(
         self,
@@ -190,9 +185,9 @@ class OneTokenStep:
         self.layers, self.product, self.cos_sin = layers, product, cos_sin
         self.device = device = product.weight.device
         self.programs, self.shared_bytes = programs, shared_bytes
-        self.splits = max(1, min(MOST_SPLITS, self.programs // s.num_kv_heads))
+        self.splits = max(1, min(MAX_SPLITS, self.programs // s.num_kv_heads))
         if s.latent is not None:
-            self.splits = max(1, min(MOST_LATENT_SPLITS, self.programs // (s.num_heads // heads_per_block(s))))
+            self.splits = max(1, min(MAX_LATENT_SPLITS, self.programs // (s.num_heads // heads_per_block(s))))
             self.layers = [by_rows(layer) for layer in layers]
         if isinstance(product, GroupedLinear):
             self.layers = [by_tiles(layer, gated=s.gated) for layer in self.layers]
@@ -203,15 +198,15 @@ class OneTokenStep:
         if (own := s.latent) is not None:
             made = s.num_heads * (own.nope_dim + own.rotary_dim) + own.rank + own.rotary_dim
         self._qkv = torch.zeros(made, dtype=self.dtype, device=device)
-        self._mid = torch.zeros(mids(s), dtype=self.dtype, device=device)
-        self._parts = torch.zeros(self.splits * q, dtype=torch.float32, device=device)
-        self._tops = torch.zeros(self.splits * s.num_heads * 2, dtype=torch.float32, device=device)
+        self._mid = torch.zeros(down_inputs(s), dtype=self.dtype, device=device)
+        self._partials = torch.zeros(self.splits * q, dtype=torch.float32, device=device)
+        self._softmax = torch.zeros(self.splits * s.num_heads * 2, dtype=torch.float32, device=device)
         num_logits = 0 if s.experts is None else s.experts.num_experts + 1
         self._logits = torch.zeros(num_logits, dtype=torch.float32, device=device)
         self._counters = torch.zeros(3, dtype=torch.int32, device=device)
         self._kv: Sequence[LayerKV] | None = None
         self._kernels: dict[tuple[torch.dtype, int], Callable[[int, int, Sequence[Tensor | int]], None]] = {}
-        self._tables: list[Tensor] = []  # a captured graph reads the one of its time
+        self._tables: list[Tensor] = []  # a captured graph reads the one that it was captured with
         self._held: list[Tensor] = []
 
     def __call__(self, x: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
@@ -222,8 +217,8 @@ class OneTokenStep:
         key = kv[0].k.dtype, kv[0].block_size
         if key not in self._kernels:
             self._kernels[key] = self.compiled(self.definitions(*key))
-        cos_sin = self._parts if self.cos_sin is None else self.cos_sin
-        tensors = (x, self._tables[-1], self._qkv, self._mid, self._parts, self._tops, self._counters, cos_sin)
+        cos_sin = self._partials if self.cos_sin is None else self.cos_sin
+        tensors = (x, self._tables[-1], self._qkv, self._mid, self._partials, self._softmax, self._counters, cos_sin)
         steps = (meta.positions, meta.block_table, meta.seq_lens)
         self._kernels[key](self.programs, (WARPS + PRODUCER_WARPS) * 32, (*tensors, *steps, len(self.layers)))
         return x
@@ -234,7 +229,7 @@ class OneTokenStep:
         return CudaKernel(platform, SOURCES, "one_token", definitions, shared_bytes=self.shared_bytes)
 
     def definitions(self, cache: torch.dtype, block_size: int) -> dict[str, int | float]:
-        """The names in capitals that the kernel's source leaves open."""
+        """The names in capitals in the kernel's source."""
         s, layer, w = self.shape, self.layers[0], self.product
         dense, expert, _ = widths(s)
         sizes = {"E": s.hidden_size, "Q": s.num_heads * s.head_dim, "F": dense or expert}
@@ -242,7 +237,7 @@ class OneTokenStep:
         if s.latent is not None and CACHES[cache] != 16:
             raise ConfigError("latent attention has no 8-bit cache; use kv_cache_dtype='auto'", field="kv_cache_dtype")
         grouped = isinstance(w, GroupedLinear)
-        size = w.group_size if isinstance(w, GroupedLinear) else 128  # then of no effect
+        size = w.group_size if isinstance(w, GroupedLinear) else 128  # the other formats do not read it
         form = GROUPED if grouped else FORMS[w.weight.dtype]
         return {
             "E": s.hidden_size,
@@ -254,8 +249,8 @@ class OneTokenStep:
             "BLOCK_SIZE": block_size,
             "CACHE": CACHES[cache],
             "FORM": form,
-            "STEP_BYTES": PIECES[form][0],
-            "DEPTH": PIECES[form][1],
+            "STEP_BYTES": RING[form][0],
+            "DEPTH": RING[form][1],
             "GROUP": size,
             **{f"CODES_{name}": chunk_of(n, size) if grouped else size for name, n in sizes.items()},
             "HALF": self.dtype == torch.float16,
@@ -291,7 +286,7 @@ class OneTokenStep:
         }
 
     def _mixture(self) -> dict[str, int | float]:
-        """The definitions of what layers with experts have."""
+        """Definitions for layers with experts."""
         m, (dense, expert, shared) = self.shape.experts, widths(self.shape)
         return {
             "X": 0 if m is None else m.num_experts,
@@ -318,7 +313,7 @@ class OneTokenStep:
     def _address(self, tensor: Tensor | None) -> int:
         if tensor is None:
             return 0
-        if tensor.data_ptr() % 16:  # a view of something: a small one, since products are as they should be
+        if tensor.data_ptr() % 16:  # a view into a larger tensor; products are aligned, so a copy is small
             tensor = tensor.clone()
             self._held.append(tensor)
         return tensor.data_ptr()

@@ -1,16 +1,19 @@
 // Part of `one_token.cu`: rope, cache write and attention of one token, out = Σ softmax(scale · q k) v.
 //
-// A CTA takes a split of the keys for one kv head, and leaves unnormalised sums, their maximum and their weight; every
-// CTA merges them when it loads the output product's input. `one_token.cu` calls `plan_splits`, `produce_attention`
-// (producer warps) and `attend` (consumers). For latent attention these are in one_token_mla.cu.
+// The keys of a kv head are divided into splits (Flash-Decoding, Dao et al., 2023). A CTA attends over one split. It
+// writes the unnormalised sum of values, the largest score, and the sum of weights. Every CTA merges the splits when it
+// loads the input of the output product.
+//
+// `one_token.cu` calls `plan_splits`, `produce_attention` (producer warps) and `attend` (consumer warps). For latent
+// attention one_token_mla.cu defines these three.
 
-// Splits of a head's keys. Every CTA reads all splits, so short ones cost more than they save.
+// How many splits a head's keys have. Every CTA reads the results of all splits, so short splits cost more than they save.
 DEVICE int num_splits(int length, int most) {
     const int wanted = (length + 63) / 64, least = length <= 1024 ? most < 8 ? most : 8 : most;
     return wanted < least ? wanted : least;
 }
 
-// The first `num_active` CTAs take a split of the keys for `heads` kv heads each.
+// The first `num_active` CTAs attend. Each has one split of the keys, for `heads` kv heads.
 struct SplitPlan {
     int length, heads, splits, keys_per_split, num_active;
     DEVICE SplitPlan(int length, int heads, int most)
@@ -21,8 +24,8 @@ struct SplitPlan {
           num_active(splits * (HK / heads)) {}
 };
 struct Split {
-    int head, split, first, cached_end;  // first head; cached keys first … cached_end − 1
-    bool has_new_key;                    // whether it has the new key
+    int head, split, first, cached_end;  // `head`: the first head; cached keys are first … cached_end − 1
+    bool has_new_key;                    // the token's own key is in this split
     DEVICE Split(const SplitPlan& all, int cta)
         : head(cta % (HK / all.heads) * all.heads),
           split(cta / (HK / all.heads)),
@@ -31,7 +34,7 @@ struct Split {
           has_new_key(all.length - 1 < first + all.keys_per_split && all.length - 1 >= first) {}
 };
 
-DEVICE void widen_cached(const uint4& v, float* y) {  // 16 bytes of the cache
+DEVICE void widen_cached(const uint4& v, float* y) {  // 16 bytes of the cache → float32
     if (CACHE == 16) return unpack8(v, y);
     const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -48,7 +51,8 @@ DEVICE u16 finite(float x) {
     const u16 code = from_float(x);
     return fabsf(to_float(code)) < __int_as_float(0x7f800000) ? code : 0;
 }
-// Store x in the cache (always finite: attention reads whole blocks) and return it as stored.
+// Store x in the cache, and return the value that was stored. It is always finite: attention reads whole blocks, and
+// multiplies what is beyond the end by 0.
 DEVICE float store_cached(float x, float scale, u8* to, long long at) {
     if (CACHE == 16) {
         const u16 code = finite(x);
@@ -69,19 +73,19 @@ DEVICE float store_cached(float x, float scale, u8* to, long long at) {
 }
 
 struct Attention : Split {
-    const int* table;  // KV block table
+    const int* table;  // the sequence's KV block table
     u8 *k, *v;
     uint4 keys[UNROLL], values[UNROLL];
     float k_scale, v_scale, cos[HEAD_PER_LANE], sin[HEAD_PER_LANE];
-    long long block;  // of the new key, times HK plus the head
+    long long block;  // the new key's block · HK + head
 
     DEVICE Attention(const SplitPlan& all, int cta, const u64* row, const int* table)
         : Split(all, cta), table(table), k((u8*)row[K_AT]), v((u8*)row[V_AT]) {}
-    // Offset of a key's block in k or v, for this head.
+    // Byte offset, in k or v, of this head's part of a key's block.
     DEVICE long long block_of(int key) const {
         return ((long long)table[key / BLOCK_SIZE] * HK + head) * (BLOCK_SIZE * D * KV_BYTES);
     }
-    // This lane's 16 bytes of a key, or of a value stored like a key.
+    // This lane's 16 bytes of a key, or of a value in a cache of 16 bits, which has the same layout.
     DEVICE uint4 load_lane(const u8* from, int key) const {
         return *(const uint4*)(from + block_of(key) + key % BLOCK_SIZE * (D * KV_BYTES) + threadIdx.x % LANES_PER_KEY * 16);
     }
@@ -105,7 +109,7 @@ struct Attention : Split {
             }
     }
 
-    // Loads that don't depend on this layer's q, k and v.
+    // Loads that do not depend on this layer's q, k and v. They are issued before the grid barrier.
     DEVICE void prefetch(const u64* row, const float* angles, int length) {
         prefetch_keys(first);
         prefetch_values(first);
@@ -120,16 +124,16 @@ struct Attention : Split {
         }
     }
 
-    // Write this split's sums to `partials` [SPLITS, H, D], not yet divided, and maximum and weight to `softmax` [SPLITS,
-    // H, 2].
+    // Write this split's unnormalised sums of values to `partials` [SPLITS, H, D], and its largest score and sum of
+    // weights to `softmax` [SPLITS, H, 2].
     DEVICE void run(const u64* row, const u16* qkv, int length, float* partials, float* softmax, u8* memory) {
-        float* q = (float*)(memory + INPUT_AT);  // [G, D], permuted: four numbers of a lane, then the next lane's
+        float* q = (float*)(memory + INPUT_AT);  // [G, D], permuted: 4 numbers of a lane, then the next lane's 4
         float* new_k = q + G * D;
         float* new_v = new_k + D;
         float* raw = new_v + D;  // [G + 2, D]
-        float* scores = raw + (G + 2) * D;  // [G, CHUNK]
-        float* fades = scores + G * CHUNK_KEYS;
-        float* sums = fades + G;  // [ALIKE, G, D]
+        float* scores = raw + (G + 2) * D;  // [G, CHUNK_KEYS]
+        float* rescales = scores + G * CHUNK_KEYS;  // [G]: exp(previous maximum − new maximum)
+        float* sums = rescales + G;                 // [PARTIALS, G, D]
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         const float factor = SCALE * 1.4426950408889634f * k_scale;
         for (int which = warp; which < G + 2 * has_new_key; which += WARPS) {
@@ -178,7 +182,7 @@ struct Attention : Split {
             }
         }
         sync_consumers();
-        float top = -1e30f, total = 0.0f;  // of head `warp`
+        float top = -1e30f, total = 0.0f;  // largest score and sum of weights of head `warp`
         if (has_new_key && warp < G) {
             float score = 0.0f;
             for (int d = lane; d < D; d += 32) score += q[warp * D + d] * new_k[d];
@@ -187,10 +191,11 @@ struct Attention : Split {
             top = score * factor;
             total = 1.0f;
         }
-        constexpr int WIDE = KV_BYTES == 2 ? 8 : 1;  // numbers of a value per thread
+        constexpr int WIDE = KV_BYTES == 2 ? 8 : 1;  // numbers of a value that a thread adds up
         float acc[G][WIDE];
         const int of = KV_BYTES == 2 ? threadIdx.x % LANES_PER_KEY * 8 : threadIdx.x % D;
-        const bool begins = has_new_key && threadIdx.x < (KV_BYTES == 2 ? LANES_PER_KEY : D);  // starts from the new value
+        // These threads begin with the new value, whose weight is 1.
+        const bool begins = has_new_key && threadIdx.x < (KV_BYTES == 2 ? LANES_PER_KEY : D);
 #pragma unroll
         for (int g = 0; g < G; g++)
 #pragma unroll
@@ -233,13 +238,13 @@ struct Attention : Split {
                 const float rescale = exp2_fast(top - highest);
                 total = total * rescale + more;
                 top = highest;
-                if (lane == 0) fades[warp] = rescale;
+                if (lane == 0) rescales[warp] = rescale;
             }
             sync_consumers();
 #pragma unroll
             for (int g = 0; g < G; g++)
 #pragma unroll
-                for (int j = 0; j < WIDE; j++) acc[g][j] *= fades[g];
+                for (int j = 0; j < WIDE; j++) acc[g][j] *= rescales[g];
 #pragma unroll
             for (int i = 0; i < UNROLL; i++) {
                 float x[LANE_NUMBERS];
@@ -258,9 +263,9 @@ struct Attention : Split {
                         for (int j = 0; j < 16; j++) acc[g][0] += scores[g * CHUNK_KEYS + inside + j] * x[j % LANE_NUMBERS];
             }
             if (start + CHUNK_KEYS < cached_end) prefetch_values(start + CHUNK_KEYS);
-            sync_consumers();  // before scores are overwritten
+            sync_consumers();  // until all warps have read the scores that the next chunk overwrites
         }
-        // Add up threads with the same numbers of a value.
+        // Add the sums of the threads that hold the same numbers of a value.
 #pragma unroll
         for (int g = 0; g < G; g++)
 #pragma unroll

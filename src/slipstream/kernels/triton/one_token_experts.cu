@@ -1,25 +1,24 @@
-// Part of `one_token.cu`: a layer's mixture of experts, between `output` and the next layer,
+// Part of `one_token.cu`: a layer's mixture of experts, in place of up and down. A bar is a grid barrier:
 //
-//     norm → router | (shared expert's up) best experts → their ups, activation | (shared expert's down) their downs
+//     norm → router | shared expert's up; chosen experts' ups, activation | shared expert's down; chosen experts' downs
 //
-// with a grid barrier at each bar. Every CTA chooses the experts for itself from all CTAs' router logits. The producer
-// warps wait for those logits too; until then they copy the shared expert's weights. Prefetching later weights into L2
-// meanwhile (the next layer's q, k, v; experts guessed from the residual before attention, after Eliseev and Mazur, 2023)
-// was slower than nothing on an H200 (benchmarks/results/kernels_cuda_one_token_ahead.json).
-//
-// Router logits and what stands between two products are rounded to the model's type, as separate kernels leave them. A
-// token's experts are summed in float32 with their weights, as in `moe_small_batch`; a shared expert is added to the
-// residual first.
+// 1. Each CTA computes some of the router's logits. After the barrier every CTA chooses the experts from all logits.
+// 2. The producer warps need the choice too. While they wait for it, they copy the shared expert's weights. Prefetching
+//    other weights into L2 meanwhile was slower on an H200: the next layer's q, k, v, or experts predicted from the
+//    residual before attention (Eliseev and Mazur, 2023); see benchmarks/results/kernels_cuda_one_token_ahead.json.
+// 3. Router logits, and values between two products, are rounded to the model's type, as separate kernels round them.
+// 4. The chosen experts' outputs are summed in float32 with their weights, as in `moe_small_batch`. The shared expert's
+//    output is added to the residual before them.
 
-// Order-preserving codes of floats; none is 0.
+// An unsigned code with the order of the floats. No float has code 0.
 DEVICE u32 ordered(float x) {
     const u32 bits = __float_as_uint(x);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 DEVICE float logistic(float x) { return 1.0f / (1.0f + exp2_fast(-1.4426950408889634f * x)); }
 
-// The TOP best of X experts (the first of equals) and their weights; each warp computes them all. A softmax without
-// correction keeps the logits' order, so logits are compared.
+// The TOP best of X experts and their weights; of equals the first. Each warp computes all of it. A softmax keeps the order
+// of the logits, so without a correction logits are compared.
 template <int X_>
 DEVICE TopExperts route(const float* logits, const float* correction) {
     constexpr int PER_LANE_ = (X_ + 31) / 32;
@@ -77,8 +76,8 @@ DEVICE TopExperts route(const float* logits, const float* correction) {
     return found;
 }
 
-// This CTA's rows of the router [X, E], and of the shared expert's gate [1, E] if there is one: loaded ahead, multiplied
-// with the row as `load_input` passes it, then written.
+// This CTA's rows of the router [X, E], and of the shared expert's gate [1, E] if there is one. `prefetch` loads them before
+// the grid barrier. As the tap of `load_input` it multiplies them with the normed row. `write` stores the logits.
 template <int ROUTER_ROWS>
 struct RouterRows {
     static constexpr int VECTORS = E / 8, TIMES = (VECTORS + THREADS - 1) / THREADS;
@@ -120,7 +119,8 @@ struct RouterRows {
     }
 };
 
-// Inputs of the chosen experts' downs, each row with its own scale. Returns in lane j the factor of expert j's sums.
+// Store the input rows of the chosen experts' down products, each with its own scale. Lane j returns the factor of expert
+// j's sums: its weight times the scale of its row.
 template <int K>
 DEVICE float load_expert_inputs(const u16* mid, float weight, u8* memory) {
     if (FORM == 0) {
@@ -142,7 +142,7 @@ DEVICE float load_expert_inputs(const u16* mid, float weight, u8* memory) {
     for (int first = 0; first < TOP; first += WARPS / WARPS_PER_ROW) {
         const int nth = first + warp / WARPS_PER_ROW, start = warp % WARPS_PER_ROW * 32 + lane;
         uint4 held[TIMES];
-        float top = 0.0f, y[8];
+        float max_abs = 0.0f, y[8];
 #pragma unroll
         for (int i = 0; i < TIMES; i++) {
             const int v = i * WARPS_PER_ROW * 32 + start;
@@ -152,15 +152,15 @@ DEVICE float load_expert_inputs(const u16* mid, float weight, u8* memory) {
         for (int i = 0; i < TIMES; i++) {
             unpack8(held[i], y);
 #pragma unroll
-            for (int j = 0; j < 8; j++) top = fmaxf(top, fabsf(y[j]));
+            for (int j = 0; j < 8; j++) max_abs = fmaxf(max_abs, fabsf(y[j]));
         }
 #pragma unroll
-        for (int i = 16; i; i >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
-        if (lane == 0) scratch[warp] = top;
+        for (int i = 16; i; i >>= 1) max_abs = fmaxf(max_abs, __shfl_xor_sync(~0u, max_abs, i));
+        if (lane == 0) scratch[warp] = max_abs;
         sync_consumers();
 #pragma unroll
-        for (int i = 0; i < WARPS_PER_ROW; i++) top = fmaxf(top, scratch[warp / WARPS_PER_ROW * WARPS_PER_ROW + i]);
-        const float scale = quant_scale(top);
+        for (int i = 0; i < WARPS_PER_ROW; i++) max_abs = fmaxf(max_abs, scratch[warp / WARPS_PER_ROW * WARPS_PER_ROW + i]);
+        const float scale = quant_scale(max_abs);
 #pragma unroll
         for (int i = 0; i < TIMES; i++) {
             const int v = i * WARPS_PER_ROW * 32 + start;
@@ -175,14 +175,14 @@ DEVICE float load_expert_inputs(const u16* mid, float weight, u8* memory) {
 
 template <int X_>
 struct Mixture {
-    static constexpr int SIZE = FS ? FS : 16;  // of the shared expert, if any
+    static constexpr int SIZE = FS ? FS : 16;  // the shared expert's; without one, any size that compiles
     typedef Product<FE, E, CODES_E, ACTIVATE, false, CONCAT> Up;
     typedef Product<E, FE, CODES_F, ADD, false, SUMMED> Down;
     typedef Product<SIZE, E, CODES_E, ACTIVATE, false> SharedUp;
     typedef Product<E, SIZE, CODES_F, ADD, false> SharedDown;
 
-    // Producer warps. A CTA without tiles of the experts does not wait for the choice; this keeps it from ever being two
-    // choices behind its consumers.
+    // Producer warps. A CTA without tiles of the experts does not wait for the choice: its producers could otherwise be two
+    // choices behind its consumers, which a barrier's parity can't tell from none.
     template <typename Pointer>
     static DEVICE void produce(Pointer pointer, Producer& producer) {
         if (FS) producer.product<SIZE, E, GATED>(pointer(SHARED_UP_W), pointer(SHARED_UP_S));
@@ -199,7 +199,7 @@ struct Mixture {
         producer.product<E, FE, false, SUMMED>(pointer(DOWN_W), pointer(DOWN_S), experts);
     }
 
-    // Consumer warps: x → x. `counted`: this CTA counts the chosen experts.
+    // Consumer warps: add the mixture to the residual x. `counted`: this CTA counts the chosen experts.
     static DEVICE void run(const u64* row, u16* x, u16* mid, u32* counters, u32& arrivals, bool counted,
                            RingPosition& ring, u8* memory, int cta) {
         float* logits = (float*)row[LOGITS];

@@ -1,23 +1,26 @@
-// Part of `one_token.cu`: attention over a cache of latents, `OpSet.mla_queries` and `mla_paged_attention` for one token,
-// with the interface of one_token_attention.cu. A cached row is [rotated key R, latent RANK], one for all heads.
+// Part of `one_token.cu`: attention over a cache of latents, with the interface of one_token_attention.cu. It computes
+// `OpSet.mla_queries` and `mla_paged_attention` for one token. A cached row is [rotated key R, latent RANK], and all heads
+// read the same rows.
 //
-// A CTA takes a split of the rows for one head, or beyond ONE_HEAD_KEYS keys for HEADS_PER_BLOCK heads:
+// A CTA attends over one split of the rows, for one head; in sequences beyond ONE_HEAD_KEYS keys, for HEADS_PER_BLOCK
+// heads:
 //
 // 1. It projects the heads' queries into latent space with `keys` [NOPE, RANK].
 // 2. It attends over its rows.
-// 3. It projects the sum of latents to values with `values` [D, RANK]. This is linear, so splits merge as in other
-//    attention and no further grid barrier is needed. CTAs of other splits read the same `keys` and `values` from L2.
+// 3. It projects the sum of latents to values with `values` [D, RANK]. The projection is linear, so projected splits can
+//    be merged, as in other attention, and there is no further grid barrier.
 //
-// `keys`, latents and `values` come through the ring, long before the queries are ready. A stage holds 16 rows of RANK
-// numbers; a warp takes two rows, a lane 8 numbers of each 256. Latents stay in the ring until they are read as values
-// too: registers have no room for them.
+// `keys`, latents and `values` come through the ring, long before the queries are ready. CTAs of other splits read the
+// same `keys` and `values`, which then come from L2. A stage holds 16 rows of RANK numbers. A warp takes 16 / WARPS of
+// the rows, a lane 8 of each 256 numbers. Latents are read twice, as keys and as values. They stay in the ring in
+// between, because registers have no room for them.
 #if LATENT
 static_assert(RANK % 256 == 0 && RANK * 2 <= STEP_BYTES && NOPE % 16 == 0 && D % 16 == 0 && R <= 64 && H % HEADS_PER_BLOCK == 0
                   && CACHE == 16,
               "a shape that one_token.py should refuse");
-constexpr int LATENT_PER_LANE = RANK / 256 * 8;       // a lane's numbers of a latent
-constexpr int ROWS_PER_WARP = 16 / WARPS;  // of a stage
-constexpr int ROPE_PAIRS = R / 2;             // pairs of a rotary key, one per lane
+constexpr int LATENT_PER_LANE = RANK / 256 * 8;  // numbers of a latent that a lane holds
+constexpr int ROWS_PER_WARP = 16 / WARPS;        // rows of a stage
+constexpr int ROPE_PAIRS = R / 2;                // pairs of a rotated key, one per lane
 constexpr u32 RING_DEPTH = LATENT_DEPTH < STAGES ? LATENT_DEPTH : STAGES;
 
 DEVICE SplitPlan plan_splits(int length) {
@@ -43,7 +46,7 @@ DEVICE void produce_attention(const SplitPlan& plan, Pointer pointer, const int*
     const u8* latents = pointer(K_AT) + R * 2;
 #pragma unroll 1
     for (int start = split_of.first; start < split_of.cached_end; start += 16) {
-        const int key = min(start + mine, split_of.cached_end - 1), here = block;  // rows beyond the end are not used
+        const int key = min(start + mine, split_of.cached_end - 1), here = block;  // beyond the end: the last row again, unused
         block = block_of(start + 16 + mine);
         produce(latents + ((long long)here * BLOCK_SIZE + key % BLOCK_SIZE) * (R + RANK) * 2, evict_normal);
     }
@@ -52,13 +55,13 @@ DEVICE void produce_attention(const SplitPlan& plan, Pointer pointer, const int*
 
 template <int HEADS>
 struct LatentAttention : Split {
-    static constexpr int BATCH = HEADS == 1 && STAGES >= 4 ? 4 : 1;  // stages whose scores are computed together
+    static constexpr int BATCH = HEADS == 1 && STAGES >= 4 ? 4 : 1;  // stages between two updates of the softmax
     static constexpr int KEYS_PER_WARP = BATCH * ROWS_PER_WARP;
 
     const int* table;
     u8* cache;
-    u32 rope_keys[KEYS_PER_WARP];  // this lane's pair of the next keys
-    float cos, sin;            // for number threadIdx.x % R of a rotary key
+    u32 rope_keys[KEYS_PER_WARP];  // this lane's pair of each of the next rotated keys
+    float cos, sin;                // for number threadIdx.x % R of a rotated key
     uint4 norm[RANK / 256];
     long long new_row;
 
@@ -80,7 +83,7 @@ struct LatentAttention : Split {
         }
     }
 
-    // Loads that don't depend on this layer's queries.
+    // Loads that do not depend on this layer's queries. They are issued before the grid barrier.
     DEVICE void prefetch(const u64* row, const float* angles, int length) {
         const int d = threadIdx.x % R, angle = INTERLEAVED ? d / 2 : d % ROPE_PAIRS;
 #pragma unroll
@@ -92,13 +95,13 @@ struct LatentAttention : Split {
         for (int i = 0; i < RANK / 256; i++) norm[i] = ((const uint4*)row[K_NORM])[i * 32 + threadIdx.x % 32];
         new_row = ((long long)table[(length - 1) / BLOCK_SIZE] * BLOCK_SIZE + (length - 1) % BLOCK_SIZE) * (R + RANK);
     }
-    // Number threadIdx.x % R of a rotary key, rotated.
+    // Number threadIdx.x % R of `source` [R], rotated.
     DEVICE float rotated(const u16* source) const {
         const int d = threadIdx.x % R, other = INTERLEAVED ? d ^ 1 : (d + ROPE_PAIRS) % R;
         const float sign = (INTERLEAVED ? d % 2 == 0 : d < ROPE_PAIRS) ? -1.0f : 1.0f;
         return to_float(load_cg2(source + d)) * cos + sign * to_float(load_cg2(source + other)) * sin;
     }
-    // This warp's rows of the stage at `ring`, which is kept: use(row, this lane's numbers).
+    // Call use(row, this lane's numbers) for each of this warp's rows of the stage at `ring`. The stage stays filled.
     template <typename Use>
     static DEVICE void peek(RingPosition& ring, const u8* memory, Use use) {
         const u32 from = smem_address(memory) + RING_AT + ring.stage * STAGE_BYTES + threadIdx.x % 32 * 16;
@@ -117,7 +120,7 @@ struct LatentAttention : Split {
             use(r, y);
         }
     }
-    // The same, and release the stage.
+    // The same, and then release the stage to the producers.
     template <typename Use>
     static DEVICE void consume(RingPosition& ring, const u8* memory, Use use) {
         const u32 empty = smem_address(memory) + BARRIERS_AT + ring.stage * 16 + 8;
@@ -129,7 +132,7 @@ struct LatentAttention : Split {
 #pragma unroll
         for (int i = 0; i < RANK / 256; i++) unpack8(v[i], y + i * 8);
     }
-    // Sum N numbers over a warp's lanes. Lane i's y[0] is then number i / (32 / N).
+    // Sum each of N numbers over a warp's lanes. Then y[0] of lane i is the sum of number i / (32 / N).
     template <int N, int MASK = 16>
     static DEVICE void reduce_lanes(float* y) {
         if constexpr (N > 1) {
@@ -145,7 +148,7 @@ struct LatentAttention : Split {
             reduce_lanes<1, MASK / 2>(y);
         }
     }
-    // A lane's numbers of a latent, from and to shared memory.
+    // Load and store a lane's numbers of a latent in shared memory.
     static DEVICE void load(const float* from, float (&y)[LATENT_PER_LANE]) {
 #pragma unroll
         for (int j = 0; j < LATENT_PER_LANE; j += 4) {
@@ -157,7 +160,7 @@ struct LatentAttention : Split {
 #pragma unroll
         for (int j = 0; j < LATENT_PER_LANE; j += 4) *(float4*)(to + column(j)) = float4{y[j], y[j + 1], y[j + 2], y[j + 3]};
     }
-    // Add up the warps' sums [WARPS, RANK].
+    // Call use(column, sum over the warps) for each column of `sums` [WARPS, RANK].
     template <typename Use>
     static DEVICE void reduce_warps(const float* sums, Use use) {
         sync_consumers();
@@ -172,12 +175,12 @@ struct LatentAttention : Split {
     DEVICE void run(const u16* qkv, float* partials, float* softmax, RingPosition& ring, u8* memory) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         constexpr float FACTOR = SCALE * 1.4426950408889634f;
-        float* q = (float*)(memory + INPUT_AT);  // [HEADS, RANK]: latent queries; later the sums of latents
+        float* q = (float*)(memory + INPUT_AT);  // [HEADS, RANK]: queries in latent space; later the sums of latents
         float* sums = q + HEADS * RANK;          // [WARPS, RANK]
         float* fresh = sums + WARPS * RANK;      // the new row: latent, rotated key
-        float* q_nope = fresh + RANK + R;         // [NOPE], one head at a time
-        float* q_rope = q_nope + NOPE;         // [HEADS, R]
-        float* maxima = q_rope + HEADS * R;   // [WARPS, 2]
+        float* q_nope = fresh + RANK + R;        // [NOPE], of one head at a time
+        float* q_rope = q_nope + NOPE;           // [HEADS, R]
+        float* maxima = q_rope + HEADS * R;      // [WARPS, 2]: a warp's largest score and sum of weights
         // --- the new row
         if (has_new_key) {
             if (warp == WARPS - 1) {
@@ -203,7 +206,7 @@ struct LatentAttention : Split {
                 fresh[RANK + threadIdx.x] = to_float(code);
             }
         }
-        // --- latent queries
+        // --- the queries, projected into latent space
 #pragma unroll 1
         for (int g = 0; g < HEADS; g++) {
             const u16* source = qkv + (head + g) * (NOPE + R);
@@ -222,10 +225,10 @@ struct LatentAttention : Split {
             reduce_warps(sums, [&](int c, float y) { q[g * RANK + c] = to_float(from_float(y)) * FACTOR; });
         }
         sync_consumers();
-        // --- over the rows
+        // --- attention over the rows
         float query[LATENT_PER_LANE], sum[HEADS][LATENT_PER_LANE], top[HEADS], total[HEADS], pair[HEADS][2], x[LATENT_PER_LANE];
         const bool has_pair = lane < ROPE_PAIRS;
-        load(q, query);  // kept if HEADS is 1
+        load(q, query);  // stays loaded if HEADS is 1
 #pragma unroll
         for (int g = 0; g < HEADS; g++) {
             pair[g][0] = has_pair ? q_rope[g * R + 2 * lane] : 0.0f;
@@ -295,7 +298,7 @@ struct LatentAttention : Split {
                             for (int j = 0; j < LATENT_PER_LANE; j++) sum[g][j] += scores[g][b * ROWS_PER_WARP + r] * y[j];
                     });
         }
-        // --- merge warps, project to values
+        // --- merge the warps' sums, project them to values
 #pragma unroll
         for (int g = 0; g < HEADS; g++) {
             if (lane == 0) maxima[warp * 2] = top[g], maxima[warp * 2 + 1] = total[g];
@@ -319,7 +322,7 @@ struct LatentAttention : Split {
         sync_consumers();
 #pragma unroll 1
         for (int g = 0; g < HEADS; g++) {
-            constexpr int VALUES = D / 16 * ROWS_PER_WARP;  // of this warp
+            constexpr int VALUES = D / 16 * ROWS_PER_WARP;  // rows of `values` that this warp multiplies
             float value[VALUES];
             load(q + g * RANK, x);
 #pragma unroll
@@ -330,7 +333,7 @@ struct LatentAttention : Split {
 #pragma unroll
                     for (int j = 0; j < LATENT_PER_LANE; j++) own += x[j] * y[j];
                 });
-            static_assert(VALUES <= 32 && (VALUES & (VALUES - 1)) == 0, "halved until one is left");
+            static_assert(VALUES <= 32 && (VALUES & (VALUES - 1)) == 0, "reduce_lanes halves their number until one is left");
             reduce_lanes<VALUES>(value);
             const int which = lane / (32 / VALUES);
             const int d = which / ROWS_PER_WARP * 16 + warp * ROWS_PER_WARP + which % ROWS_PER_WARP;

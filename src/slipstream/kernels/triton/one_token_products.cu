@@ -1,38 +1,39 @@
-// Part of `one_token.cu`: sizes, the layout of shared memory, the ring of weights, products, and the rows that they read.
+// Part of `one_token.cu`: sizes, the layout of shared memory, the ring buffer of weights, products, and their input rows.
 
-// --- sizes derived from one_token.py's definitions
-constexpr int G = H / HK;
-constexpr int QKV_ROWS = LATENT ? H * (NOPE + R) : (H + 2 * HK) * D;  // rows of the q (and k, v) weight
-constexpr int LATENT_ROWS = LATENT ? RANK + R : 16;                      // rows of the latent's weight
-constexpr int QKV_SIZE = QKV_ROWS + (LATENT ? LATENT_ROWS : 0), Q = H * D;      // outputs before attention; attention's outputs
-constexpr int ROW_STRIDE = STEP_BYTES + 64;  // padded: a stage's rows fall into different banks
-constexpr int SCALE_BYTES = FORM == 2 ? STEP_BYTES * 2 / GROUP * 32 : 0;  // scales of a stage of 4-bit codes
+// --- sizes that follow from one_token.py's definitions
+constexpr int G = H / HK;  // query heads of a kv head
+constexpr int QKV_ROWS = LATENT ? H * (NOPE + R) : (H + 2 * HK) * D;  // rows of the weight of q (and k, v)
+constexpr int LATENT_ROWS = LATENT ? RANK + R : 16;                   // rows of the weight that makes latents
+constexpr int QKV_SIZE = QKV_ROWS + (LATENT ? LATENT_ROWS : 0);       // what the products before attention write
+constexpr int Q = H * D;                                              // what attention writes
+constexpr int ROW_STRIDE = STEP_BYTES + 64;  // padding puts a stage's rows into different banks
+constexpr int SCALE_BYTES = FORM == 2 ? STEP_BYTES * 2 / GROUP * 32 : 0;  // scales in a stage of 4-bit codes
 constexpr int STAGE_BYTES = 16 * ROW_STRIDE + SCALE_BYTES;
 __device__ constexpr int row_bytes(int inputs) { return FORM == 0 ? inputs * 2 : FORM == 2 ? inputs / 2 : inputs; }
 __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
-constexpr int DOWN_INPUTS = max_of(F, X ? TOP * FE + FS : 0);  // inputs of a layer's downs (all experts')
+constexpr int DOWN_INPUTS = max_of(F, X ? TOP * FE + FS : 0);  // inputs of a layer's down products, all experts together
 constexpr int MAX_INPUTS = max_of(E, max_of(DOWN_INPUTS, Q));
 __device__ constexpr int input_bytes(int inputs) { return inputs * (FORM == 3 ? 1 : 2); }
 constexpr int INPUT_BYTES = input_bytes(MAX_INPUTS);
 constexpr int SUM_BYTES = FORM == 2 ? MAX_INPUTS / 32 * 4 : 0;
 
 // --- attention
-constexpr int KV_BYTES = CACHE == 16 ? 2 : 1;     // bytes of a cached number
-constexpr int LANES_PER_KEY = D * KV_BYTES / 16;          // lanes per key
-constexpr int LANE_NUMBERS = 16 / KV_BYTES;               // numbers per lane
-constexpr int KEYS_PER_PASS = THREADS / LANES_PER_KEY;          // keys per pass
-constexpr int UNROLL = 4, CHUNK_KEYS = UNROLL * KEYS_PER_PASS;   // loads in flight
-constexpr int HEAD_PER_LANE = (D + 31) / 32;        // numbers of a head per lane
-constexpr int PARTIALS = KV_BYTES == 1 ? THREADS / D : WARPS;  // partial sums per number of a value
+constexpr int KV_BYTES = CACHE == 16 ? 2 : 1;                   // bytes of a cached number
+constexpr int LANES_PER_KEY = D * KV_BYTES / 16;                // a lane loads 16 bytes
+constexpr int LANE_NUMBERS = 16 / KV_BYTES;                     // numbers in these 16 bytes
+constexpr int KEYS_PER_PASS = THREADS / LANES_PER_KEY;          // keys that all threads load at once
+constexpr int UNROLL = 4, CHUNK_KEYS = UNROLL * KEYS_PER_PASS;  // loads in flight; keys of them
+constexpr int HEAD_PER_LANE = (D + 31) / 32;                    // numbers of a head per lane
+constexpr int PARTIALS = KV_BYTES == 1 ? THREADS / D : WARPS;   // partial sums of each number of a value
 constexpr int ATTENTION_BYTES = 4 * (LATENT ? HEADS_PER_BLOCK * (R + RANK) + NOPE + R + RANK + WARPS * (RANK + 2)
                                    : G * D + 2 * D + (G + 2) * D + G * CHUNK_KEYS + G + PARTIALS * G * D);
 
 // --- shared memory
-constexpr int TABLE_SLOTS = 64;  // room for a layer's pointers
+constexpr int TABLE_SLOTS = 64;  // pointers of a layer that there is room for
 constexpr int BARRIERS_AT = 0, ROUTED_BARRIER = 16 * 16, POINTERS_AT = BARRIERS_AT + 16 * 32;
 constexpr int TILE_SUMS_AT = POINTERS_AT + 2 * 8 * TABLE_SLOTS;
 constexpr int SCRATCH_AT = TILE_SUMS_AT + 2 * WARPS * 16 * 4;
-constexpr int FACTORS_AT = SCRATCH_AT + 256;  // factors of a tile's sums over experts [TOP, 16]
+constexpr int FACTORS_AT = SCRATCH_AT + 256;  // [TOP, 16]: what each expert's sums of a tile are multiplied by
 constexpr int SUMS_AT = FACTORS_AT + (X ? TOP * 64 : 0), INPUT_AT = (SUMS_AT + SUM_BYTES + 127) / 128 * 128;
 constexpr int RING_AT = (INPUT_AT + max_of(INPUT_BYTES, ATTENTION_BYTES) + 127) / 128 * 128;
 constexpr int STAGES = (SHARED - RING_AT) / STAGE_BYTES < 16 ? (SHARED - RING_AT) / STAGE_BYTES : 16;
@@ -41,7 +42,7 @@ static_assert(STAGES <= 16 && ROUTED_BARRIER + 8 <= POINTERS_AT, "the barriers' 
 static_assert(E % 16 == 0 && F % 16 == 0 && QKV_ROWS % 16 == 0 && LATENT_ROWS % 16 == 0 && G <= 8 && LANES_PER_KEY <= 32,
               "a shape that one_token.py should refuse");
 
-// A layer's row of pointers, in the order of `POINTERS`.
+// A layer's row of pointers, in the order of `POINTERS` in one_token.py.
 enum { NORM_W, NORM_B, MLP_W, MLP_B, Q_NORM, K_NORM, K_AT, V_AT, K_SCALE, V_SCALE, QKV_W, QKV_S, QKV_B, OUT_W, OUT_S, OUT_B,
        UP_W, UP_S, UP_B, DOWN_W, DOWN_S, DOWN_B, ROUTER_W, ROUTER_B, CORRECTION, SHARED_UP_W, SHARED_UP_S, SHARED_DOWN_W,
        SHARED_DOWN_S, SHARED_WEIGHT_W, EXPERT_COUNTS, LOGITS, LATENT_W, LATENT_S, KEYS_W, VALUES_W, NUM_POINTERS };
@@ -55,7 +56,7 @@ DEVICE void unpack8(const uint4& v, float* y) {  // 8 numbers of the model's typ
         y[2 * i + 1] = to_float((u16)(words[i] >> 16));
     }
 }
-DEVICE void unpack_e4m3(u32 codes, float& low, float& high) {  // the low two codes
+DEVICE void unpack_e4m3(u32 codes, float& low, float& high) {  // the low two of four codes
     unpack_half2(low_half2(codes), low, high);
 }
 DEVICE float activate(float x) {
@@ -67,8 +68,9 @@ DEVICE float activate(float x) {
     return KIND == 3 ? x : x * x;
 }
 
-// --- grid barriers: counter 0 for all CTAs, 1 for those that attend; counter 2 counts exits
-DEVICE void grid_wait(const u32* counter, u32 arrivals, u32 barrier = 0) {  // `barrier`: to arrive at then
+// --- grid barriers. Counter 0 counts arrivals of all CTAs, counter 1 those of CTAs that attend, counter 2 exits.
+// Wait until `arrivals` are counted; then arrive at `barrier`, if one is given.
+DEVICE void grid_wait(const u32* counter, u32 arrivals, u32 barrier = 0) {
     if (threadIdx.x == 0) {
         while (load_acquire(counter) < arrivals) {
         }
@@ -76,7 +78,7 @@ DEVICE void grid_wait(const u32* counter, u32 arrivals, u32 barrier = 0) {  // `
     }
     sync_consumers();
 }
-DEVICE void grid_arrive(u32* counter, u32& arrivals) {  // after warp 0's writes; only it writes outputs
+DEVICE void grid_arrive(u32* counter, u32& arrivals) {  // warp 0 arrives, since it alone writes a product's outputs
     if (threadIdx.x < 32) {
         __syncwarp();
         if (threadIdx.x == 0) release_add(counter);
@@ -102,53 +104,54 @@ DEVICE float block_reduce(float x, float* scratch) {
     x = scratch[0];
 #pragma unroll
     for (int i = 1; i < WARPS; i++) x = MAXIMUM ? fmaxf(x, scratch[i]) : x + scratch[i];
-    sync_consumers();  // before `scratch` is written again
+    sync_consumers();  // until all threads have read `scratch`
     return x;
 }
 
 // --- the products
-struct RingPosition {  // position in the ring, and which of two buffers takes a tile's sums
+struct RingPosition {  // a stage of the ring; `buffer`: which of two places takes the next tile's sums
     u32 stage = 0, parity = 0, buffer = 0;
     DEVICE void next() {
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 };
 
-// A product's matrices: one; one per chosen expert, outputs concatenated; one per chosen expert, outputs summed.
+// The matrices of a product: one; one for each chosen expert, with concatenated outputs; the same with summed outputs.
 enum MatrixSet { ONE, CONCAT, SUMMED };
-struct TopExperts {  // lane j of a warp: the token's expert j and its weight
+struct TopExperts {  // lane j of a warp has the token's j-th expert and its weight
     int expert = 0;
     float weight = 0.0f;
     DEVICE int of(int j) const { return __shfl_sync(~0u, expert, j); }
 };
-// Row t of a tile in a weight [experts, N rows of gates and N of ups, or N].
+// The row of a weight that is row t of a tile. An expert's weight is N rows of gates and N of ups (GATES), or N rows.
 template <int N, bool GATES>
 DEVICE int weight_row(int expert, int tile, int t) {
     return GATES ? expert * (2 * N) + (t < 8 ? 0 : N - 8) + tile * 8 + t : expert * N + tile * 16 + t;
 }
 
-// First tile of a CTA. A product that is part of TILE_TOTAL tiles, at TILE_OFFSET, is distributed together with the rest.
+// First tile of a CTA. Products that share a phase are distributed as one: TILE_TOTAL tiles, this product's from
+// TILE_OFFSET on.
 template <int TILES_, int TILE_OFFSET = 0, int TILE_TOTAL = 0>
 DEVICE int first_tile(int cta) {
     const int tile = (int)((long long)cta * (TILE_TOTAL ? TILE_TOTAL : TILES_) / CTAS) - TILE_OFFSET;
     return tile < 0 ? 0 : tile < TILES_ ? tile : TILES_;
 }
 
-// A producer warp. A copy costs its warp about 60 cycles, so producers share a stage's rows. At most DEPTH stages are in
-// flight: more than keeps memory busy only slows it down, the grid barriers included.
+// A producer warp. Issuing a copy costs about 60 cycles, so the producers share a stage's rows. At most DEPTH stages are in
+// flight. That keeps memory busy; more would delay other accesses, those of the grid barriers included.
 struct Producer {
     const u32 smem;
     const int cta, which, lane;
-    const u64 evict_first;        // L2 policy
-    RingPosition ring, oldest;  // next stage, and the oldest in flight
-    u32 in_flight = 0, routed_layers = 0;  // stages; layers whose routing was awaited
+    const u64 evict_first;                 // L2 policy
+    RingPosition ring, oldest;             // the next stage to fill, and the oldest in flight
+    u32 in_flight = 0, routed_layers = 0;  // stages in flight; layers whose routing this warp has waited for
 
     DEVICE Producer(u32 smem, int cta, int which, int lane)
         : smem(smem), cta(cta), which(which), lane(lane), evict_first(evict_first_policy()) {}
-    // The row that this lane copies, if it is one of the first.
+    // The row of a stage that this lane copies, if lane < 16 / PRODUCER_WARPS.
     DEVICE int row() const { return which * (16 / PRODUCER_WARPS) + lane; }
 
-    // Copy 16 rows of a stage, `bytes` each from this lane's `from`, then `more` bytes (the last producer).
+    // Fill a stage: `bytes` of each of 16 rows, this lane's from `from`; the last producer copies `more` bytes besides.
     DEVICE void copy_stage(const u8* from, int bytes, const u8* from_more, int more, u64 policy, u32 depth = DEPTH) {
         const u32 full = smem + BARRIERS_AT + ring.stage * 16, to = smem + RING_AT + ring.stage * STAGE_BYTES;
         barrier_wait(full + 8, ring.parity ^ 1);
@@ -164,8 +167,8 @@ struct Producer {
         ring.next();
     }
 
-    // Copy this CTA's tiles of a product [N, K]; N counts gates only. Scales of 4-bit codes are stored as needed: [tile,
-    // group, 16].
+    // Copy this CTA's tiles of a product [N, K], of which N counts the gates only. Scales of 4-bit codes lie in the order
+    // of use: [tile, group, 16].
     template <int N, int K, bool GATES, MatrixSet OF = ONE, int TILE_OFFSET = 0, int TILE_TOTAL = 0>
     DEVICE void product(const u8* weight, const u8* scales, TopExperts experts = {}) {
         constexpr int MATRIX_TILES = N / (GATES ? 8 : 16), TOTAL = OF == CONCAT ? TOP * MATRIX_TILES : MATRIX_TILES;
@@ -191,15 +194,16 @@ template <int F_> struct Sum { typedef float type; };
 template <> struct Sum<3> { typedef int type; };
 typedef Sum<FORM>::type Total;
 
-// Per row of a tile, loaded a tile ahead. Thread t of the first 16 has row t.
+// What the end of a tile needs for each row, loaded one tile ahead. Thread t of 16 has row t.
 struct Epilogue {
     float scale = 1.0f, bias = 0.0f, residual = 0.0f;
 };
 
 enum { STORE, ACTIVATE, ADD };
 
-// This CTA's tiles of a product with the input that `load_input` left: to out (STORE, ACTIVATE) or into the residual
-// (ADD). A SUMMED product has one input per expert, side by side, and one factor per expert.
+// This CTA's tiles of a product with the input row that `load_input` stored. END says where results go: to `out` (STORE),
+// activated to `out` (ACTIVATE), or added to the residual (ADD). A SUMMED product has an input row and a factor for each
+// expert; the rows lie one after the other.
 template <int N, int K, int CODES, int END, bool BIASED, MatrixSet OF = ONE, int TILE_OFFSET = 0, int TILE_TOTAL = 0>
 struct Product {
     static constexpr bool GATES = END == ACTIVATE && GATED, SCALED = FORM == 1 || FORM == 3;
@@ -225,8 +229,8 @@ struct Product {
     static DEVICE Epilogue first(int cta, const u64* row, int scales, const u16* residual, TopExperts experts = {}) {
         return load_epilogue(begin(cta), begin(cta + 1), row, scales, residual, experts);
     }
-    // `ahead` is `first`'s result. x_scale is the scale of the input's codes, or in lane j the factor of expert j's sums.
-    // `input`: where the input is.
+    // `ahead`: what `first` returned. `x_scale`: the scale of the input's codes; of a SUMMED product, lane j has the factor
+    // of expert j. `input`: where the input row lies in shared memory.
     static __device__ void run(Epilogue ahead, const u64* row, int scales, u16* out, float x_scale, RingPosition& ring,
                                u8* memory, int cta, TopExperts experts = {}, int input = INPUT_AT) {
         const u32 smem = smem_address(memory);
@@ -289,7 +293,7 @@ struct Product {
             }
         }
     }
-    // 64 bytes of 16 rows.
+    // Multiply 64 bytes of 16 rows.
     static DEVICE void mma_columns(Total (&sum)[4], u32 weights, u32 stage, u32 input, const u8* memory, int k_step,
                                    int column, int lane) {
         const uint4 low = load_smem16(weights + column), high = load_smem16(weights + 8 * ROW_STRIDE + column);
@@ -305,14 +309,14 @@ struct Product {
             mma(sum, low.x, high.x, low.y, high.y, x.x, x.y);
             mma(sum, low.z, high.z, low.w, high.w, x.z, x.w);
         } else {
-            // A 16-bit word's four codes belong to the quarters of a chunk (`quantize.pack4`). A code c in the low bits
-            // of bfloat16's 128 (float16's 1024) is 128 + c; `sums` holds what is to be subtracted for it.
+            // A 16-bit word has one code of each quarter of a chunk (`quantize.pack4`). Code c, as the low bits of a
+            // bfloat16 of 128 (float16: 1024), makes the number 128 + c. `sums` corrects for the 128 and for the zero point 8.
             constexpr u32 OFFSET = HALF ? 0x64006400u : 0x43004300u;
             constexpr int CHUNK_BYTES = CODES / 2;
-            const int chunk = column / CHUNK_BYTES, inside = column % CHUNK_BYTES / 2;  // a multiple of 32
+            const int chunk = column / CHUNK_BYTES, inside = column % CHUNK_BYTES / 2;  // `inside`: a multiple of 32
             const u32 first = (k_step * (STEP_BYTES / CHUNK_BYTES) + chunk) * CODES + inside;
             const u32 a[8] = {low.x, high.x, low.y, high.y, low.z, high.z, low.w, high.w};
-            // One address each; a quarter is a constant offset.
+            // Each address is computed once; quarters are at constant offsets from it.
             const u16* stage_scales = (const u16*)(memory + (stage - smem_address(memory)) + 16 * ROW_STRIDE);
             const u16* chunk_scales = stage_scales + chunk * (CODES / GROUP) * 16;
             const u16* scales = chunk_scales + lane / 4;
@@ -339,28 +343,28 @@ struct Product {
 DEVICE uint4 pack8(const float* y) {
     return make_uint4(pack2(y[0], y[1]), pack2(y[2], y[3]), pack2(y[4], y[5]), pack2(y[6], y[7]));
 }
-// Store 8 numbers of a product's input in its format; `back` is 1 / scale. FP8 is rounded, but stored as float16.
-DEVICE void store_input(const float* y, float back, int v, u8* input) {
+// Store 8 numbers of a product's input in the product's format. FP8 is rounded to e4m3, then stored as float16.
+DEVICE void store_input(const float* y, float inverse_scale, int v, u8* input) {
     if (FORM == 1) {
         u32 z[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) z[j] = low_half2(pack_e4m3(y[2 * j] * back, y[2 * j + 1] * back));
+        for (int j = 0; j < 4; j++) z[j] = low_half2(pack_e4m3(y[2 * j] * inverse_scale, y[2 * j + 1] * inverse_scale));
         *(uint4*)(input + v * 16) = make_uint4(z[0], z[1], z[2], z[3]);
     } else if (FORM == 3) {
         u32 z[2] = {0, 0};
 #pragma unroll
-        for (int j = 0; j < 8; j++) z[j / 4] |= (u32)(__float2int_rn(y[j] * back) & 255) << 8 * (j % 4);
+        for (int j = 0; j < 8; j++) z[j / 4] |= (u32)(__float2int_rn(y[j] * inverse_scale) & 255) << 8 * (j % 4);
         *(uint2*)(input + v * 8) = make_uint2(z[0], z[1]);
     } else
         *(uint4*)(input + v * 16) = pack8(y);
 }
-DEVICE float quant_scale(float top) {  // of codes
-    return fmaxf(top, SMALLEST) / (FORM == 1 ? 448.0f : 127.0f);
+DEVICE float quant_scale(float max_abs) {
+    return fmaxf(max_abs, SMALLEST) / (FORM == 1 ? 448.0f : 127.0f);
 }
 
-// Norm a product's input row and store it in the product's format; returns the scale of its codes. load(v, y) gives
-// numbers 8 v … 8 v + 7. NORM_: 0 none, 1 RMS, 2 layer norm with `weight` and `bias`. tap(i, y) sees a thread's i-th 8
-// numbers unrounded. `input`: where the row goes.
+// Norm a product's input row, store it at `input` in the product's format, and return the scale of its codes.
+// NORM_: 0 none, 1 RMS, 2 layer norm, with `weight` and `bias`. load(v, y) loads the numbers 8 v … 8 v + 7. tap(i, y) is
+// given a thread's i-th 8 normed numbers, before rounding.
 struct NoTap {
     DEVICE void operator()(int, const float*) {}
 };
@@ -404,11 +408,11 @@ DEVICE float load_input(Load load, const u16* weight, const u16* bias, float eps
 #pragma unroll
         for (int i = 0; i < TIMES; i++)
             if (i * THREADS + threadIdx.x < VECTORS) {
-                float by[8], and_[8];
-                unpack8(w[i], by);
-                if (NORM_BIAS) unpack8(b[i], and_);
+                float gamma[8], beta[8];
+                unpack8(w[i], gamma);
+                if (NORM_BIAS) unpack8(b[i], beta);
 #pragma unroll
-                for (int j = 0; j < 8; j++) y[i][j] = y[i][j] * factor * (by[j] + offset) + (NORM_BIAS ? and_[j] : 0.0f);
+                for (int j = 0; j < 8; j++) y[i][j] = y[i][j] * factor * (gamma[j] + offset) + (NORM_BIAS ? beta[j] : 0.0f);
             }
     }
 #pragma unroll
@@ -416,17 +420,17 @@ DEVICE float load_input(Load load, const u16* weight, const u16* bias, float eps
         if (i * THREADS + threadIdx.x < VECTORS) tap(i, y[i]);
     float scale = 1.0f;
     if (FORM == 1 || FORM == 3) {
-        float top = 0.0f;
+        float max_abs = 0.0f;
 #pragma unroll
         for (int i = 0; i < TIMES; i++)
 #pragma unroll
-            for (int j = 0; j < 8; j++) top = fmaxf(top, fabsf(y[i][j]));
-        scale = quant_scale(block_reduce<true>(top, scratch));
+            for (int j = 0; j < 8; j++) max_abs = fmaxf(max_abs, fabsf(y[i][j]));
+        scale = quant_scale(block_reduce<true>(max_abs, scratch));
     }
 #pragma unroll
     for (int i = 0; i < TIMES; i++) {
         const int v = i * THREADS + threadIdx.x;
-        if (FORM == 2) {  // per 32 inputs
+        if (FORM == 2) {  // the correction of 4-bit products: −136 (float16: −1032) times the sum of each 32 inputs
             float z[8], sum = 0.0f;
             unpack8(pack8(y[i]), z);
 #pragma unroll

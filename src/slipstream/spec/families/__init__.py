@@ -1,5 +1,7 @@
-"""The families, by `model_type`. A new one is a module with a tuple `FAMILIES` and a line here, or comes from another package:
-an entry point in the group `slipstream.families` that names a `Family` or several (docs/adding-a-model.md)."""
+"""The families, by `model_type` (docs/adding-a-model.md). A new one is either
+
+1. a module with a tuple `FAMILIES`, and a line here, or
+2. an entry point of another package in the group `slipstream.families`, which names a `Family` or several."""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ ENTRY_POINTS = "slipstream.families"
 
 @cache
 def families() -> dict[str, Family]:
-    """Ours and those of installed packages, by `model_type`. Two for one type are refused: which would hold is chance."""
+    """Ours and those of installed packages, by `model_type`. Two families for one type raise an error."""
     found = dict(FAMILIES)
     for entry in entry_points(group=ENTRY_POINTS):
         for family in _several(entry.load()):
@@ -59,7 +61,7 @@ def _several(given: Any) -> tuple[Any, ...]:
 
 
 def find_family(model_type: object, architectures: object) -> Family:
-    """The family of a Hugging Face config."""
+    """The family of a Hugging Face config. UnsupportedModelError if there is none."""
     family = families().get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise UnsupportedModelError(

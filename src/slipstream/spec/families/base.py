@@ -1,8 +1,8 @@
-"""What a family is. No torch. The pieces that families share are in `builders.py` and `names.py`.
+"""A family of models. No torch. What families share is in `builders.py`, `metadata.py` and `names.py`.
 
-A family is a reader from a Hugging Face config to a `ModelSpec`, and a table from checkpoint names to ours. The reader is
-strict: every key of the config is either read or known to have no effect on inference; anything else raises, naming it.
-The same goes for a GGUF file's metadata, from which such a config is made.
+1. A family has a function from a Hugging Face config to a `ModelSpec`, and a table from checkpoint names to ours.
+2. Reading is strict. A key of the config is read, or known to have no effect on inference; any other raises an error.
+3. For a GGUF file, the family makes a Hugging Face config from the metadata, which is read as strictly.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ NO_EFFECT = frozenset((
     "unsloth_tied_weights", "unsloth_version", "use_cache", "use_flash_attention", "use_flash_attention_2",
     "use_flash_attn", "vocab_file",
 ))  # fmt: skip
-"""Keys that change nothing about what the model computes at inference: where it comes from, how it was trained, what the
-tokenizer reads. A key that is in no list and could change an answer is refused."""
-
+"""Keys that do not change what the model computes at inference: its origin, its training, its tokenizer."""
 
 WRITTEN_BY_ALL: dict[str, Any] = {
     "add_cross_attention": False, "chunk_size_feed_forward": 0, "diversity_penalty": 0.0, "do_sample": False,
@@ -51,45 +49,40 @@ WRITTEN_BY_ALL: dict[str, Any] = {
     "repetition_penalty": 1.0, "return_dict_in_generate": False, "temperature": 1.0, "tf_legacy_loss": False,
     "tie_encoder_decoder": False, "top_k": 50, "top_p": 1.0, "torchscript": False, "typical_p": 1.0, "use_bfloat16": False,
 }  # fmt: skip
-"""What transformers 4 wrote into a config that it saved in full, such as one within another, where nobody set it otherwise."""
-
+"""Defaults that transformers 4 writes into a config that it saves in full, such as a nested one."""
 
 GGUF_NO_EFFECT = frozenset((
     "rope.scaling.finetuned", "rope.scaling.original_context_length",  # without a scaling, which is refused
     "vocab_size",  # the embedding has as many rows
     "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight",  # shapes of tensors, which are loaded or refused anyway
 ))  # fmt: skip
-"""The same for a GGUF file's keys, less the architecture that stands before each."""
-
+"""The same for keys of a GGUF file, without the architecture before each."""
 
 GGUF_SHAPES = ("token_types.weight", "enc.blk.0.ffn_gate.weight", "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight")
-"""Tensors of a GGUF file whose shapes are read with its metadata, since that does not say what they tell."""
-
+"""Tensors of a GGUF file whose shapes are passed to `config` with the metadata, which lacks this information."""
 
 GGUF_FREQUENCIES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""Tensors of a GGUF file that are read with its metadata, as lists: what each frequency is divided by."""
-
+"""Tensors of a GGUF file that are passed to `config` as lists: the divisor of each rotary frequency."""
 
 GGUF_UNREAD = (r"dec\.blk\.\d+\.cross_attn_rel_b\.weight",)
-"""Tensors of a GGUF file without meaning: old writers of T5 left a bias in the attention that reads the encoder."""
-
+"""Tensors of a GGUF file that are ignored: old writers of T5 stored an unused bias of cross attention."""
 
 ROTARY_BUFFERS = (r".*rotary(_pos)?_emb\.inv_freq",)
-"""Tensors of any checkpoint without meaning: frequencies, which old versions of transformers saved, are computed."""
-
+"""Tensors of any checkpoint that are ignored: rotary frequencies, which old versions of transformers saved."""
 
 MAX_SIZE = 2**31 - 1
-"""Of any size in a config: what the kernels' indices can hold."""
+"""The largest size in a config: kernels index with 32 bits."""
 
 MAX_LAYERS = 4096
 LAYER_COUNTS = frozenset((
     "block_count", "decoder_layers", "n_layer", "n_layers", "num_decoder_layers", "num_hidden_layers", "num_layers",
 ))  # fmt: skip
-"""A description has an object for each layer, so their number is checked before they are made."""
+"""Keys that are limited by `MAX_LAYERS`, since a spec has an object for each layer."""
 
 
 class ConfigReader:
-    """Takes keys out of a config; `finish` raises if any is left that could matter. Messages put `prefix` before keys."""
+    """Reads keys of a config. `finish` raises an error if a key is left that could matter. Messages put `prefix` before
+    keys."""
 
     def __init__(
         self,
@@ -109,15 +102,15 @@ class ConfigReader:
         return self._config.get(key) is not None
 
     def says(self, key: str) -> bool:
-        """Whether the key is there at all, be it null."""
+        """Whether the key is there, even if it is null."""
         return key in self._config
 
     def assume(self, **values: Any) -> None:
-        """What transformers' class of the config has where this one is silent: some on hubs say only what differs from it."""
+        """Defaults of transformers' config class, for configs that list only what differs from them."""
         self._config = {**self._config, **{key: value for key, value in values.items() if key not in self}}
 
     def take(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The value of `key`, of type `kind`; a missing one is `default`, or an error without."""
+        """The value of `key`, which must be of type `kind`. A missing key gives `default`, or an error if that is None."""
         self._read.add(key)
         value = self._config.get(key)
         if value is None:
@@ -147,17 +140,17 @@ class ConfigReader:
         return value
 
     def require(self, key: str, *allowed: Any) -> None:
-        """`key` is missing or one of `allowed`: the only values that are implemented."""
+        """Raises an error unless `key` is missing or one of `allowed`, the values that are implemented."""
         self._read.add(key)
         if self._config.get(key) not in (None, *allowed):
             raise self.unsupported(key, "only " + " or ".join(repr(a) for a in allowed) + " is supported")
 
     def ignore(self, *keys: str) -> None:
-        """Keys that change nothing in this family."""
+        """Keys that have no effect in this family."""
         self._read.update(keys)
 
     def part(self, key: str) -> ConfigReader:
-        """A reader of the object under `key`, which must be finished by itself."""
+        """A reader of the object under `key`. Call its `finish` as well."""
         inner = self.take(key, dict)
         return ConfigReader(inner, self._where, prefix=f"{self._prefix}{key}.", no_effect=self._no_effect)
 
@@ -179,10 +172,12 @@ class ConfigReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFamily:
-    """How llama.cpp writes the family: its name there, the config keys that its metadata gives, and the table of names.
+    """How llama.cpp stores the family.
 
-    `config` makes a Hugging Face config of the metadata (without the architecture before each key), of which no key may be
-    left over. `ignored` are regular expressions of tensors without meaning here.
+    `architecture`: its name there.
+    `config`: makes a Hugging Face config from the metadata, whose keys it gets without the architecture before each.
+    `names`: the table of tensor names.
+    `ignored`: regular expressions of tensors that are not used.
     """
 
     architecture: str
@@ -193,7 +188,8 @@ class GGUFFamily:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """`names(spec)` lists every tensor of a checkpoint; `ignored` are regular expressions of tensors without meaning."""
+    """A family of models. `names(spec)` lists every tensor of a checkpoint. `ignored` are regular expressions of tensors that
+    are not used."""
 
     model_type: str
     architectures: tuple[str, ...]

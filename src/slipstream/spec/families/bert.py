@@ -1,11 +1,11 @@
-"""BERT (Devlin et al. 2019), MiniLM and RoBERTa: encoders with a norm after each half of a layer, learned positions and token
-types; ELECTRA, MPNet (Song et al. 2020), which adds biases by distance, and DistilBERT. With a classifier they score pairs of
-texts (cross-encoders)."""
+"""BERT (Devlin et al. 2019), MiniLM, RoBERTa, ELECTRA, DistilBERT and MPNet (Song et al. 2020).
+
+They are encoders with post-norms, learned positions and token types. MPNet has relative position biases too. With a classifier
+they score pairs of texts (cross-encoders)."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import activation, attention, heads, layer_norm, model, num_labels, plain
@@ -46,11 +46,6 @@ def _layer(
     )
 
 
-def _model(c: ConfigReader, family: str, layer: LayerSpec, max_position: int, **more: Any) -> ModelSpec:
-    spec = model(c, family, lambda i: layer, None, max_position, **more)
-    return dataclasses.replace(spec, tied_embeddings=False)  # the config speaks of a head that is not read
-
-
 def _read(
     c: ConfigReader,
     family: str,
@@ -60,19 +55,18 @@ def _read(
     types: bool = True,
     act_of_scores: Literal["tanh", "gelu"] = "tanh",
 ) -> ModelSpec:
-    """`offset`: rows of the table of positions before the first token's."""
+    """`offset`: the row of the first position in the table of positions."""
     norm = layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-12))
-    act = activation(c, "hidden_act", "gelu")
-    inner = c.size("intermediate_size")
-    layer = _layer(c, norm, inner, act, position=position)
+    layer = _layer(c, norm, c.size("intermediate_size"), activation(c, "hidden_act", "gelu"), position=position)
     rows = c.size("max_position_embeddings", 512)
     c.require("position_embedding_type", "absolute")
     c.require("is_decoder", False)
     c.require("add_cross_attention", False)
-    return _model(
+    return model(
         c,
         family,
-        layer,
+        lambda i: layer,
+        None,
         rows - offset,
         learned_positions=LearnedPositionSpec(num_positions=rows, offset=offset),
         embed_norm=norm,
@@ -86,11 +80,11 @@ def read_bert(c: ConfigReader) -> ModelSpec:
 
 
 def read_roberta(c: ConfigReader) -> ModelSpec:
-    return _read(c, "roberta", c.take("pad_token_id", int, 1) + 1)  # positions count from the padding's row on
+    return _read(c, "roberta", c.take("pad_token_id", int, 1) + 1)  # the first position comes after the padding's row
 
 
 def read_electra(c: ConfigReader) -> ModelSpec:
-    """The large and the base model; smaller ones have narrower embeddings."""
+    """The large and the base model. Smaller ones have narrower embeddings, which are not supported."""
     c.require("embedding_size", c.size("hidden_size"))
     c.ignore("summary_last_dropout")
     return _read(c, "electra", 0, act_of_scores="gelu")
@@ -108,10 +102,11 @@ def read_distilbert(c: ConfigReader) -> ModelSpec:
     norm, act = layer_norm(c.size("dim", 768), 1e-12), activation(c, "activation", "gelu")
     layer = _layer(c, norm, c.size("hidden_dim", 3072), act, hidden="dim", num_heads="n_heads")
     rows = c.size("max_position_embeddings", 512)
-    return _model(
+    return model(
         c,
         "distilbert",
-        layer,
+        lambda i: layer,
+        None,
         rows,
         hidden="dim",
         num_layers="n_layers",
@@ -148,7 +143,8 @@ GGUF_BERT: dict[str, Theirs] = {
     "attention_norm": "attn_output_norm",
     "mlp_norm": "layer_output_norm",
 }
-"""Besides what all its models have. RoBERTa is written so too, without the rows of its table before the first position."""
+"""What `GGUF` lacks or has otherwise. RoBERTa has these names too; its file lacks the table's rows before the first
+position."""
 DISTILBERT: dict[str, Theirs] = {
     "embed": "embeddings.word_embeddings",
     "positions": "embeddings.position_embeddings",
@@ -163,7 +159,7 @@ DISTILBERT: dict[str, Theirs] = {
     "classifier.out": "classifier",
 }
 
-# Heads for masked words and next sentences, the first token's projection where nothing reads it, tables of counting numbers.
+# Heads for masked words and next sentences, the unused projection of the first token, and buffers.
 UNREAD = (r"cls\..*", r"lm_head\..*", r"vocab_\w+\..*", r"pooler\..*", r"embeddings\.(position_ids|token_type_ids)")
 
 

@@ -1,4 +1,4 @@
-"""BLOOM: scores fall with distance (ALiBi), a norm after the embeddings, q, k and v stored head by head."""
+"""BLOOM: ALiBi, a norm of the embeddings, and weights of q, k and v ordered by head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.spec.model import AlibiSpec, LayerSpec, ModelSpec
 
 
 def read(c: ConfigReader) -> ModelSpec:
-    # Configs say the same under several names.
+    # Configs have one of several keys for the same number.
     hidden_key, heads_key = called(c, "hidden_size", "n_embed"), called(c, "n_head", "num_attention_heads")
     h, hidden = heads(c, hidden=hidden_key, num_heads=heads_key, num_kv_heads=None), c.size(hidden_key)
     norm = layer_norm(hidden, c.take("layer_norm_epsilon", float, 1e-5))
@@ -22,7 +22,6 @@ def read(c: ConfigReader) -> ModelSpec:
         block=before(norm),
     )
     c.require("apply_residual_connection_post_layernorm", False)
-    # How it was trained and split, not what it computes.
     c.ignore("slow_but_exact", "masked_softmax_fusion", "attention_softmax_in_fp32", "bias_dropout_fusion", "skip_bias_add")
     c.ignore("skip_bias_add_qkv", "offset_alibi", "unk_token_id")
     c.require("n_inner", 4 * hidden)

@@ -1,5 +1,4 @@
-"""The pieces of descriptions that families share: each reads its keys of a config and gives a part of a `ModelSpec`. No
-torch."""
+"""Builders that families share. Each reads its keys of a config and returns a part of a `ModelSpec`. No torch."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def heads(
     num_heads: str = "num_attention_heads",
     num_kv_heads: str | None = "num_key_value_heads",
 ) -> QKVLayout:
-    """The numbers of heads under Llama's names or others; without a name for kv heads there are as many as query heads."""
+    """The numbers of heads, under the given keys. `num_kv_heads` None: there are as many as query heads."""
     queries, size = c.size(num_heads), c.size(hidden)
     if "head_dim" not in c and size % queries:
         raise c.unsupported(hidden, f"is no multiple of {num_heads} ({queries}), and head_dim is missing")
@@ -52,12 +51,12 @@ def heads(
 
 
 def called(c: ConfigReader, *keys: str) -> str:
-    """The one of several names under which the config has a key; the first if it has none."""
+    """The first of several keys that the config has; the first of all if it has none."""
     return next((key for key in keys if key in c), keys[0])
 
 
 def attention(h: QKVLayout, position: Any, *, scale: float | None = None, **more: Any) -> AttentionSpec:
-    """Scores are multiplied by 1/√head_dim unless `scale` says otherwise; `more` as in `AttentionSpec`."""
+    """Attention with the default scale 1/√head_dim. `more`: fields of `AttentionSpec`."""
     scale = h.head_dim**-0.5 if scale is None else scale
     return AttentionSpec(**h._asdict(), position=position, scale=scale, **more)
 
@@ -79,7 +78,7 @@ def layer_norm(size: int, eps: float, *, bias: bool = True) -> NormSpec:
 
 
 def before(norm: NormSpec) -> SequentialBlock:
-    """The usual block: a norm of this kind before attention and before the MLP."""
+    """A block with a norm before attention and one before the MLP."""
     return SequentialBlock(pre_attention=norm, pre_mlp=norm)
 
 
@@ -96,20 +95,22 @@ def model(
     tied: bool = False,
     **more: Any,
 ) -> ModelSpec:
-    """The whole, when everything else has been read: no key may be left. `tied` is the default; `more` as in `ModelSpec`. With
-    a classifier's architecture a decoder gets the one that transformers puts on each (`score`)."""
+    """The spec. Call it last: no key of the config may be left. `tied`: the default of tie_word_embeddings. `more`: fields of
+    `ModelSpec`. If the architecture is a classifier's, a decoder gets the head that transformers gives all of them
+    (`score`)."""
     if "classifier" not in more and (labels := num_labels(c)) is not None:
         more["classifier"] = ClassifierSpec(num_labels=labels, activation=None, pooling="last")
-    is_classifier = more.get("classifier") is not None
     is_tied = c.take("tie_word_embeddings", bool, tied)
+    layers = tuple(layer(i) for i in range(c.size(num_layers)))
+    is_encoder = not getattr(layers[0].attention, "causal", True)  # its config speaks of a head that is not read
     spec = ModelSpec(
         family=family,
         vocab_size=c.size(vocab),
         hidden_size=c.size(hidden),
         max_position=max_position,
-        layers=tuple(layer(i) for i in range(c.size(num_layers))),
+        layers=layers,
         final_norm=norm,
-        tied_embeddings=is_tied and not is_classifier,
+        tied_embeddings=is_tied and not is_encoder and more.get("classifier") is None,
         **more,
     )
     c.finish()
@@ -117,7 +118,7 @@ def model(
 
 
 def num_labels(c: ConfigReader) -> int | None:
-    """Of architectures that end in ForSequenceClassification; `id2label` counts the labels, two by default."""
+    """The length of `id2label`, by default 2, if the architecture ends in ForSequenceClassification; otherwise None."""
     named = c.take("architectures", list, [])
     if not named or not str(named[0]).endswith("ForSequenceClassification"):
         return None
@@ -125,7 +126,7 @@ def num_labels(c: ConfigReader) -> int | None:
 
 
 def kinds_of_layers(c: ConfigReader, default: str | Callable[[int], str]) -> list[str]:
-    """`layer_types`: full_attention or sliding_attention, for each layer; `default` where the config is silent."""
+    """`layer_types`: full_attention or sliding_attention for each layer. `default` is for configs without it."""
     count = c.size("num_hidden_layers")
     kinds = c.take("layer_types", list, [default if isinstance(default, str) else default(i) for i in range(count)])
     if len(kinds) != count or not set(kinds) <= {"full_attention", "sliding_attention"}:
@@ -165,8 +166,8 @@ def rope(
     kind: str | None = None,
     style: Literal["half", "interleaved"] = "half",
 ) -> RopeSpec:
-    """Rotary embedding from `rope_parameters` (transformers 5; one dict for each layer `kind` in some models) or from
-    `rope_theta`, `rope_scaling` and `partial_rotary_factor` (before). `theta` and `partial` hold where the config is silent."""
+    """Rotary embedding, from `rope_parameters` (transformers 5; in some models a dict for each `kind` of layer), or else from
+    `rope_theta`, `rope_scaling` and `partial_rotary_factor`. `theta` and `partial` are defaults."""
     partial = c.take("partial_rotary_factor", float, partial)
     if "rope_parameters" in c:
         raw = c.take("rope_parameters", dict)

@@ -1,6 +1,6 @@
-"""Command R, R+ (whose queries and keys are normed) and R7B (Cohere): attention and MLP side by side on one layer norm without
-bias, neighbouring dimensions turned together, logits scaled. In the second generation three layers of four have a window, and
-the fourth no positions at all."""
+"""Cohere's Command R, R+ and R7B: parallel attention and MLP after one layer norm without a bias, interleaved rotary embedding,
+and scaled logits. R+ norms q and k. In the second generation (`cohere2`, R7B) three layers of four have a window, and the
+fourth has no position embedding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_cohere2(c: ConfigReader) -> ModelSpec:
     c.require("use_qk_norm", False)
     c.require("position_embedding_type", "rope_gptj")
     c.ignore("cache_implementation", "order_of_interleaved_layers")
-    c.ignore("use_parallel_embedding")  # how its authors spread the table over devices
+    c.ignore("use_parallel_embedding")  # how the table is distributed over devices
     return _read(c, "cohere2", theta=10000.0, windows=True)
 
 
@@ -41,7 +41,7 @@ def _read(c: ConfigReader, family: str, *, theta: float, windows: bool, qk_norm:
     window, kinds = None, [""] * c.size("num_hidden_layers")
     if windows:
         window, pattern = c.size("sliding_window", 4096), c.size("sliding_window_pattern", PATTERN)
-        c.require("layer_switch", pattern)  # its authors' name for the same
+        c.require("layer_switch", pattern)  # another key for the same number
         kinds = kinds_of_layers(c, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention")
 
     def layer(i: int) -> LayerSpec:

@@ -1,5 +1,5 @@
-"""DeepSeek V2, V2-Lite and V3: latent attention, mixtures of experts with shared ones, routers that choose groups of experts
-first (V2) or by corrected logistic scores (V3), YaRN that scales the scores as well."""
+"""DeepSeek V2, V2-Lite and V3: latent attention, mixtures of experts with shared experts, and YaRN that scales the scores too.
+The router chooses groups of experts first (V2), and uses sigmoid scores with a correction (V3)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slipstream.spec.parameters import Placement, Transpose
 
 
 def read_v2(c: ConfigReader) -> ModelSpec:
-    """llama.cpp has one architecture for both."""
+    """llama.cpp has one architecture for V2 and V3."""
     if c.take("scoring_func", str, "softmax") == "sigmoid":
         return read_v3(c)
     c.require("norm_topk_prob", False)
@@ -39,8 +39,8 @@ def read_v2(c: ConfigReader) -> ModelSpec:
 
 
 def corrected_mixture(c: ConfigReader, *, weight_scale: float) -> MoESpec:
-    """V3's: logistic scores, corrected where experts are chosen."""
-    c.ignore("num_nextn_predict_layers", "num_mtp_layers")  # layers that draft a second token
+    """V3's experts: sigmoid scores, with a correction for the choice."""
+    c.ignore("num_nextn_predict_layers", "num_mtp_layers")  # multi-token prediction, which is not run
     return mixture(
         c,
         normalize=c.take("norm_topk_prob", bool, True),
@@ -113,7 +113,7 @@ def _read(c: ConfigReader, family: str, moe: MoESpec, *, interleaved: bool, dens
         q_rank=c.maybe("q_lora_rank", int),
         scale=scale,
         position=position,
-        eps=1e-6,  # of the latents' norms, whatever rms_norm_eps
+        eps=1e-6,  # the latents' norms do not use rms_norm_eps
         bias=c.take("attention_bias", bool, False),
     )
     mlp = gated(c)
@@ -148,7 +148,7 @@ def names(spec: ModelSpec) -> Names:
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """As llama.cpp writes them since it runs latent attention over latents (files from before hold `attn_kv_b`)."""
+    """The keys since llama.cpp attends over latents. Older files, which hold `attn_kv_b`, are not supported."""
     rotary, kv_rank = m.size("rope.dimension_count"), m.size("attention.kv_lora_rank")
     m.require("attention.head_count_kv", 1)
     m.require("attention.key_length", kv_rank + rotary)
@@ -197,7 +197,7 @@ GGUF_NAMES: dict[str, Theirs] = {
 
 
 def gguf_names(spec: ModelSpec) -> Names:
-    """What makes keys of a latent stands apart from what makes values, head by head, and transposed."""
+    """`expand` is two tensors by heads: the part for keys, which is transposed, and the part for values."""
     a = spec.layers[0].attention
     assert isinstance(a, LatentAttentionSpec)
     found = gguf_table({**GGUF_NAMES, "attention.q": "attn_q" if a.q_rank is None else "attn_q_b"})(spec)

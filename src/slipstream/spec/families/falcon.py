@@ -1,5 +1,5 @@
-"""Falcon: the 7B's one kv head and one norm for attention and MLP side by side; the 40B's kv heads shared by groups and a norm
-for each; the RW models' ALiBi. (Falcon 3 is Llama-shaped and says so.)"""
+"""Falcon. The 7B has one kv head, and one norm for parallel attention and MLP. The 40B has grouped kv heads, and two norms.
+The RW models have ALiBi. (Falcon 3 is a `llama`.)"""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def read(c: ConfigReader) -> ModelSpec:
     hidden, heads_key = c.size("hidden_size"), called(c, "num_attention_heads", "n_head")
     h = heads(c, num_heads=heads_key, num_kv_heads=called(c, "num_kv_heads", "n_head_kv"))
     grouped, one = c.take("new_decoder_architecture", bool, False), c.take("multi_query", bool, True)
-    if not grouped:  # then `num_kv_heads` says nothing
+    if not grouped:  # `num_kv_heads` has no effect then
         h = h._replace(num_kv_heads=1 if one else h.num_heads)
     max_position = c.size("max_position_embeddings", 2048)
     alibi = c.take("alibi", bool, False)
-    turned = rope(c, h.head_dim, max_position=max_position)
+    rotary = rope(c, h.head_dim, max_position=max_position)
     bias = c.take("bias", bool, False)
     norm = layer_norm(hidden, c.take("layer_norm_epsilon", float, 1e-5))
     layer = LayerSpec(
         attention=attention(
-            h, AlibiSpec(factor=h.head_dim**-0.5) if alibi else turned, qkv_bias=bias, out_bias=bias
+            h, AlibiSpec(factor=h.head_dim**-0.5) if alibi else rotary, qkv_bias=bias, out_bias=bias
         ),
         mlp=plain(c.size("ffn_hidden_size", 4 * hidden), activation(c, "activation", "gelu"), bias=bias),
         block=_block(c, grouped, norm),
@@ -57,7 +57,7 @@ def _block(c: ConfigReader, grouped: bool, norm: NormSpec) -> BlockSpec:
 
 
 def names(spec: ModelSpec) -> Names:
-    """The norm of a layer that has one goes by another name than the first of two."""
+    """The norm has another name in layers with one norm than in layers with two."""
     two = "mlp_norm" in spec.layers[0].norms
     return table({**NAMES, "norm": "ln_attn" if two else "input_layernorm"}, layer="h.{i}.", changes=BY_GROUP)(spec)
 
@@ -79,7 +79,7 @@ BY_GROUP: dict[str, Change] = {"attention.qkv": "ungroup"}
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
     config = layer_norm_gguf_config(m, "layer_norm_epsilon")
-    m.require("tensor_data_layout", "jploski")  # llama.cpp's name for q, k and v one after the other
+    m.require("tensor_data_layout", "jploski")  # llama.cpp's name for rows ordered q, k, v
     config["ffn_hidden_size"] = config.pop("intermediate_size")
     config["num_kv_heads"] = config.pop("num_key_value_heads")
     return {**config, "new_decoder_architecture": config["num_kv_heads"] > 1}

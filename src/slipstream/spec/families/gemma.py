@@ -1,7 +1,10 @@
-"""Gemma 1 to 3: norms whose weights are stored less one, embeddings scaled by √hidden. Gemma 2 and 3 have norms before and
-after each half of a layer, and layers with a window: every other in Gemma 2, which caps scores and logits; five to one in
-Gemma 3, which norms q and k and gives each kind of layer a rotary base of its own. Of multimodal checkpoints the language
-model is run."""
+"""Gemma 1 to 3. Norm weights are stored less one, and embeddings are scaled by √hidden.
+
+1. Gemma 2 and 3 have pre-norms and post-norms, and layers with a window.
+2. Gemma 2 has a window in every other layer, and soft caps on scores and logits.
+3. Gemma 3 has it in five layers of six, norms q and k, and has another rotary base in layers with a window.
+4. Of a multimodal checkpoint the language model is run.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ GEMMA3 = {
     "num_key_value_heads": 4,
     "head_dim": 256,
 }
-"""What the text_config of a multimodal Gemma 3 leaves out: of the 4B's all but two."""
+"""Defaults of a multimodal Gemma 3's text_config. The 4B's lists two keys."""
 
 
 def read_gemma1(c: ConfigReader) -> ModelSpec:
@@ -41,7 +44,7 @@ def read_gemma1(c: ConfigReader) -> ModelSpec:
     h, hidden, bias = heads(c), c.size("hidden_size"), c.take("attention_bias", bool, False)
     max_position = c.size("max_position_embeddings", 8192)
     norm = rms(hidden, c.take("rms_norm_eps", float, 1e-6), weight_offset=1.0)
-    # Early configs name the exact function here; `hidden_activation` was added to say that the approximation is meant.
+    # Early configs name the exact GELU here. `hidden_activation` was added since the approximation is meant.
     c.require("hidden_act", "gelu", TANH)
     mlp = gated(c, "hidden_activation", TANH)
     layer = LayerSpec(
@@ -86,7 +89,7 @@ def _sandwich(
     qk_norm: bool,
     caps: tuple[float | None, float | None],
 ) -> ModelSpec:
-    """`caps` of the scores and of the logits, where the config is silent."""
+    """Gemma 2 and 3. `caps`: the defaults of the soft caps of scores and of logits."""
     hidden, eps = c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-6)
     window, bias = c.size("sliding_window", 4096), c.take("attention_bias", bool, False)
     scale = c.take("query_pre_attn_scalar", float, 256.0) ** -0.5
@@ -118,7 +121,8 @@ def _sandwich(
 
 
 def _rope(c: ConfigReader, kind: str, head_dim: int, max_position: int) -> RopeSpec:
-    """Before transformers 5, `rope_theta` and `rope_scaling` were the full layers', `rope_local_base_freq` the others'."""
+    """Before transformers 5, `rope_theta` and `rope_scaling` are for layers without a window; others have
+    `rope_local_base_freq`."""
     local = c.take("rope_local_base_freq", float, 10000.0)
     if kind == "sliding_attention" and "rope_parameters" not in c:
         return RopeSpec(theta=local, rotary_dim=head_dim)
@@ -157,7 +161,7 @@ def gemma3_gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def _query_scalar(m: ConfigReader, config: dict[str, Any], *, layers_of_27b: int) -> float:
-    """The scale is not in the file: it is √head_dim, save for the 27B, whose heads share √(hidden / heads)."""
+    """The file lacks the scale. It is √head_dim, but for the 27B, where it is √(hidden / heads)."""
     if config["num_hidden_layers"] == layers_of_27b:
         return float(config["hidden_size"] / config["num_attention_heads"])
     return float(m.size("attention.key_length"))
@@ -167,26 +171,19 @@ NORMS = ("pre_attention", "post_attention", "pre_mlp", "post_mlp", "final_norm",
 GGUF_NAMES = gguf_table(changes=dict.fromkeys(NORMS, "minus_one"))
 
 FAMILIES = (
-    Family(
-        model_type="gemma",
-        architectures=("GemmaForCausalLM", "GemmaForSequenceClassification"),
-        read=read_gemma1,
-        names=table(LLAMA),
-        gguf=GGUFFamily(architecture="gemma", config=gguf_config, names=GGUF_NAMES),
-    ),
-    Family(
-        model_type="gemma2",
-        architectures=("Gemma2ForCausalLM", "Gemma2ForSequenceClassification"),
-        read=read_gemma2,
-        names=table(SANDWICH),
-        gguf=GGUFFamily(architecture="gemma2", config=gemma2_gguf_config, names=GGUF_NAMES),
-    ),
-    Family(
-        model_type="gemma3_text",
-        architectures=("Gemma3ForCausalLM",),
-        read=read_gemma3,
-        names=table(SANDWICH),
-        gguf=GGUFFamily(architecture="gemma3", config=gemma3_gguf_config, names=GGUF_NAMES),
+    *(
+        Family(
+            model_type=model_type,
+            architectures=architectures,
+            read=read,
+            names=table(theirs),
+            gguf=GGUFFamily(architecture=model_type.removesuffix("_text"), config=config, names=GGUF_NAMES),
+        )
+        for model_type, architectures, read, theirs, config in (
+            ("gemma", ("GemmaForCausalLM", "GemmaForSequenceClassification"), read_gemma1, LLAMA, gguf_config),
+            ("gemma2", ("Gemma2ForCausalLM", "Gemma2ForSequenceClassification"), read_gemma2, SANDWICH, gemma2_gguf_config),
+            ("gemma3_text", ("Gemma3ForCausalLM",), read_gemma3, SANDWICH, gemma3_gguf_config),
+        )
     ),
     Family(
         model_type="gemma3",

@@ -1,6 +1,9 @@
-"""ChatGLM 2 and 3 and GLM-4: half of each head turned, neighbouring dimensions together; gate and up fused. The same model
-under its authors' names (`chatglm`) and under transformers' (`glm`); the models of 2025 (`glm4`) add norms after attention and
-MLP; GLM-4.5 (`glm4_moe`) is a mixture of experts."""
+"""ChatGLM 2 and 3, and GLM-4. Half of each head is rotated, interleaved, and gate and up are one weight.
+
+1. `chatglm` has the authors' names, `glm` those of transformers.
+2. `glm4`, of 2025, adds norms after attention and MLP.
+3. `glm4_moe` (GLM-4.5) is a mixture of experts.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def _read(c: ConfigReader, family: str, *, sandwich: bool) -> ModelSpec:
 
 
 def read_chatglm(c: ConfigReader) -> ModelSpec:
-    c.require("multi_query_attention", True)  # otherwise q, k and v stand head by head
+    c.require("multi_query_attention", True)  # otherwise q, k and v are ordered by head
     count = c.size("num_attention_heads")
     h = QKVLayout(count, c.size("multi_query_group_num"), c.size("kv_channels"))
     norm, bias = rms(c.size("hidden_size"), c.take("layernorm_epsilon", float, 1e-5)), c.take("add_bias_linear", bool, False)
@@ -58,7 +61,7 @@ def read_chatglm(c: ConfigReader) -> ModelSpec:
     c.require("quantization_bit", 0)
     c.require("vocab_size", c.size("padded_vocab_size"))
     c.require("num_hidden_layers", c.size("num_layers"))
-    # How scores are computed in 16-bit types: always in float32 here.
+    # Scores are always computed in float32 here.
     c.ignore("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "fp32_residual_connection", "bias_dropout_fusion")
     c.ignore("prefix_projection")
     max_position = c.size("seq_length", 2048)
@@ -104,7 +107,7 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def glm4_moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """GLM-4.5's last layer, which drafts a second token, is counted with the others. There are no groups of experts."""
+    """The file counts the layer for multi-token prediction with the others. There are no groups of experts."""
     config = llama_gguf_config(m, partial=True, experts=True)
     m.require("expert_gating_func", 2)
     return {

@@ -1,5 +1,5 @@
-"""GPT-2 (learned positions; weights stored transposed), GPT-J (attention and MLP side by side; part of each head turned,
-neighbouring dimensions together), and StarCoder (GPT-BigCode: GPT-2 with one kv head)."""
+"""GPT-2 (learned positions, transposed weights), GPT-J (parallel attention and MLP, interleaved rotary embedding of a part of
+each head), and StarCoder (GPT-BigCode: GPT-2 with one kv head)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _model(c: ConfigReader, family: str, layer: LayerSpec, max_position: int, **
 
 
 def _learned(c: ConfigReader, family: str, h: QKVLayout) -> ModelSpec:
-    """A decoder whose positions are a table: GPT-2's and StarCoder's."""
+    """GPT-2 and StarCoder, which have learned positions."""
     c.require("add_cross_attention", False)
     scale = h.head_dim**-0.5 if c.take("scale_attn_weights", bool, True) else 1.0
     layer = LayerSpec(
@@ -66,7 +66,7 @@ def read_bigcode(c: ConfigReader) -> ModelSpec:
     if c.take("multi_query", bool, True):
         h = h._replace(num_kv_heads=1)
     c.require("num_key_value_heads", h.num_kv_heads)
-    # These two ask for a softmax in float32, which it is always.
+    # These two ask for a softmax in float32, as it always is here.
     c.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
     c.ignore("inference_runner", "max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache")
     c.ignore("validate_runner_input")
@@ -80,7 +80,7 @@ def read_gptj(c: ConfigReader) -> ModelSpec:
         raise c.unsupported("rotary_dim", f"must be even and at most the head's {h.head_dim} dimensions")
     position = RopeSpec(theta=10000.0, rotary_dim=rotary_dim, style="interleaved")
     layer = LayerSpec(attention=attention(h, position), mlp=_mlp(c), block=ParallelBlock(norm=_norm(c)))
-    # Old checkpoints carry keys of the training code; `rotary` was always on, `scale_attn_weights` always true.
+    # Old checkpoints have these two keys of the training code.
     c.require("rotary", True)
     c.require("scale_attn_weights", True)
     return _model(c, "gptj", layer, c.size("n_positions", 2048), head_bias=True)

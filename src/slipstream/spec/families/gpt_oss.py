@@ -1,5 +1,5 @@
-"""gpt-oss: mixtures of experts with biases and an activation of their own, attention with learned sinks, windows in every other
-layer, YaRN. Its checkpoints hold the experts in MXFP4 (`model.mxfp4`)."""
+"""gpt-oss: mixtures of experts with biases and a clamped activation, attention with learned sinks, windows in every other
+layer, and YaRN. Checkpoints store the experts in MXFP4 (`model.mxfp4`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read(c: ConfigReader) -> ModelSpec:
         num_experts=c.size("num_local_experts", 128),
         num_experts_per_token=per_token,
         expert=DenseSpec(intermediate_size=c.size("intermediate_size"), activation=swiglu, bias=True),
-        normalize=True,  # the softmax over those chosen
+        normalize=True,  # the softmax is over the chosen experts
         router_bias=True,
     )
     c.require("experts_per_token", per_token)
@@ -51,7 +51,7 @@ NAMES: dict[str, Theirs] = {
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """llama.cpp takes the windows' pattern, the activation and the softmax over those chosen from the architecture."""
+    """llama.cpp knows the pattern of windows, the activation and the kind of softmax from the architecture."""
     return {
         **llama_gguf_config(m, experts=True, scaled=True),
         **yarn_gguf_config(m, truncate=False),

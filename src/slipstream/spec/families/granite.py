@@ -1,4 +1,4 @@
-"""Granite 3: Llama's layers with four multipliers, of the embeddings, the scores, what is added to the residual, the logits."""
+"""Granite 3: Llama's layers, with multipliers of embeddings, scores, additions to the residual, and logits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Llama 2 and 3, SmolLM 2 and 3, and whatever else writes `model_type: llama`; Mistral, which adds a window, Ministral, which
-says which layers have it, and Mixtral, whose MLPs are mixtures of experts."""
+"""Llama 2 and 3, SmolLM 2 and 3, and any other `llama`; Mistral (all layers have a window), Ministral (some have), and Mixtral
+(mixtures of experts)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.spec.model import LayerSpec, MLPSpec, ModelSpec, MoESpec
 
 
 def read(c: ConfigReader) -> ModelSpec:
-    """With experts it is a Mixtral, which llama.cpp writes as a llama."""
+    """llama.cpp writes Mixtral as a `llama` with experts."""
     return read_mixtral(c) if "num_local_experts" in c else _read(c, "llama", windows=False)
 
 
@@ -28,14 +28,14 @@ def read_ministral(c: ConfigReader) -> ModelSpec:
 
 
 def read_smollm3(c: ConfigReader) -> ModelSpec:
-    """Every fourth layer has no positions."""
+    """Every fourth layer has no position embedding."""
     count, every = c.size("num_hidden_layers"), c.size("no_rope_layer_interval", 4)
-    turned = c.take("no_rope_layers", list, [int((i + 1) % every != 0) for i in range(count)])
+    rotated = c.take("no_rope_layers", list, [int((i + 1) % every != 0) for i in range(count)])
     c.require("use_sliding_window", False)
     c.ignore("max_window_layers")  # of windows that are off
-    if len(turned) != count or not set(turned) <= {0, 1}:
+    if len(rotated) != count or not set(rotated) <= {0, 1}:
         raise c.unsupported("no_rope_layers", f"must be {count} of 0 or 1")
-    return _read(c, "smollm3", windows=False, turned=turned, tied=True, theta=2e6)
+    return _read(c, "smollm3", windows=False, rotated=rotated, tied=True, theta=2e6)
 
 
 def read_mixtral(c: ConfigReader) -> ModelSpec:
@@ -56,13 +56,13 @@ def _read(
     *,
     windows: bool,
     mlp: MLPSpec | None = None,
-    turned: list[int] | None = None,
+    rotated: list[int] | None = None,
     tied: bool = False,
     eps: float = 1e-6,
     theta: float = 1e4,
 ) -> ModelSpec:
-    """`turned`: 1 for the layers with positions, all of them without it. `tied`, `eps` and `theta` hold where a
-    config is silent."""
+    """`rotated`: 1 for layers with rotary embedding, 0 for others; None: all have it. `tied`, `eps` and `theta` are
+    defaults."""
     h = heads(c)
     max_position = c.size("max_position_embeddings", 2048)
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, eps))
@@ -76,7 +76,7 @@ def _read(
 
     def layer(i: int) -> LayerSpec:
         seen = window if kinds[i] == "sliding_attention" else None
-        at = position if turned is None or turned[i] else None
+        at = position if rotated is None or rotated[i] else None
         return LayerSpec(attention=attention(h, at, qkv_bias=bias, out_bias=bias, window=seen), mlp=mlp, block=before(norm))
 
     return model(c, family, layer, norm, max_position, tied=tied)
@@ -91,7 +91,7 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def smollm3_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """Every fourth layer has no positions, which the file does not say."""
+    """The file does not say that every fourth layer has no position embedding; the default does."""
     return {**llama_gguf_config(m), **factors_gguf_config(m)}
 
 
@@ -103,7 +103,7 @@ MIXTRAL: dict[str, Theirs] = {
     "experts.down": "block_sparse_moe.experts.{e}.w2",
 }
 UNPERMUTED = gguf_table(changes={"attention.qkv": "unpermute"})
-GGUFS = {  # llama.cpp writes Mistral as llama, without its window, and Mixtral
+GGUFS = {  # llama.cpp writes Mistral, without its window, and Mixtral as llama
     read: GGUFFamily(architecture="llama", config=gguf_config, names=UNPERMUTED),
     read_smollm3: GGUFFamily(architecture="smollm3", config=smollm3_gguf_config, names=UNPERMUTED),
 }

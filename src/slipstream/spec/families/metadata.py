@@ -1,4 +1,4 @@
-"""Hugging Face configs made of GGUF metadata, as llama.cpp writes it. No torch."""
+"""Makes Hugging Face configs from GGUF metadata as llama.cpp writes it. No torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from slipstream.spec.families.base import ConfigReader
 def gguf_config(
     m: ConfigReader, *, partial: bool = False, experts: bool = False, scaled: bool = False, causal: bool = True
 ) -> dict[str, Any]:
-    """The keys that all architectures share; a value is None where the file is silent. What llama.cpp can do and these models
-    don't is refused, not ignored. `partial`: heads may turn in part. `experts`, `scaled`: the caller takes the keys of those,
-    and of a scaling of positions."""
+    """The keys that all architectures share. A value is None if the file lacks it. Features of llama.cpp that these models
+    don't have raise an error.
+
+    `partial`: a part of each head may be rotated. `experts`: the caller reads the keys of experts. `scaled`: the caller reads
+    the keys of rope scaling.
+    """
     config: dict[str, Any] = {
         "hidden_size": m.size("embedding_length"),
         "num_hidden_layers": m.size("block_count"),
@@ -40,7 +43,7 @@ def gguf_config(
 
 
 def encoder_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """BERT and its like. How a text becomes one vector is read beside (`model.pooling`)."""
+    """BERT and similar encoders. `spec.pooling` reads how texts are pooled."""
     m.require("attention.causal", False)
     types, num_heads = m.maybe("token_types.weight", list), m.size("attention.head_count")
     m.require("attention.head_count_kv", num_heads)
@@ -51,7 +54,7 @@ def encoder_gguf_config(m: ConfigReader) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "max_position_embeddings": m.size("context_length"),
         "layer_norm_eps": m.take("attention.layer_norm_epsilon", float),
-        # ggml forgets a dimension of one: llama.cpp's quantised files have XLM-R's single row as a vector.
+        # ggml drops a dimension of 1: in llama.cpp's quantised files the single row of XLM-R is a vector.
         "type_vocab_size": 0 if types is None else types[0] if len(types) > 1 else 1,
     }
 
@@ -63,14 +66,14 @@ def llama_gguf_config(
     m.require("tensor_data_layout", "Meta AI original pth")  # the order of rows that `unpermute` undoes
     eps = m.take("attention.layer_norm_rms_epsilon", float)
     config = gguf_config(m, partial=partial, experts=experts, scaled=scaled, causal=causal)
-    num_heads = config["num_attention_heads"]  # where the file is silent llama.cpp's defaults hold, not the family's
+    num_heads = config["num_attention_heads"]  # llama.cpp's defaults, not the family's
     config["num_key_value_heads"] = config["num_key_value_heads"] or num_heads
     config["head_dim"] = config["head_dim"] or config["hidden_size"] // num_heads
     return _present({**config, "rms_norm_eps": eps, "hidden_act": "silu"})
 
 
 def yarn_gguf_config(m: ConfigReader, **more: Any) -> dict[str, Any]:
-    """YaRN, if the file has it; `more` is what llama.cpp takes from the architecture."""
+    """YaRN, if the file has it. `more`: what llama.cpp knows from the architecture."""
     if m.take("rope.scaling.type", str, "none") == "none":
         return {}
     m.require("rope.scaling.type", "yarn")
@@ -85,7 +88,7 @@ def yarn_gguf_config(m: ConfigReader, **more: Any) -> dict[str, Any]:
 
 
 def factors_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """Frequencies that are divided one by one, if the file has such tensors: Llama 3.1's always, LongRoPE's by length."""
+    """Divisors of each rotary frequency, if the file has such tensors: Llama 3.1's for all lengths, or LongRoPE's two sets."""
     long = m.maybe("rope_factors_long.weight", list)
     if long is not None:
         short, factor = m.take("rope_factors_short.weight", list), m.take("rope.scaling.attn_factor", float)
@@ -99,7 +102,7 @@ def factors_gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def layer_norm_gguf_config(m: ConfigReader, eps: str, *, partial: bool = False) -> dict[str, Any]:
-    """Models with layer norms, whose epsilon a config calls `eps`."""
+    """Models with layer norms. `eps` is the config's key of their epsilon."""
     return _present({**gguf_config(m, partial=partial), eps: m.take("attention.layer_norm_epsilon", float)})
 
 

@@ -1,9 +1,8 @@
-"""ModernBERT (Warner et al. 2024, arXiv:2412.13663) and EuroBERT: encoders made as decoders are, with norms before each half
-of a layer, rotary positions and gated MLPs. Most of ModernBERT's layers see a window on both sides of a token."""
+"""ModernBERT (Warner et al. 2024, arXiv:2412.13663) and EuroBERT: encoders with the layers of a decoder, which have pre-norms,
+rotary positions and gated MLPs. Most layers of ModernBERT have a window on both sides of a token."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
@@ -33,12 +32,14 @@ def read_modernbert(c: ConfigReader) -> ModelSpec:
     max_position = c.size("max_position_embeddings", 8192)
     every, local = c.size("global_attn_every_n_layers", 3), c.size("local_attention", 128)
     kinds = kinds_of_layers(c, lambda i: "sliding_attention" if i % every else "full_attention")
-    c.require("layer_norm_eps", norm.eps)  # written a second time
-    c.require("position_embedding_type", "absolute", "rope")  # which is not read
+    c.require("layer_norm_eps", norm.eps)  # the same number again
+    c.require("position_embedding_type", "absolute", "rope")  # transformers ignores it
     c.ignore("decoder_bias", "sparse_prediction", "sparse_pred_ignore_index", "mlp_dropout", "initializer_cutoff_factor")
     c.ignore("deterministic_flash_attn", "reference_compile", "repad_logits_with_grad", "initializer_factor")
-    bases = {"full_attention": c.take("global_rope_theta", float, 160000.0), "sliding_attention": 10000.0}
-    bases["sliding_attention"] = c.take("local_rope_theta", float, bases["sliding_attention"])
+    thetas = {
+        "full_attention": c.take("global_rope_theta", float, 160000.0),
+        "sliding_attention": c.take("local_rope_theta", float, 10000.0),
+    }
     mlp = gated(c, "hidden_activation", "gelu", bias=c.take("mlp_bias", bool, False))
 
     def layer(i: int) -> LayerSpec:
@@ -46,22 +47,21 @@ def read_modernbert(c: ConfigReader) -> ModelSpec:
         return LayerSpec(
             attention=attention(
                 h,
-                rope(c, h.head_dim, max_position=max_position, theta=bases[kind], kind=kind),
+                rope(c, h.head_dim, max_position=max_position, theta=thetas[kind], kind=kind),
                 causal=False,
                 window=local // 2 + 1 if kind == "sliding_attention" else None,
                 qkv_bias=bias,
                 out_bias=bias,
             ),
             mlp=mlp,
-            block=before(norm) if i else SequentialBlock(pre_mlp=norm),  # the embeddings have been normed
+            block=before(norm) if i else SequentialBlock(pre_mlp=norm),  # embed_norm is the first layer's pre-norm
         )
 
-    spec = model(c, "modernbert", layer, norm, max_position, embed_norm=norm, classifier=_classifier(c, norm))
-    return dataclasses.replace(spec, tied_embeddings=False)  # the config speaks of a head that is not read
+    return model(c, "modernbert", layer, norm, max_position, embed_norm=norm, classifier=_classifier(c, norm))
 
 
 def gguf_modernbert_config(m: ConfigReader) -> dict[str, Any]:
-    """llama.cpp's window counts both sides, and every few layers, the first of them, one sees all."""
+    """llama.cpp's window counts both sides. The first of every few layers has no window."""
     config = encoder_gguf_config(m)
     types, eps, window = config.pop("type_vocab_size"), config.pop("layer_norm_eps"), m.maybe("attention.sliding_window", int)
     if types:
@@ -110,8 +110,7 @@ def read_eurobert(c: ConfigReader) -> ModelSpec:
         block=before(norm),
     )
     c.ignore("classifier_pooling", "mask_token", "mask_token_id", "clf_pooling")
-    more: dict[str, Any] = {"tied": False}
-    return dataclasses.replace(model(c, "eurobert", lambda i: layer, norm, max_position, **more), tied_embeddings=False)
+    return model(c, "eurobert", lambda i: layer, norm, max_position)
 
 
 MODERNBERT: dict[str, Theirs] = {

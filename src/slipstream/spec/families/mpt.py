@@ -1,4 +1,4 @@
-"""MPT: ALiBi, norms without biases, q, k and v cut to a range in some."""
+"""MPT: ALiBi, layer norms without biases; some models clamp q, k and v."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(c: ConfigReader) -> ModelSpec:
     own.require("sliding_window_size", -1)
     clip = own.maybe("clip_qkv", float)
     scale, alibi = own.maybe("softmax_scale", float), AlibiSpec(max_bias=own.take("alibi_bias_max", float, 8.0))
-    # Which kernel computed it, and what every config of transformers' carries.
+    # The kernel, and keys that every config of transformers has.
     own.ignore("attn_impl", "is_encoder_decoder", "chunk_size_feed_forward", "kv_n_heads", "rope_impl", "rope_theta")
     own.finish()
     layer = LayerSpec(
@@ -34,7 +34,7 @@ def read(c: ConfigReader) -> ModelSpec:
     c.require("norm_type", "low_precision_layernorm", "layernorm")
     c.require("embedding_fraction", 1.0)
     c.require("logit_scale")
-    c.ignore("learned_pos_emb", "init_config", "tokenizer_name", "verbose")  # the first does nothing beside ALiBi
+    c.ignore("learned_pos_emb", "init_config", "tokenizer_name", "verbose")  # the first has no effect with ALiBi
     max_position = c.size("max_seq_len", 2048)
     return model(c, "mpt", lambda i: layer, norm, max_position, hidden="d_model", num_layers="n_layers", tied=True)
 

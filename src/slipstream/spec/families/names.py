@@ -1,4 +1,4 @@
-"""Tables from a checkpoint's names to ours, made from one line a product or norm. No torch."""
+"""Makes tables from a checkpoint's tensor names to ours, from one line for each product or norm. No torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LLAMA: dict[str, Theirs] = {
     "shared.down": "mlp.shared_expert.down_proj",
     "shared_weight": "mlp.shared_expert_gate",
 }
-"""The names that most families use, below `model.layers.{i}.` in a layer."""
+"""The names of most families; those of a layer come after `model.layers.{i}.`."""
 
 GGUF: dict[str, Theirs] = {
     "embed": "token_embd",
@@ -70,7 +70,7 @@ GGUF: dict[str, Theirs] = {
     "shared.down": "ffn_down_shexp",
     "shared_weight": "ffn_gate_inp_shexp",
 }
-"""llama.cpp's names. It has one vocabulary for all architectures, and writes fused and transposed weights in our order."""
+"""llama.cpp's names, which are the same for all architectures. Its fused weights have our order of rows, none is transposed."""
 
 
 def table(
@@ -80,10 +80,18 @@ def table(
     encoder_layer: str = "",
     changes: Mapping[str, Change] | None = None,
 ) -> Callable[[ModelSpec], Names]:
-    """`theirs` gives, for each of our parameters without .weight and .bias, the checkpoint's name (of a layer's: below
-    `layer`; what begins with "encoder." is of an encoder-decoder's encoder, its layers below `encoder_layer`); a tuple are the
-    parts that we hold as one, q, k and v or gate and up; {e} is an expert, and without it a tensor holds all experts'; a
-    mapping has whole names for `weight` and `bias`. `changes` says by our names which are stored otherwise."""
+    """A function from a spec to the table of its tensors.
+
+    `theirs` maps our parameters' names, without .weight and .bias, to the checkpoint's:
+
+    1. A string is the checkpoint's name. A tuple has the tensors that we hold as one parameter, such as q, k and v.
+    2. {e} stands for the index of an expert. Without it, one tensor has all experts.
+    3. A mapping has the full names of `weight` and `bias`.
+    4. Names of a layer's tensors follow `layer`, those of an encoder-decoder's encoder ("encoder." in our names)
+       `encoder_layer`.
+
+    `changes` names our parameters that the checkpoint stores in another form.
+    """
 
     def names(spec: ModelSpec) -> Names:
         found: Names = {}
@@ -104,11 +112,11 @@ def table(
                 continue
             assert of is not None
             each = shape[0] // (copies or 1)
-            pieces = ((parts, each),) if isinstance(parts, str) else tuple(zip(parts, _rows(of, stem, each), strict=True))
-            alone = "{e}" in pieces[0][0]  # each expert is a tensor
-            for e in range(copies or 1 if alone else 1):
-                for i, (part, rows) in enumerate(pieces):
-                    place = Placement(target, start, rows, _transform(change, kind, of, i), None if alone else copies)
+            tensors = ((parts, each),) if isinstance(parts, str) else tuple(zip(parts, _rows(of, stem, each), strict=True))
+            separate = "{e}" in tensors[0][0]  # each expert is a tensor
+            for e in range(copies or 1 if separate else 1):
+                for i, (part, rows) in enumerate(tensors):
+                    place = Placement(target, start, rows, _transform(change, kind, of, i), None if separate else copies)
                     found[f"{below}{part.replace('{e}', str(e))}.{kind}"] = place
                     start += rows
         return found
@@ -123,7 +131,7 @@ def gguf_table(
     gated: bool = True,
     changes: Mapping[str, Change] | None = None,
 ) -> Callable[[ModelSpec], Names]:
-    """`fused`: q, k and v are one tensor. Without `gated`, or fused, so is what goes into the MLP."""
+    """The table for GGUF names. `fused`: q, k and v are one tensor. `mlp.up` is one tensor if `fused` or not `gated`."""
     theirs: dict[str, Theirs] = {**GGUF, **({"attention.qkv": "attn_qkv"} if fused else {})}
     if fused or not gated:
         theirs["mlp.up"] = "ffn_up"
@@ -151,4 +159,4 @@ def _transform(change: Change | None, kind: str, layer: LayerSpec | None, part: 
     a = layer.attention
     if change == "ungroup":
         return Ungroup(a.num_kv_heads, a.num_heads // a.num_kv_heads)
-    return None if part == 2 else Unpermute((a.num_heads, a.num_kv_heads)[part])  # values are not turned
+    return None if part == 2 else Unpermute((a.num_heads, a.num_kv_heads)[part])  # values are not rotated

@@ -1,5 +1,5 @@
-"""GPT-NeoX and Pythia: attention and MLP side by side, each with a norm of its own; a quarter of each head turned; q, k and v
-stored head by head."""
+"""GPT-NeoX and Pythia: parallel attention and MLP with a norm each, rotary embedding of a quarter of each head, and weights of
+q, k and v ordered by head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read(c: ConfigReader) -> ModelSpec:
     h = heads(c, num_kv_heads=None)
     norm = layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-5))
     max_position = c.size("max_position_embeddings", 2048)
-    # Before transformers 5 the rotary keys had names of their own.
+    # The rotary keys before transformers 5.
     theta, partial = c.take("rotary_emb_base", float, 10000.0), c.take("rotary_pct", float, 0.25)
     position = rope(c, h.head_dim, theta=theta, partial=partial, max_position=max_position)
     bias = c.take("attention_bias", bool, True)

@@ -1,5 +1,5 @@
-"""BERT with rotary positions and gated MLPs: Nomic Embed (Nussbaum et al. 2024, arXiv:2402.01613) and GTE (Zhang et al. 2024,
-arXiv:2407.19669). Both are read under their authors' names too, whose code is not needed."""
+"""Nomic Embed (Nussbaum et al. 2024, arXiv:2402.01613) and GTE (Zhang et al. 2024, arXiv:2407.19669): BERT with rotary
+positions and gated MLPs. Their authors' own model types are read too, without the authors' code."""
 
 from __future__ import annotations
 
@@ -8,35 +8,32 @@ from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.bert import GGUF_BERT, UNREAD, bert_classifier
-from slipstream.spec.families.builders import attention, gated, heads, layer_norm, model, rope
-from slipstream.spec.families.builders import called as one_of
+from slipstream.spec.families.builders import attention, called, gated, heads, layer_norm, model, rope
 from slipstream.spec.families.metadata import encoder_gguf_config
 from slipstream.spec.families.names import Theirs, gguf_table, table
 from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, PostNormBlock
 
 
 def read_nomic(c: ConfigReader) -> ModelSpec:
-    """The authors' config is GPT-2's with switches, of which one setting is BERT's."""
+    """The authors' config has GPT-2's keys, and switches. Only the setting that makes a BERT is supported."""
     if "n_embd" not in c:
         c.size("head_dim", c.size("hidden_size") // c.size("num_attention_heads"))
         return _read(c, "nomic_bert", gated(c), theta=1000.0)
-    for name, value in (("causal", False), ("parallel_block", False), ("prenorm", False), ("use_rms_norm", False)):
-        c.require(name, value)
-    for name in ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "rotary_emb_interleaved", "scale_attn_by_inverse_layer_idx"):
+    for name in (
+        *("causal", "parallel_block", "parallel_block_tied_norm", "prenorm", "use_rms_norm", "reorder_and_upcast_attn"),
+        *("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "rotary_emb_interleaved", "scale_attn_by_inverse_layer_idx"),
+    ):
         c.require(name, False)
     c.require("scale_attn_weights", True)
-    c.require("reorder_and_upcast_attn", False)
     c.require("rotary_emb_fraction", 1.0, 1)
     c.require("rotary_emb_scale_base")
     c.require("rotary_scaling_factor")
-    c.require("parallel_block_tied_norm", False)
     c.require("activation_function", "swiglu")
     c.ignore("dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln", "use_flash_attn", "use_xentropy", "use_rms_norm")
     c.ignore("last_layer_subset", "max_trained_positions", "pad_vocab_size_multiple")
     mlp = DenseSpec(intermediate_size=c.size("n_inner"), activation="silu")
     theta = c.take("rotary_emb_base", float, 10000.0)
-    own = ("n_embd", "n_layer", "n_head", "n_positions")
-    return _read(c, "nomic_bert", mlp, theta=theta, called=own)
+    return _read(c, "nomic_bert", mlp, theta=theta, keys=("n_embd", "n_layer", "n_head", "n_positions"))
 
 
 def gguf_nomic_config(m: ConfigReader) -> dict[str, Any]:
@@ -61,10 +58,10 @@ def _read(
     *,
     theta: float,
     biased: bool = False,
-    called: tuple[str, ...] = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
+    keys: tuple[str, ...] = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
 ) -> ModelSpec:
-    hidden, num_layers, num_heads, positions = called
-    norm = layer_norm(c.size(hidden), c.take(one_of(c, "layer_norm_eps", "layer_norm_epsilon"), float, 1e-12))
+    hidden, num_layers, num_heads, positions = keys
+    norm = layer_norm(c.size(hidden), c.take(called(c, "layer_norm_eps", "layer_norm_epsilon"), float, 1e-12))
     h, max_position = heads(c, hidden=hidden, num_heads=num_heads, num_kv_heads=None), c.size(positions)
     position = rope(c, h.head_dim, max_position=max_position, theta=theta)
     layer = LayerSpec(
@@ -73,10 +70,9 @@ def _read(
         block=PostNormBlock(attention_norm=norm, mlp_norm=norm),
     )
     more: dict[str, Any] = {"num_token_types": c.take("type_vocab_size", int, 1), "classifier": bert_classifier(c, "tanh")}
-    spec = model(
+    return model(
         c, family, lambda i: layer, None, max_position, hidden=hidden, num_layers=num_layers, embed_norm=norm, **more
     )
-    return dataclasses.replace(spec, tied_embeddings=False)  # the config speaks of a head that is not read
 
 
 EMBEDDINGS: dict[str, Theirs] = {
@@ -125,7 +121,7 @@ FAMILIES = (
             read=read_gte,
             names=table(GTE, layer="encoder.layer.{i}.", changes={"mlp.up": "swap"}),
             prefixes=("", f"{kind}.", "new."),
-            ignored=(*UNREAD, r"classifier\..*"),  # the multilingual one weighs tokens besides
+            ignored=(*UNREAD, r"classifier\..*"),  # the multilingual one has weights of tokens besides
         )
         for kind, name in (("gte", "Gte"), ("new", "New"))
     ),

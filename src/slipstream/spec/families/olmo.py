@@ -1,5 +1,5 @@
-"""OLMo 2 and 3: norms after attention and MLP instead of before, and over the whole rows of q and k. OLMo 3 has a window in
-three layers of four."""
+"""OLMo 2 and 3: post-norms without pre-norms, and norms over all heads of q and of k. OLMo 3 has a window in three layers of
+four."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.spec.model import LayerSpec, ModelSpec, QKNormSpec, SequentialBl
 
 
 def read_olmo2(c: ConfigReader) -> ModelSpec:
-    """With windows it is an OLMo 3, which llama.cpp writes as an OLMo 2."""
+    """llama.cpp writes OLMo 3 as an `olmo2` with windows."""
     return read_olmo3(c) if "sliding_window" in c else _read(c, "olmo2", windows=False)
 
 
@@ -33,7 +33,7 @@ def _read(c: ConfigReader, family: str, *, windows: bool) -> ModelSpec:
 
     def layer(i: int) -> LayerSpec:
         kind = kinds[i] if windows else None
-        # OLMo 3's windows are turned without the scaling that its other layers may have.
+        # In OLMo 3 rope scaling is for layers without a window.
         of = attention(
             h,
             rope(c, h.head_dim, theta=500000.0 if windows else 10000.0, max_position=max_position, kind=kind),

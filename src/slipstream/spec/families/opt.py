@@ -1,5 +1,4 @@
-"""OPT: learned positions from row 2 on, ReLU. The 350M normalises after each half of a layer, and its embeddings are narrower
-than its layers."""
+"""OPT: learned positions from row 2 on, and ReLU. The 350M has post-norms, and embeddings narrower than its layers."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def read(c: ConfigReader) -> ModelSpec:
     max_position, width = c.size("max_position_embeddings", 2048), c.size("word_embed_proj_dim", hidden)
     c.require("layer_norm_elementwise_affine", True)
     c.require("_remove_final_layer_norm", False)
-    c.require("prefix", "</s>")  # what the tokenizer puts first
+    c.require("prefix", "</s>")  # the tokenizer adds it
     return model(
         c,
         "opt",

@@ -1,5 +1,5 @@
-"""Phi-1, 1.5 and 2 (attention and MLP side by side on one norm, part of each head turned) and Phi-3, 3.5 and 4 (Llama's layers
-with fused weights; LongRoPE in the long ones)."""
+"""Phi-1, 1.5 and 2 (parallel attention and MLP with one norm, rotary embedding of a part of each head), and Phi-3, 3.5 and 4
+(Llama's layers with fused weights; LongRoPE for long contexts)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_phi3(c: ConfigReader) -> ModelSpec:
         attention=attention(h, position, qkv_bias=bias, out_bias=bias, window=window), mlp=gated(c), block=before(norm)
     )
     c.ignore("original_max_position_embeddings")  # without a scaling
-    c.require("full_attn_mod", 1)  # Phi 4 mini's
+    c.require("full_attn_mod", 1)  # this key and the next: Phi-4-mini
     c.require("interpolate_factor", 1)
     c.require("lm_head_bias", False)
     c.require("mlp_bias", False)

@@ -1,5 +1,5 @@
-"""Qwen 2 and 2.5 (biases on q, k, v) and Qwen 3 (norms on q and k), each with optional windows in its upper layers, dense and
-as mixtures of experts."""
+"""Qwen 2 and 2.5 (biases of q, k and v) and Qwen 3 (norms of q and k), dense and as mixtures of experts. The upper layers may
+have a window."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read_qwen3_moe(c: ConfigReader) -> ModelSpec:
 
 
 def _moe(c: ConfigReader, num_experts: int, per_token: int, size: int) -> MoESpec:
-    """The numbers hold where the config is silent."""
+    """The numbers are defaults."""
     c.ignore("output_router_logits", "router_aux_loss_coef")
     return MoESpec(
         num_experts=c.size(called(c, "num_experts", "num_local_experts"), num_experts),
@@ -61,7 +61,7 @@ def _moe(c: ConfigReader, num_experts: int, per_token: int, size: int) -> MoESpe
 def _read(
     c: ConfigReader, family: str, *, qkv_bias: bool, out_bias: bool, qk_norm: bool, moe: MoESpec | None = None
 ) -> ModelSpec:
-    """With `moe`, every `decoder_sparse_step`th layer has it, but for `mlp_only_layers`."""
+    """Every `decoder_sparse_step`th layer has the `moe`, but for `mlp_only_layers`."""
     h = heads(c)
     max_position = c.size("max_position_embeddings", 32768)
     eps = c.take("rms_norm_eps", float, 1e-6)
@@ -104,7 +104,7 @@ def gguf_qwen3_moe(m: ConfigReader) -> dict[str, Any]:
 
 
 def _moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """Whether weights are made to sum to 1 is not in the file: llama.cpp does so for Qwen 3, not for Qwen 2."""
+    """The file does not say whether weights are normalised. llama.cpp does so for Qwen 3, not for Qwen 2."""
     return {
         **llama_gguf_config(m, experts=True),
         "num_experts": m.size("expert_count"),

@@ -1,4 +1,4 @@
-"""StarCoder 2: layer norms, biases, an MLP without a gate, a window over all layers. (StarCoder is in gpt.py.)"""
+"""StarCoder 2: layer norms, biases, MLPs without a gate, a window in all layers. (StarCoder is in gpt.py.)"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read(c: ConfigReader) -> ModelSpec:
     c.require("mlp_type", "default")
     c.require("scale_attn_weights", True)
     c.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")  # always so here
-    c.ignore("activation_function", "layer_norm_epsilon")  # StarCoder 1's names for what has another one here
+    c.ignore("activation_function", "layer_norm_epsilon")  # keys of StarCoder, which others replace
     return model(c, "starcoder2", lambda i: layer, norm, max_position, tied=True)
 
 

@@ -1,6 +1,8 @@
-"""T5 and Flan-T5 (Raffel et al. 2020): an encoder and a decoder that reads its states; positions are biases by distance, norms
-are without a mean, scores are not scaled. v1.0 has ReLU and one table for both ends, v1.1 and Flan gated GELU and a head of its
-own. UMT5 (Chung et al. 2023) has biases of each layer's own."""
+"""T5 and Flan-T5 (Raffel et al. 2020): encoder-decoders with relative position biases, RMS norms and unscaled scores.
+
+1. v1.0 has ReLU and tied embeddings. v1.1 and Flan have gated GELU and an untied head.
+2. UMT5 (Chung et al. 2023) has position biases in each layer.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from slipstream.spec.model import (
 
 
 def _activation(c: ConfigReader) -> tuple[Activation, bool]:
-    """`feed_forward_proj`: relu, gated-gelu, …, and whether it is gated."""
+    """The activation that `feed_forward_proj` names (relu, gated-gelu, …), and whether the MLP is gated."""
     said = c.take("feed_forward_proj", str, "relu")
     name, is_gated = said.removeprefix("gated-"), said.startswith("gated-")
     name = "gelu_new" if said == "gated-gelu" else name  # the tanh approximation is meant
@@ -35,12 +37,12 @@ def _activation(c: ConfigReader) -> tuple[Activation, bool]:
 
 
 def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec:
-    """`own`: each layer has its table of distances."""
+    """`own`: each layer has its position biases."""
     c.require("is_encoder_decoder", True)
     c.require("is_decoder", False)
     c.ignore("dropout_rate", "initializer_factor", "output_past")
     hidden = c.size("d_model")
-    h = QKVLayout(n := c.size("num_heads"), n, c.size("d_kv", 64))  # together they need not be as wide as the states
+    h = QKVLayout(n := c.size("num_heads"), n, c.size("d_kv", 64))  # n · d_kv may differ from d_model
     norm = rms(hidden, c.take("layer_norm_epsilon", float, 1e-6))
     act, is_gated = _activation(c)
     mlp = DenseSpec(intermediate_size=c.size("d_ff"), activation=act, gated=is_gated)
@@ -56,8 +58,8 @@ def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec
     block = SequentialBlock(pre_attention=norm, pre_cross=norm, pre_mlp=norm)
     writer = LayerSpec(attention=attended(back), mlp=mlp, block=block, cross=attended(None, causal=False))
     num_layers = c.size("num_layers")
-    # v1.0 shares the table and scales the states, v1.1 does neither. Some writers say that every model shares it, and give
-    # `scale_decoder_outputs`; whether there is a head is then seen in the checkpoint (`description`).
+    # v1.0 ties the embeddings and scales the states, v1.1 does neither. Some writers set `tie_word_embeddings` for all models
+    # and add `scale_decoder_outputs`; then `description` looks for a head in the checkpoint.
     tied = c.take("tie_word_embeddings", bool, True)
     scaled = c.take("scale_decoder_outputs", bool, tied)
     spec = ModelSpec(
@@ -108,7 +110,7 @@ def gguf_t5_config(m: ConfigReader) -> dict[str, Any]:
         "layer_norm_epsilon": eps,
         "relative_attention_num_buckets": m.size("attention.relative_buckets_count"),
         "decoder_start_token_id": m.take("decoder_start_token_id", int, 0),
-        # The file does not say which activation; llama.cpp goes by the gate, too.
+        # The file lacks the activation. Like llama.cpp, tell it by the gate.
         "feed_forward_proj": "relu" if m.maybe("enc.blk.0.ffn_gate.weight", list) is None else "gated-gelu",
     }
 
@@ -157,7 +159,7 @@ GGUF_T5: dict[str, Theirs] = {
     "pre_mlp": "ffn_norm",
     "mlp.down": "ffn_down",
 }
-# The table is written once for each stack, and old writers left a bias in the attention that reads the encoder.
+# A copy of the embeddings in each stack, and an unused bias of cross attention that old writers stored.
 COPIES = (r"(en|de)coder\.embed_tokens\.weight", r"decoder\..*\.EncDecAttention\.relative_attention_bias\.weight")
 
 FAMILIES = tuple(
