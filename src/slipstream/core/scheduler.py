@@ -70,6 +70,7 @@ from slipstream.types import (
     VectorOutput,
 )
 
+
 class InFlight(NamedTuple):
     """A step that was scheduled: who sampled in it, the number of guesses of those that have some, and the tokens that grammars
     forced."""
@@ -80,6 +81,7 @@ class InFlight(NamedTuple):
 
 
 NOTHING = InFlight()
+
 WATERMARK = 0.01
 """Share of the blocks kept free when a request is admitted beside others, so that it is not preempted at once."""
 

@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from slipstream.core.request import Request, Status
-from slipstream.core.scheduler import Scheduler
+from slipstream.core.scheduler import NOTHING, Scheduler
 from slipstream.core.step import StepBuilder
 from slipstream.errors import ConfigError
 from slipstream.types import EngineOutput, EngineRequest, FinishReason, StepPlan, StepResult
@@ -100,7 +100,7 @@ class SleepingScheduler(Scheduler):
     def update(self, plan: StepPlan, result: StepResult | None = None) -> list[EngineOutput]:
         """Every request that sampled gets a token. `result` is not looked at."""
         self._wake_last(plan, plan.step_id)
-        requests, _ = self._in_flight.get(plan.step_id, ([], {}))
+        requests = self._in_flight.get(plan.step_id, NOTHING).requests
         outputs = super().update(plan, StepResult(plan.step_id, [ANY_TOKEN] * len(requests)))
         if self.cache.enable_prefix_caching and plan.step_id + 1 in self._in_flight:
             # All tokens but the last are known now, and the blocks that they fill are offered.
@@ -165,13 +165,14 @@ class SleepingScheduler(Scheduler):
         decodes as they run, then prompts."""
         found = [request for request, sleep in self._last.pop(step_id, ()) if self._asleep.get(request) is sleep]
         if found:
-            requests, drafts = self._in_flight[step_id]
+            requests = self._in_flight[step_id].requests
             before = len(requests)
             for request in found:
                 self._wake(request, step_id)
             decodes = [r for r in requests[:before] if r.num_computed_tokens > r.num_prompt_tokens]
             others = [r for r in requests[:before] if r.num_computed_tokens <= r.num_prompt_tokens]
-            self._in_flight[step_id] = sorted([*decodes, *found], key=_order) + others, drafts
+            ordered = sorted([*decodes, *found], key=_order) + others
+            self._in_flight[step_id] = self._in_flight[step_id]._replace(requests=ordered)
         return found
 
     def _wake(self, request: Request, this: int) -> None:
@@ -179,9 +180,9 @@ class SleepingScheduler(Scheduler):
         sleep = self._asleep.pop(request)
         last = min(this, sleep.last)
         request.num_computed_tokens = sleep.computed + last - sleep.since
-        for step_id, (requests, _) in self._in_flight.items():
+        for step_id, step in self._in_flight.items():
             if sleep.since < step_id <= last:
-                requests.append(request)
+                self._in_flight[step_id] = step._replace(requests=[*step.requests, request])
                 request.num_pending += 1
         known = request.num_computed_tokens + 1 - request.num_pending
         request.token_ids.extend([ANY_TOKEN] * (known - len(request.token_ids)))
