@@ -1,7 +1,7 @@
-"""What products are given: weights as schemes hold them (`spec.scheme`), and activations.
+"""The weights and activations of products, in the formats of `spec.scheme`.
 
-A weight is [out, in], of experts those of all one below the other. Which kinds an op set takes as they are it says itself
-(`OpSet.rounded`, `OpSet.block_types`); op sets may have kinds of their own.
+A weight is [out, in]; the weights of experts are stacked. `OpSet.rounded` and `OpSet.block_types` name the formats that an op
+set computes with. Op sets may have formats of their own.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from slipstream.spec.scheme import FP8_TILE, InputFormat
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """Activations in 8 bits: row t stands for values[t] · scales[t], or each 128 of it for theirs times their scale."""
+    """Activations of 8 bits. Row t is values[t] · scales[t]; in `fp8-block` each 128 numbers of a row have a scale."""
 
     values: Tensor  # float8_e4m3fn or int8 [T, E]
     scales: Tensor  # float32 [T, 1], or of `fp8-block` [T, E / 128]
 
 
 Activations: TypeAlias = Tensor | Quantized
-"""What goes into `linear`: rows of the model's type, or already in the form that the weight's scheme wants."""
+"""The input of `linear`: rows of the model's type, or quantised as the weight's scheme needs them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SparseCopy:
-    """A 2:4 weight without its zeros, as a library holds it; the faster one from so many tokens on."""
+    """A 2:4 weight without its zeros, in a library's layout. It is faster from `from_tokens` tokens on."""
 
     packed: Tensor
     from_tokens: int
@@ -40,7 +40,7 @@ class SparseCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A weight ready for its op. Dense: `weight` [out, in] of the compute dtype. Schemes are subclasses."""
+    """A weight in the layout of its op. Dense: `weight` [out, in] of the compute dtype. Subclasses are for schemes."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -51,7 +51,7 @@ class Linear:
         return self.weight.shape[0]
 
     def part(self, rows: slice) -> Linear:
-        """Some rows of it: one expert's."""
+        """Some of its rows, such as those of one expert."""
         return Linear(weight=self.weight[rows], bias=self._bias(rows))
 
     def _bias(self, rows: slice) -> Tensor | None:
@@ -59,13 +59,13 @@ class Linear:
 
     @property
     def inputs(self) -> InputFormat | None:
-        """The form of activations that this weight multiplies; None: the model's type."""
+        """The format of activations that it multiplies; None: the model's type."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledLinear(Linear):
-    """`fp8` and `int8`: `weight` [out, in] of float8_e4m3fn or int8, times scales[row]; inputs of the same kind."""
+    """`fp8` and `int8`: `weight` [out, in] of float8_e4m3fn or int8, times scales[row]. Inputs have the same format."""
 
     scales: Tensor  # float32 [out]
     out_dtype: torch.dtype
@@ -81,8 +81,8 @@ class ScaledLinear(Linear):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileScaledLinear(Linear):
-    """`fp8-block`: `weight` float8_e4m3fn [out, in], with one of `scales` per FP8 tile of 128 × 128; inputs of that form. `in`
-    is a multiple of 128, and so are the rows of each expert."""
+    """`fp8-block`: `weight` float8_e4m3fn [out, in], with a scale for each FP8 tile of 128 × 128. Inputs have the same format.
+    `in` and the rows of each expert are multiples of 128."""
 
     scales: Tensor  # float32 [⌈out / 128⌉, in / 128]
     out_dtype: torch.dtype
@@ -100,8 +100,8 @@ class TileScaledLinear(Linear):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitLinear(Linear):
-    """`int8-split` (LLM.int8(), Dettmers et al. 2022): of the inputs, `columns` meet `dense` in the model's type, and what is
-    left of them meets `weight`, an int8 `ScaledLinear`'s, which has zeros there. Inputs come in the model's type."""
+    """`int8-split` (LLM.int8(), Dettmers et al. 2022). The input columns `columns` are multiplied with `dense` in the model's
+    type, the others with `weight` as in an int8 `ScaledLinear`; it has zeros in these columns. Inputs have the model's type."""
 
     scales: Tensor  # float32 [out]
     out_dtype: torch.dtype
@@ -110,7 +110,7 @@ class SplitLinear(Linear):
 
     @classmethod
     def of(cls, codes: Tensor, scales: Tensor, columns: Sequence[int], dtype: torch.dtype) -> SplitLinear:
-        """Of all columns' codes int8 [out, in], which are changed."""
+        """Split the codes int8 [out, in] of all columns. They are changed in place."""
         at = torch.tensor(columns, device=codes.device)
         dense = (codes[:, at].float() * scales[:, None]).to(dtype)
         codes[:, at] = 0
