@@ -118,25 +118,25 @@ class SplitLinear(Linear):
 
     @property
     def rest(self) -> ScaledLinear:
-        """With the bias."""
+        """The int8 product of the other columns, with the bias."""
         return ScaledLinear(weight=self.weight, bias=self.bias, scales=self.scales, out_dtype=self.out_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedLinear(Linear):
-    """`int4`: four numbers to an int16 word. Word j of a chunk of C inputs holds, from its low bits up, the numbers of inputs
-    j, j + C/4, j + C/2, j + 3C/4 of the chunk, as codes 0 … 15: a number is (code − zero) · scale, and zero is 8 unless
-    `zeros` says otherwise. `weight` int16 [out, in / 4].
+    """`int4`: `weight` int16 [out, in / 4], four codes 0 … 15 a word. A number is (code − zero) · scale; without `zeros`, zero
+    is
+    8. Word j of a chunk of C inputs has, from its low bits up, the codes of inputs j, j + C/4, j + C/2 and j + 3C/4.
 
-    `mxfp4` (OCP Microscaling Formats 1.0) has `codes` "e2m1": floats of a sign, two bits of exponent and one of mantissa, 0 to
-    ±6, with scales that are powers of two; for experts alone (`moe`)."""
+    `mxfp4` (OCP Microscaling Formats 1.0): `codes` is "e2m1", floats from −6 to 6 with a sign, two bits of exponent and one of
+    mantissa. Scales are powers of two. For experts alone (`moe`)."""
 
     scales: Tensor  # of the compute dtype [in / group_size, out]
     group_size: int
     chunk: int
     zeros: Tensor | None = None  # of the compute dtype [in / group_size, out]
     codes: Literal["int4", "e2m1"] = "int4"
-    dense: Tensor | None = None  # the same numbers [out, in], where memory buys the speed of many tokens
+    dense: Tensor | None = None  # the same numbers [out, in], for steps of many tokens
 
     def part(self, rows: slice) -> GroupedLinear:
         return GroupedLinear(
@@ -152,14 +152,14 @@ class GroupedLinear(Linear):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRows:
-    """Some rows of a weight in one of GGUF's types, as they lie in the file: row i of `blocks` is the weight's row start + i,
-    or start + order[i]."""
+    """Some rows of a weight in a GGUF type, as in the file. Row i of `blocks` is the weight's row start + i, or start +
+    order[i]."""
 
     type: str
     blocks: npt.NDArray[np.uint8]  # [rows, bytes of a row]
     start: int
     order: Tensor | None = None  # int32 [rows]
-    copies: int = 1  # experts: `blocks` holds their rows one below the other, and `start` is in each
+    copies: int = 1  # experts, whose rows are stacked in `blocks`; `start` is a row of each
 
     @property
     def rows(self) -> int:
@@ -168,6 +168,6 @@ class BlockRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLinear(Linear):
-    """A weight in GGUF's own precision, for op sets that say so (`block_types`). `weight` is on the meta device."""
+    """A weight in GGUF types, for op sets with `block_types`. `weight` is on the meta device."""
 
     pieces: tuple[BlockRows, ...]
