@@ -1,5 +1,5 @@
-"""What ops are told of a layer: its heads, how scores are made, its experts; and, for the kernel that runs all layers of one
-token, the whole layer's shape. Nothing here imports torch, so that a model can be described without it."""
+"""Parameters of ops: norms, heads, attention, experts; and the shape of a layer for the one-token kernel. Nothing here imports
+torch, so that a model can be described without it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormParams:
     """A norm over rows, in float32. `rms`: x / rms(x) · (weight + offset). `layer`: (x − mean) / std · weight + bias. Or a
-    function from outside."""
+    function of the caller's."""
 
     kind: Literal["rms", "layer"] | OwnNorm
     weight: Tensor  # [E]
@@ -28,8 +28,8 @@ class NormParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QKVLayout:
-    """What a layer's `rope_and_cache` makes of a row: how many heads, of which size, and how q and k of each are normed and
-    turned. Without `q_norm` and `k_norm` they are not normed, without `cos_sin` not rotated."""
+    """The heads in a row of q, k and v, and how `rope_and_cache` norms and rotates them. Without `q_norm` and `k_norm` heads
+    are not normed, without `cos_sin` not rotated."""
 
     num_heads: int
     num_kv_heads: int
@@ -48,7 +48,7 @@ class QKVLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParams:
-    """How a layer's `attention` weighs the keys that a query sees."""
+    """How a layer's `attention` computes scores, and which keys it masks."""
 
     scale: float
     window: int | None = None
@@ -60,22 +60,22 @@ class AttentionParams:
 
     @property
     def reach(self) -> int:
-        """R: farther keys have the bias of those so far away."""
+        """R: keys at a larger distance have the bias of distance R."""
         return 0 if self.distance_bias is None else self.distance_bias.shape[1] // 2
 
     @property
     def scales_only(self) -> bool:
-        """Scores are products times `scale` (of keys that a mask may hide), and nothing else joins them."""
+        """Scores are q · k times `scale`, possibly masked, and nothing else."""
         others = self.softcap, self.alibi_slopes, self.sinks, self.distance_bias
         return all(other is None for other in others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLAParams:
-    """A layer's latent attention: H heads, P non-rotary and R rotary numbers of a query head, C of a latent, V of a value.
+    """A layer's latent attention. H heads; a query head has P non-rotary and R rotary numbers, a latent has C, a value V.
     `norm` [C] is the RMS norm of latents."""
 
-    keys: Any  # [H, P, C], as the op set's `pack_heads` holds it
+    keys: Any  # [H, P, C], in the layout of the op set's `pack_latent`
     values: Any  # [H, C, V], the same
     norm: NormParams
     cos_sin: Tensor  # float32 [max_position, R]
@@ -89,7 +89,7 @@ class MLAParams:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer's: `up` [X · 2F, E] (or [X · F, E]) and `down` [X · E, F] hold them one below the other, their biases too."""
+    """A layer's experts, stacked: `up` [X · 2F, E] (without a gate [X · F, E]) and `down` [X · E, F], with their biases."""
 
     up: Linear
     down: Linear
@@ -109,14 +109,14 @@ class MLAShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShape:
-    """What all layers of a decoder have in common, for `OpSet.one_token`. An MLP is dense or the mixture `experts`, which has
-    the dense ones' activation and no biases but a router's; `intermediate_size` is 0 without dense ones."""
+    """What all layers of a decoder have in common, for `OpSet.one_token`. An MLP is dense, or the mixture `experts` with the
+    same activation and no biases but the router's. `intermediate_size` is 0 if no MLP is dense."""
 
     hidden_size: int
     intermediate_size: int
     num_heads: int
-    num_kv_heads: int  # those that keys are shared out by: with latents, which have none, as many as heads
-    head_dim: int  # of what attention gives
+    num_kv_heads: int  # as many as heads with latents, which have none
+    head_dim: int  # of the output of attention
     latent: MLAShape | None
     gated: bool
     activation: NamedActivation
@@ -124,7 +124,7 @@ class TokenShape:
     norm: Literal["rms", "layer"]
     norm_eps: float
     norm_offset: float
-    mlp_norm: bool  # whether up reads a norm of its own
+    mlp_norm: bool  # whether the MLP has its own norm
     mlp_norm_eps: float
     interleaved: bool
     qk_eps: float

@@ -1,6 +1,6 @@
-"""What the ops are told of a step: where its tokens stand in the paged cache, and how its rows are sampled.
+"""Parameters of a step for the ops: where its tokens are in the paged cache, and how its rows are sampled.
 
-A step is *ragged*: the tokens of all sequences stand one after another, sequence i at query_start_loc[i] :
+A step is *ragged*: the tokens of all sequences are concatenated. Sequence i has tokens query_start_loc[i] :
 query_start_loc[i + 1]. Shapes: T tokens in the step, S sequences, K kv heads, D head dim, B blocks, X experts, V vocabulary.
 """
 
@@ -18,10 +18,10 @@ from slipstream.spec.model import AttentionKind, LatentAttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """One layer's paged cache. Block 0 is the null block: padding writes there, nothing reads it.
+    """One layer's paged cache. Block 0 is the null block: padding writes to it, nothing reads it.
 
-    In 8 bits (float8 e4m3 or int8) a stored number times its head's scale is the key or value. How `v` lies in memory is
-    the op set's choice (`OpSet.values_by_dim`).
+    In an 8-bit cache (float8 e4m3 or int8) a key or value is a stored number times its head's scale. The op set chooses the
+    memory layout of `v` (`OpSet.values_by_dim`).
     """
 
     k: Tensor  # [B, K, block_size, D]
@@ -35,7 +35,7 @@ class LayerKV:
 
     @property
     def latent(self) -> bool:
-        """The values are part of the keys, and are not written by themselves."""
+        """Values are a part of the keys, and are not written separately."""
         return self.v.shape[3] < self.k.shape[3]
 
 
@@ -47,7 +47,7 @@ def cache_tensors(
     *,
     values_by_dim: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`LayerKV`'s k and v for a layer, of tensors that `new` makes."""
+    """`LayerKV`'s k and v for a layer. `new` allocates tensors."""
     shape = (num_blocks, attention.num_kv_heads, block_size, attention.head_dim)
     k = new(shape)
     if isinstance(attention, LatentAttentionSpec):
@@ -56,21 +56,19 @@ def cache_tensors(
 
 
 def by_dim(v: Tensor) -> Tensor:
-    """The same values [B, K, block_size, D], with a block's tokens side by side in memory: [B, K, D, block_size]."""
+    """The same values [B, K, block_size, D], with the memory layout [B, K, D, block_size]."""
     return v.transpose(2, 3).contiguous().transpose(2, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """Where this step's tokens stand. Tensors are on the model's device; the ints are known on the host.
+    """Where this step's tokens are. Tensors are on the model's device, ints on the host.
 
-    The first `num_decodes` sequences have exactly one token each (their queries are tokens 0 … num_decodes − 1).
-    `from_start`: the sequences behind them have nothing in the cache before this step (False says nothing).
-    `groups`: where a model's layers have several block tables (`CacheGroup`), the same step as each group sees it. This one is
-    then the first group's. Of an encoder's text (the `cross` group) positions and slots are unused. Without `groups` all layers
-    use these tables.
-    Inside a captured graph the ints are upper bounds and padded sequences have seq_len 0 and write to slot 0
-    (in the null block).
+    1. The first `num_decodes` sequences have one token each, so their queries are tokens 0 … num_decodes − 1.
+    2. `from_start`: the other sequences have nothing in the cache before this step. False: unknown.
+    3. `groups`: the metadata for each cache group (`CacheGroup`), this one first. Empty: all layers use these tables. In a
+       `cross` group positions and slots are unused.
+    4. In a captured graph ints are upper bounds, and padded sequences have seq_len 0 and write to slot 0 of the null block.
     """
 
     query_start_loc: Tensor  # int32 [S + 1]
@@ -82,16 +80,16 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     from_start: bool = False
-    token_types: Tensor | None = None  # int64 [T], where a model's texts have two parts; None: all of the first
-    text_ends: Tensor | None = None  # int32 [T]: where each token's text ends, if they are whole texts (and if it is known)
+    token_types: Tensor | None = None  # int64 [T], for texts of two parts; None: all tokens have type 0
+    text_ends: Tensor | None = None  # int32 [T]: where each token's text ends; None: unknown, or no whole texts
     groups: tuple[AttentionMetadata, ...] = ()
 
     def of_group(self, group: int) -> AttentionMetadata:
-        """The step as the layers of a group see it."""
+        """The metadata for the layers of a group."""
         return self.groups[group] if self.groups else self
 
     def with_groups(self, *others: AttentionMetadata) -> AttentionMetadata:
-        """The step of a model with further groups behind this first one."""
+        """The metadata of a model with more groups, of which this is the first."""
         return dataclasses.replace(self, groups=(self, *others)) if others else self
 
     @classmethod

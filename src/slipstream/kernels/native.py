@@ -251,35 +251,23 @@ class Packed:
     def _pool(self) -> int | None:
         return None if self.pool is None else int(self.pool.pointer)
 
-    def put_dense(self, values: Tensor, row0: int = 0, to: Tensor | None = None) -> None:
-        """Rows of float32 or bfloat16 [n, inner] become rows row0 … (or `to` int32 [n])."""
+    def put_dense(self, values: Tensor) -> None:
+        """Pack the first n rows: float32 or bfloat16 [n, inner]."""
         values = values if values.dtype in (torch.float32, torch.bfloat16) else values.float()
         values = values if values.stride(1) == 1 else values.contiguous()
-        self._check(values.shape[0], values.shape[1], row0, to)
-        bf16, stride = values.dtype == torch.bfloat16, values.stride(0)
-        load().ss_pack_dense(
-            self._pool,
-            self.kind,
-            self.rows,
-            self.inner,
-            self.data.data_ptr(),
-            values.data_ptr(),
-            bf16,
-            stride,
-            len(values),
-            row0,
-            _at(to),
-        )
+        self._check(values.shape[0], values.shape[1], 0, None)
+        at, form = [_at(t) for t in (self.data, values)], (values.dtype == torch.bfloat16, values.stride(0))
+        load().ss_pack_dense(self._pool, self.kind, self.rows, self.inner, *at, *form, len(values), 0, None)
 
-    def put_codes(self, codes: Tensor, scales: Tensor, row0: int = 0, to: Tensor | None = None) -> None:
-        """int8 [n, inner] and float32 [n]."""
+    def put_codes(self, codes: Tensor, scales: Tensor) -> None:
+        """Pack the first n rows: int8 [n, inner] with scales float32 [n]."""
         codes, scales = codes.contiguous(), scales.float().contiguous()
-        self._check(codes.shape[0], codes.shape[1], row0, to)
+        self._check(codes.shape[0], codes.shape[1], 0, None)
         at = [_at(t) for t in (self.data, codes, scales)]
-        load().ss_pack_codes(self._pool, self.rows, self.inner, *at, len(codes), row0, _at(to))
+        load().ss_pack_codes(self._pool, self.rows, self.inner, *at, len(codes), 0, None)
 
     def put_codes4(self, codes: Tensor, scales: Tensor, minima: Tensor | None, row0: int = 0) -> None:
-        """Codes 0 … 15 uint8 [n, inner]; what they are scaled by and what is added to them, float32 [n, groups]."""
+        """Pack rows from row0 on: codes 0 … 15, uint8 [n, inner]; a number is code · scale + minimum, float32 [n, groups]."""
         codes, scales = codes.contiguous(), scales.contiguous()
         minima = None if minima is None else minima.contiguous()
         self._check(codes.shape[0], codes.shape[1], row0, None)
@@ -291,14 +279,14 @@ class Packed:
         load().ss_pack_codes4(self._pool, self.kind, self.rows, self.inner, *at, len(codes), row0, None)
 
     def put_blocks(self, blocks: int, count: int, row0: int = 0, to: Tensor | None = None) -> None:
-        """`count` rows of GGUF's blocks at the address `blocks`."""
+        """Pack `count` rows of GGUF's blocks at the address `blocks`, from row0 on, or to the rows `to`, int32 [count]."""
         self._check(count, self.inner, row0, to)
         data = self.data.data_ptr()
         load().ss_pack_blocks(self._pool, self.kind, self.rows, self.inner, data, blocks, count, row0, _at(to))
 
     @property
     def zeros(self) -> float:
-        """The share of an I8 weight's numbers that are 0."""
+        """The share of zeros in an I8 weight."""
         assert self.kind == I8
         found: int = load().ss_num_zeros(self.rows, self.inner, self.data.data_ptr())
         return found / max(1, self.rows * self.inner)

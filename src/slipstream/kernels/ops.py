@@ -1,15 +1,14 @@
-"""The op set: what a model is computed with, and the one place that chooses an implementation.
+"""The op set: the ops that a model is computed with. `OpSet` has every op's signature, shapes and meaning.
 
-`OpSet` gives every op's signature, shapes and meaning. An op that few models need has a default in plain torch here. The
-implementations: `reference.py` (the oracle), `cpu.py` (C++ kernels), `cpu_torch.py` (torch's fast ops, where the C++ kernels
-are not built), `triton/` (GPUs). The decoder is given an `OpSet` and never asks which. `weights.py` has the weights of
-products, `layouts.py` what ops are told of a layer, `metadata.py` what they are told of a step.
+1. Implementations are `reference.py` (the oracle), `cpu.py` (C++), `cpu_torch.py` (torch's fast ops, where the C++ kernels are
+   not built) and `triton/` (GPUs). The decoder gets an `OpSet` and does not ask which.
+2. An op that few models need has a default in plain torch here.
+3. `weights.py` has the weights of products, `layouts.py` the parameters of layers, `metadata.py` those of a step.
+4. A step's keys and values are written to the cache, and then attention reads the cache. So prefill, chunked prefill and
+   decode are one op.
 
 Shapes: T tokens in the step, S sequences, H query heads, K kv heads, D head dim, B blocks, V vocabulary, E hidden size, F
 feed-forward size.
-
-A step's keys and values are written to the cache first, then attention reads everything from the cache: prefill, chunked
-prefill and decode are one op.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from slipstream.spec.scheme import InputFormat, Scheme
 
 
 class OpSet(ABC):
-    """Every op of the decoder and sampler. Implementations hold no state but tuned choices."""
+    """Every op of decoder and sampler. Implementations have no state but tuned choices."""
 
     name: str
     block_types: frozenset[str] = frozenset()
-    """GGUF's types that `pack_weight` takes as they are."""
+    """GGUF types that `pack_weight` takes without dequantising."""
     rounded: frozenset[str] = frozenset()
-    """The products whose rounded weights `pack_weight` and `pack_experts` take, of `spec.scheme.HELD_PRODUCTS`. Others are
-    expanded before."""
+    """The products, of `spec.scheme.HELD_PRODUCTS`, whose quantised weights `pack_weight` and `pack_experts` take. Other
+    weights are expanded first."""
 
     @property
     def layout(self) -> str | None:
@@ -64,7 +63,7 @@ class OpSet(ABC):
         raise NotImplementedError
 
     def describe(self) -> str:
-        """For a person."""
+        """For messages."""
         return self.name
 
     def values_by_dim(self, dtype: torch.dtype) -> bool:
@@ -116,7 +115,7 @@ class OpSet(ABC):
     def quantize_experts(
         self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
     ) -> Linear:
-        """`quantize_weight` for the weights (and biases) of all experts, one below the other, as `moe` reads them."""
+        """`quantize_weight` for the stacked weights and biases of all experts, which `moe` reads."""
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
 
     def one_token(
@@ -126,13 +125,13 @@ class OpSet(ABC):
         product: Linear,
         cos_sin: Tensor | None,
     ) -> Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor] | Reason:
-        """All layers of a step of one token as one call: x [1, E] → the residual after the last layer [1, E]. A `Reason` says
-        why this op set can't. `layers` are the tensors of each, by name (a layer with a "router" has experts); `product` is
-        one of the products, which all have one form."""
+        """A function for all layers of a step of one token, x [1, E] → the residual after the last layer [1, E]; or a `Reason`
+        why this op set has none. `layers` are each layer's tensors by name; a layer with a "router" has experts. `product` is
+        any of the products, since all have the same format."""
         return Reason(f"kernels={self.name!r} has no kernel for a whole step of one token", notable=False)
 
     def forms_of(self, w: Linear) -> list[tuple[str, int]]:
-        """For a person: how the parts of a product's weight are held, and in how many bytes."""
+        """For messages: the formats of a product's weight, with their bytes."""
         tensors = [v for f in fields(w) if isinstance(v := getattr(w, f.name), Tensor) and v.device.type != "meta"]
         name = str(w.weight.dtype).removeprefix("torch.")
         if w.sparse is not None:
@@ -150,49 +149,49 @@ class OpSet(ABC):
         return self.embed(meta.positions + offset, table)
 
     def embed_token_types(self, meta: AttentionMetadata, table: Tensor) -> Tensor:
-        """Rows of `table` by the tokens' types, [T, E]; [E], for all of them, if all are of the first type."""
+        """Rows of `table` by the tokens' types, [T, E]. If all tokens have the first type: [E], for all of them."""
         return table[0] if meta.token_types is None else self.embed(meta.token_types, table)
 
     @abstractmethod
     def linear(self, x: Activations, w: Linear) -> Tensor:
-        """[T, in] → [T, out]: x · weightᵀ + bias, accumulated in float32 (int32 for int8). x that is not yet as
-        `w.inputs` wants it is quantised first; the result has the model's type."""
+        """[T, in] → [T, out]: x · weightᵀ + bias, accumulated in float32 (int32 for int8). x is quantised to the format
+        `w.inputs` if it is not yet. The result has the model's type."""
 
     def split_linear(self, x: Tensor, w: SplitLinear) -> Tensor:
-        """`linear` of such a weight, by the op set's own product of 8 bits."""
+        """`linear` with a `SplitLinear`, by the op set's 8-bit product and a dense one."""
         rest = self.linear(x.index_fill(1, w.columns, 0.0), w.rest)
         return torch.addmm(rest, x[:, w.columns], w.dense.T)
 
     @abstractmethod
     def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
-        """[T, E] → 8 bits with a scale a row (or for each 128 of it): its largest magnitude falls on the end of the range."""
+        """[T, E] → 8 bits with a scale a row, or for each 128 numbers of it. Its largest magnitude becomes the largest code."""
 
     @abstractmethod
     def norm(
         self, x: Tensor, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
     ) -> tuple[Activations, Tensor]:
-        """[T, E] → (normed [T, E], sum [T, E]). `inputs`: the normed rows come out quantised.
+        """[T, E] → (normed [T, E], sum [T, E]). `inputs`: the format that normed rows are quantised to.
 
-        With `residual`, x + residual is normed and returned as the second value (it may reuse residual's memory); without,
-        the second value is x.
+        With `residual`, x + residual is normed, and returned as the second value, which may reuse residual's memory. Without
+        it the second value is x.
         """
 
     def _own_norm(
         self, x: Tensor, norm: NormParams, residual: Tensor | None, inputs: InputFormat | None
     ) -> tuple[Activations, Tensor]:
-        """`norm` by a function from outside."""
+        """`norm` by a function of the caller's."""
         assert isinstance(norm.kind, OwnNorm)
         total = x if residual is None else x + residual
         normed: Tensor = norm.kind.function(total.float(), norm.weight, norm.bias, norm.eps).to(x.dtype)
         return normed if inputs is None else self.quantize(normed, inputs), total
 
     def clip(self, x: Tensor, limit: float) -> Tensor:
-        """Each number cut to ±limit."""
+        """Clamp each number to ±limit."""
         return x.clamp(-limit, limit)
 
     def norm_qk(self, qkv: Tensor, spec: AttentionSpec, q_norm: Tensor, k_norm: Tensor) -> Tensor:
-        """q and k of rows [T, (H + 2K) · D] normed by `spec.qk_norm`, where that is over the row of all heads, or of each head
-        with a weight of its own. (One weight for all heads: `rope_and_cache`.)"""
+        """Norm q and k in rows [T, (H + 2K) · D] by `spec.qk_norm` over the row of all heads, or over each head with its own
+        weight. (`rope_and_cache` norms heads that share one weight.)"""
         norm = spec.qk_norm
         assert norm is not None
         q, k, v = qkv.split((spec.q_size, spec.kv_size, spec.kv_size), dim=1)

@@ -1,8 +1,9 @@
-"""An op set that computes nothing and records what is asked of it: symbolic values in, a flat list of ops out.
+"""An op set that records ops instead of computing them: symbolic values in, a flat list of ops out. No torch.
 
-A fast way to run a model (the C++ program, the one-token kernel) is made from such a record, so it can't differ from the plain
-loop in what it computes. The record holds the weights as the very objects that the loop passed. A model can also be recorded
-without weights: `NamedWeight` and `NamedLinear` stand for them by name and shape. Nothing here imports torch.
+1. Fast forward paths (the C++ program, the one-token kernel) are compiled from a record of the eager loop, so they compute the
+   same.
+2. A record refers to the weights as the objects that the loop passed.
+3. A model without weights can be recorded too: `NamedWeight` and `NamedLinear` stand for tensors by name and shape.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat, Scheme
 
 
-class Refused(Exception):  # noqa: N818 (it is no error: what reads a record returns the reason)
+class Refused(Exception):  # noqa: N818 (no error: the reader of a record catches it and returns the reason)
     """A record has something that its reader lacks."""
 
     def __init__(self, text: str) -> None:
@@ -35,7 +36,7 @@ class Refused(Exception):  # noqa: N818 (it is no error: what reads a record ret
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What stands for a tensor [T, *shape]. `inputs`: its rows are quantised in that form."""
+    """Stands for a tensor [T, *shape]. `inputs`: the format that its rows are quantised to."""
 
     index: int
     shape: tuple[int, ...]
@@ -56,7 +57,7 @@ class Value:
         return self._shaped(tuple(self.width // known if n == -1 else n for n in sizes))
 
     def _shaped(self, shape: tuple[int, ...]) -> Value:
-        """The same numbers: another value of the same index."""
+        """A view: another value with the same index."""
         return Value(self.index, shape, self.inputs, self.recorder)
 
     def __add__(self, other: Value) -> Value:
@@ -75,8 +76,8 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One op of a record. `name` is the `OpSet` method's, or add, mul or scale. `arguments` are the rest of what was passed, by
-    the method's names. `layer`: that of the stack in which it stands; None before and after the layers."""
+    """One op of a record. `name` is that of the `OpSet` method, or add, mul or scale. `arguments` are its other arguments, by
+    name. `layer`: the index of its layer; None before and after the layers."""
 
     name: str
     inputs: tuple[Value, ...]
@@ -103,7 +104,7 @@ class TracedKV:
 
 @dataclass(frozen=True, slots=True)
 class TracedMeta:
-    """Stands for a step's metadata, as the layers of a group see it."""
+    """Stands for a step's metadata for the layers of a group."""
 
     group: int = 0
 
@@ -159,7 +160,7 @@ class NamedTables:
 
 
 class RecordingOps:
-    """Has `OpSet`'s methods as far as layers use them, with the same parameters. `layer` is what ops are recorded under."""
+    """The methods of `OpSet` that layers use, with the same parameters. `layer` is the `layer` of the ops recorded next."""
 
     name = "recording"
 
@@ -181,7 +182,7 @@ class RecordingOps:
         form: InputFormat | None = None,
         **arguments: Any,
     ) -> Value:
-        """Add an op with an output of `shape`, in `form`, and `more` outputs; the first is returned."""
+        """Add an op with an output of `shape` in the format `form`, and `more` outputs. Returns the first."""
         outputs = (self.value(shape, form), *(self.value(s) for s in more))
         self.ops.append(Op(op, inputs, outputs, arguments, self.layer))
         return outputs[0]
@@ -215,7 +216,7 @@ class RecordingOps:
     # --- Ops --------------------------------------------------------------------------------------------------------
 
     def __getattr__(self, op: str) -> Callable[..., Value]:
-        """An op that has no method here gives a value like its first, and takes everything else by keyword."""
+        """An op without a method here has an output of the shape of its first input, and other arguments by keyword."""
         if op.startswith("_"):
             raise AttributeError(op)
 
@@ -263,7 +264,7 @@ class RecordingOps:
         return self.record("bidirectional_attention", (qkv,), shape, kv=kv, meta=meta, heads=heads, params=params)
 
     def mla_attention(self, q: Value, row: Value, kv: TracedKV, meta: TracedMeta, params: MLAParams) -> Value:
-        # As the op set holds them: a tensor [H, C, V], or a weight of all heads' rows, one below the other.
+        # In the layout of the op set: a tensor [H, C, V], or a weight with the stacked rows of all heads.
         values = params.values
         width = values.out_features if hasattr(values, "out_features") else values.shape[0] * values.shape[2]
         return self.record("mla_attention", (q, row), (width,), kv=kv, meta=meta, params=params)
@@ -288,6 +289,6 @@ class RecordingOps:
 
 
 def _inner(table: Any) -> int:
-    """Of a table that is a tensor, or held as a product's weight."""
+    """The width of a table, which is a tensor or a product's weight."""
     shape: Sequence[int] = getattr(table, "weight", table).shape
     return shape[1]

@@ -1,4 +1,4 @@
-"""Which layers the one-token kernel runs, read from a record of what they do.
+"""Which layers the one-token kernel runs, found from a record of their ops.
 
 `match_layers` compares each layer's ops with the pattern that the kernel implements:
 
@@ -6,7 +6,7 @@
     attention: qkv product, rope_and_cache, attention, out product       or latent attention, with queries of one product
     MLP:       up product, activation, down product      or router, experts, [a shared expert, [weighed]]
 
-The products and small tensors of the layers come with the match, by the kernel's names. Nothing here imports torch.
+A match has the layers' products and small tensors, by the kernel's names. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ LACKS = {
 }
 
 COLUMN = 64
-"""Bytes of a row that a tensor core takes at once."""
+"""Bytes of a row that a warp multiplies at once."""
 MOST_EXPERTS = 512
-"""Each lane of a warp holds a 32nd of them."""
+"""Each lane of a warp holds 1/32 of the router's logits."""
 MOST_CHOSEN = 16
-"""Experts of a token: the threads that multiply have a tile's row of each."""
+"""Chosen experts of a token: each consumer thread loads a tile's row for one of them."""
 MOST_MIDS = 32768
-"""Numbers of a token's experts between their two products, which the threads hold at once."""
+"""Inputs of a token's down products together, which the consumer threads hold in registers."""
 
 
 def widths(s: TokenShape) -> tuple[int, int, int]:
-    """Numbers between the products of a dense MLP, of an expert and of the shared expert; 0: there is none."""
+    """The intermediate sizes of a dense MLP, of an expert and of the shared expert; 0: there is none."""
     shared = None if s.experts is None else s.experts.shared
     return (
         s.intermediate_size,
@@ -51,7 +51,7 @@ def widths(s: TokenShape) -> tuple[int, int, int]:
 
 
 def inner_sizes(s: TokenShape) -> list[int]:
-    """The widths of rows that the products read."""
+    """The numbers of inputs that the products have."""
     return [n for n in (s.hidden_size, s.num_heads * s.head_dim, *widths(s)) if n]
 
 

@@ -1,7 +1,7 @@
-"""What products are given: weights as schemes hold them (`spec.scheme`), and activations.
+"""The weights and activations of products, in the formats of `spec.scheme`.
 
-A weight is [out, in], of experts those of all one below the other. Which kinds an op set takes as they are it says itself
-(`OpSet.rounded`, `OpSet.block_types`); op sets may have kinds of their own.
+A weight is [out, in]; the weights of experts are stacked. `OpSet.rounded` and `OpSet.block_types` name the formats that an op
+set computes with. Op sets may have formats of their own.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from slipstream.spec.scheme import FP8_TILE, InputFormat
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """Activations in 8 bits: row t stands for values[t] · scales[t], or each 128 of it for theirs times their scale."""
+    """Activations of 8 bits. Row t is values[t] · scales[t]; in `fp8-block` each 128 numbers of a row have a scale."""
 
     values: Tensor  # float8_e4m3fn or int8 [T, E]
     scales: Tensor  # float32 [T, 1], or of `fp8-block` [T, E / 128]
 
 
 Activations: TypeAlias = Tensor | Quantized
-"""What goes into `linear`: rows of the model's type, or already in the form that the weight's scheme wants."""
+"""The input of `linear`: rows of the model's type, or quantised as the weight's scheme needs them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SparseCopy:
-    """A 2:4 weight without its zeros, as a library holds it; the faster one from so many tokens on."""
+    """A 2:4 weight without its zeros, in a library's layout. It is faster from `from_tokens` tokens on."""
 
     packed: Tensor
     from_tokens: int
@@ -40,7 +40,7 @@ class SparseCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A weight ready for its op. Dense: `weight` [out, in] of the compute dtype. Schemes are subclasses."""
+    """A weight in the layout of its op. Dense: `weight` [out, in] of the compute dtype. Subclasses are for schemes."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -51,7 +51,7 @@ class Linear:
         return self.weight.shape[0]
 
     def part(self, rows: slice) -> Linear:
-        """Some rows of it: one expert's."""
+        """Some of its rows, such as those of one expert."""
         return Linear(weight=self.weight[rows], bias=self._bias(rows))
 
     def _bias(self, rows: slice) -> Tensor | None:
@@ -59,13 +59,13 @@ class Linear:
 
     @property
     def inputs(self) -> InputFormat | None:
-        """The form of activations that this weight multiplies; None: the model's type."""
+        """The format of activations that it multiplies; None: the model's type."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledLinear(Linear):
-    """`fp8` and `int8`: `weight` [out, in] of float8_e4m3fn or int8, times scales[row]; inputs of the same kind."""
+    """`fp8` and `int8`: `weight` [out, in] of float8_e4m3fn or int8, times scales[row]. Inputs have the same format."""
 
     scales: Tensor  # float32 [out]
     out_dtype: torch.dtype
@@ -81,8 +81,8 @@ class ScaledLinear(Linear):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileScaledLinear(Linear):
-    """`fp8-block`: `weight` float8_e4m3fn [out, in], with one of `scales` per FP8 tile of 128 × 128; inputs of that form. `in`
-    is a multiple of 128, and so are the rows of each expert."""
+    """`fp8-block`: `weight` float8_e4m3fn [out, in], with a scale for each FP8 tile of 128 × 128. Inputs have the same format.
+    `in` and the rows of each expert are multiples of 128."""
 
     scales: Tensor  # float32 [⌈out / 128⌉, in / 128]
     out_dtype: torch.dtype
@@ -100,8 +100,8 @@ class TileScaledLinear(Linear):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitLinear(Linear):
-    """`int8-split` (LLM.int8(), Dettmers et al. 2022): of the inputs, `columns` meet `dense` in the model's type, and what is
-    left of them meets `weight`, an int8 `ScaledLinear`'s, which has zeros there. Inputs come in the model's type."""
+    """`int8-split` (LLM.int8(), Dettmers et al. 2022). The input columns `columns` are multiplied with `dense` in the model's
+    type, the others with `weight` as in an int8 `ScaledLinear`; it has zeros in these columns. Inputs have the model's type."""
 
     scales: Tensor  # float32 [out]
     out_dtype: torch.dtype
@@ -110,7 +110,7 @@ class SplitLinear(Linear):
 
     @classmethod
     def of(cls, codes: Tensor, scales: Tensor, columns: Sequence[int], dtype: torch.dtype) -> SplitLinear:
-        """Of all columns' codes int8 [out, in], which are changed."""
+        """Split the codes int8 [out, in] of all columns. They are changed in place."""
         at = torch.tensor(columns, device=codes.device)
         dense = (codes[:, at].float() * scales[:, None]).to(dtype)
         codes[:, at] = 0
@@ -118,25 +118,25 @@ class SplitLinear(Linear):
 
     @property
     def rest(self) -> ScaledLinear:
-        """With the bias."""
+        """The int8 product of the other columns, with the bias."""
         return ScaledLinear(weight=self.weight, bias=self.bias, scales=self.scales, out_dtype=self.out_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedLinear(Linear):
-    """`int4`: four numbers to an int16 word. Word j of a chunk of C inputs holds, from its low bits up, the numbers of inputs
-    j, j + C/4, j + C/2, j + 3C/4 of the chunk, as codes 0 … 15: a number is (code − zero) · scale, and zero is 8 unless
-    `zeros` says otherwise. `weight` int16 [out, in / 4].
+    """`int4`: `weight` int16 [out, in / 4], four codes 0 … 15 a word. A number is (code − zero) · scale; without `zeros`, zero
+    is
+    8. Word j of a chunk of C inputs has, from its low bits up, the codes of inputs j, j + C/4, j + C/2 and j + 3C/4.
 
-    `mxfp4` (OCP Microscaling Formats 1.0) has `codes` "e2m1": floats of a sign, two bits of exponent and one of mantissa, 0 to
-    ±6, with scales that are powers of two; for experts alone (`moe`)."""
+    `mxfp4` (OCP Microscaling Formats 1.0): `codes` is "e2m1", floats from −6 to 6 with a sign, two bits of exponent and one of
+    mantissa. Scales are powers of two. For experts alone (`moe`)."""
 
     scales: Tensor  # of the compute dtype [in / group_size, out]
     group_size: int
     chunk: int
     zeros: Tensor | None = None  # of the compute dtype [in / group_size, out]
     codes: Literal["int4", "e2m1"] = "int4"
-    dense: Tensor | None = None  # the same numbers [out, in], where memory buys the speed of many tokens
+    dense: Tensor | None = None  # the same numbers [out, in], for steps of many tokens
 
     def part(self, rows: slice) -> GroupedLinear:
         return GroupedLinear(
@@ -152,14 +152,14 @@ class GroupedLinear(Linear):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRows:
-    """Some rows of a weight in one of GGUF's types, as they lie in the file: row i of `blocks` is the weight's row start + i,
-    or start + order[i]."""
+    """Some rows of a weight in a GGUF type, as in the file. Row i of `blocks` is the weight's row start + i, or start +
+    order[i]."""
 
     type: str
     blocks: npt.NDArray[np.uint8]  # [rows, bytes of a row]
     start: int
     order: Tensor | None = None  # int32 [rows]
-    copies: int = 1  # experts: `blocks` holds their rows one below the other, and `start` is in each
+    copies: int = 1  # experts, whose rows are stacked in `blocks`; `start` is a row of each
 
     @property
     def rows(self) -> int:
@@ -168,6 +168,6 @@ class BlockRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLinear(Linear):
-    """A weight in GGUF's own precision, for op sets that say so (`block_types`). `weight` is on the meta device."""
+    """A weight in GGUF types, for op sets with `block_types`. `weight` is on the meta device."""
 
     pieces: tuple[BlockRows, ...]

@@ -146,9 +146,7 @@ struct Attention : Split {
                 squares += x[i] * x[i];
             }
             if (QK_NORM && !is_v) {
-#pragma unroll
-                for (int i = 16; i; i >>= 1) squares += __shfl_xor_sync(~0u, squares, i);
-                const float by = rsqrtf(squares / D + QK_EPS);
+                const float by = rsqrtf(warp_reduce(squares) / D + QK_EPS);
                 const u16* weight = (const u16*)row[is_q ? Q_NORM : K_NORM];
 #pragma unroll
                 for (int i = 0; i < HEAD_PER_LANE; i++)
@@ -186,9 +184,7 @@ struct Attention : Split {
         if (has_new_key && warp < G) {
             float score = 0.0f;
             for (int d = lane; d < D; d += 32) score += q[warp * D + d] * new_k[d];
-#pragma unroll
-            for (int i = 16; i; i >>= 1) score += __shfl_xor_sync(~0u, score, i);
-            top = score * factor;
+            top = warp_reduce(score) * factor;
             total = 1.0f;
         }
         constexpr int WIDE = KV_BYTES == 2 ? 8 : 1;  // numbers of a value that a thread adds up
@@ -225,18 +221,15 @@ struct Attention : Split {
             if (warp < G) {
                 float highest = top;
                 for (int i = lane; i < CHUNK_KEYS; i += 32) highest = fmaxf(highest, scores[warp * CHUNK_KEYS + i]);
-#pragma unroll
-                for (int i = 16; i; i >>= 1) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, i));
+                highest = warp_reduce<true>(highest);
                 float more = 0.0f;
                 for (int i = lane; i < CHUNK_KEYS; i += 32) {
                     const float p = start + i < cached_end ? exp2_fast(scores[warp * CHUNK_KEYS + i] - highest) : 0.0f;
                     scores[warp * CHUNK_KEYS + i] = p;
                     more += p;
                 }
-#pragma unroll
-                for (int i = 16; i; i >>= 1) more += __shfl_xor_sync(~0u, more, i);
                 const float rescale = exp2_fast(top - highest);
-                total = total * rescale + more;
+                total = total * rescale + warp_reduce(more);
                 top = highest;
                 if (lane == 0) rescales[warp] = rescale;
             }

@@ -45,7 +45,7 @@ DEVICE TopExperts route(const float* logits, const float* correction) {
             total += score[i];
         }
         if (CORRECTED || !NORMALIZE) {
-            total = warp_sum(total);
+            total = warp_reduce(total);
 #pragma unroll
             for (int i = 0; i < PER_LANE_; i++) score[i] /= total;
         }
@@ -71,7 +71,7 @@ DEVICE TopExperts route(const float* logits, const float* correction) {
         for (int i = 0; i < PER_LANE_; i++)
             if (lane == owner && i == at) key[i] = 0;
     }
-    if (NORMALIZE) found.weight /= warp_sum(found.weight) + 1e-20f;
+    if (NORMALIZE) found.weight /= warp_reduce(found.weight) + 1e-20f;
     found.weight *= WEIGHT_SCALE;
     return found;
 }
@@ -154,8 +154,7 @@ DEVICE float load_expert_inputs(const u16* mid, float weight, u8* memory) {
 #pragma unroll
             for (int j = 0; j < 8; j++) max_abs = fmaxf(max_abs, fabsf(y[j]));
         }
-#pragma unroll
-        for (int i = 16; i; i >>= 1) max_abs = fmaxf(max_abs, __shfl_xor_sync(~0u, max_abs, i));
+        max_abs = warp_reduce<true>(max_abs);
         if (lane == 0) scratch[warp] = max_abs;
         sync_consumers();
 #pragma unroll

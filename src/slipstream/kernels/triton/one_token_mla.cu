@@ -190,7 +190,7 @@ struct LatentAttention : Split {
                     unpack8(load_cg16((const uint4*)(qkv + QKV_ROWS) + i * 32 + lane), x + i * 8);
 #pragma unroll
                 for (int j = 0; j < LATENT_PER_LANE; j++) squares += x[j] * x[j];
-                const float factor = rsqrtf(warp_sum(squares) / RANK + LATENT_EPS);
+                const float factor = rsqrtf(warp_reduce(squares) / RANK + LATENT_EPS);
                 unpack_row(norm, by);
 #pragma unroll
                 for (int j = 0; j < LATENT_PER_LANE; j++) {
@@ -246,7 +246,7 @@ struct LatentAttention : Split {
                 if (HEADS > 1) load(q + g * RANK, query);
 #pragma unroll
                 for (int j = 0; j < LATENT_PER_LANE; j++) score += query[j] * x[j], sum[g][j] = x[j];
-                top[g] = warp_sum(score), total[g] = 1.0f;
+                top[g] = warp_reduce(score), total[g] = 1.0f;
             }
         }
 #pragma unroll 1
@@ -273,7 +273,7 @@ struct LatentAttention : Split {
                 float highest = top[g];
 #pragma unroll
                 for (int i = 0; i < KEYS_PER_WARP; i++) {
-                    scores[g][i] = warp_sum(scores[g][i]);
+                    scores[g][i] = warp_reduce(scores[g][i]);
                     if (key_of(start, i) >= cached_end) scores[g][i] = -1e30f;
                     highest = fmaxf(highest, scores[g][i]);
                 }

@@ -87,18 +87,18 @@ DEVICE void grid_arrive(u32* counter, u32& arrivals) {  // warp 0 arrives, since
 }
 
 // --- sums and maxima over a warp, and over the consumers
-DEVICE float warp_sum(float x) {
-#pragma unroll
-    for (int i = 16; i; i >>= 1) x += __shfl_xor_sync(~0u, x, i);
-    return x;
-}
-template <bool MAXIMUM>
-DEVICE float block_reduce(float x, float* scratch) {
+template <bool MAXIMUM = false>
+DEVICE float warp_reduce(float x) {
 #pragma unroll
     for (int i = 16; i; i >>= 1) {
         const float y = __shfl_xor_sync(~0u, x, i);
         x = MAXIMUM ? fmaxf(x, y) : x + y;
     }
+    return x;
+}
+template <bool MAXIMUM>
+DEVICE float block_reduce(float x, float* scratch) {
+    x = warp_reduce<MAXIMUM>(x);
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
     sync_consumers();
     x = scratch[0];
