@@ -49,6 +49,7 @@ VALID: list[tuple[str, dict]] = [
     ("/v1/chat/completions", {"model": "tiny", "messages": SAID, "guided_regex": "(a|b)+", "max_completion_tokens": 3}),
     ("/v1/embeddings", {"model": "tiny", "input": ["hello"], "encoding_format": "float", "dimensions": 32}),
     ("/v1/rerank", {"model": "tiny", "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}),
+    ("/score", {"text_1": "a", "text_2": ["b", "c"]}),
     ("/tokenize", {"model": "tiny", "prompt": "hello", "return_token_strs": True}),
     ("/tokenize", {"messages": SAID, "add_generation_prompt": True}),
     ("/detokenize", {"model": "tiny", "tokens": [5, 6, 200], "skip_special_tokens": True}),
