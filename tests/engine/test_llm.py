@@ -614,13 +614,15 @@ def test_ledger_agrees_with_the_formula(llm):
 
 # --- The generation config's defaults -----------------------------------------------------------------------------------
 
+USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's
+
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}, {"temperature": 0.6, "top_p": 0.9, "top_k": 20}),
-        ({"temperature": 0.6, "repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
-        ({}, {}),
+        ({"temperature": 0.6, "repetition_penalty": 1.2}, USUAL | {"repetition_penalty": 1.2}),  # it does not sample
+        ({}, USUAL),
     ],
     ids=str,
 )

@@ -351,7 +351,7 @@ def test_schemathesis(shared):
 
     schema = schemathesis.openapi.from_url(shared.url + "/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
-    assert len(operations) == 28
+    assert len(operations) == 29
     for operation in operations:
         if operation.path == "/v1/models/{id}" or operation.method == "post":
 

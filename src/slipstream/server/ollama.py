@@ -1,4 +1,5 @@
-"""Ollama's routes, for programs that speak to it: /api/chat, /api/generate, /api/embed, /api/tags, /api/show, /api/version.
+"""Ollama's routes, for programs that speak to it: /api/chat, /api/generate, /api/embed, /api/tags, /api/ps, /api/show,
+/api/version.
 
 A body becomes one of ours (a chat, a completion, an embedding), so everything holds that holds there. What differs:
 
@@ -422,6 +423,14 @@ class _About:
     async def tags(self, request: Request) -> Response:
         return _json({"models": [self._model(name) for name in self.state.model_names]})
 
+    async def ps(self, request: Request) -> Response:
+        """What is loaded: the same, until it is given back (`/sleep`)."""
+        engine, years = self.state.engine, 100 * 365.25 * 86400
+        models = [] if engine.is_sleeping else [self._model(name) for name in self.state.model_names]
+        on_gpu = engine.config.device.info.is_cuda
+        own = {"expires_at": _stamp(self.state.created + years), "context_length": engine.config.model.max_model_len}
+        return _json({"models": [model | own | {"size_vram": model["size"] if on_gpu else 0} for model in models]})
+
     async def version(self, request: Request) -> Response:
         return _json({"version": __version__})
 
@@ -482,5 +491,6 @@ def routes(state: ServerState) -> list[Route]:
         post("/api/embed", _Embed(state, Pooled, _embeddings)),
         post("/api/show", about.show),
         Route("/api/tags", about.tags),
+        Route("/api/ps", about.ps),
         Route("/api/version", about.version),
     ]

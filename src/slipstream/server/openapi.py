@@ -40,6 +40,7 @@ _GETS = {
     "/version": "The server's version",
     "/metrics": "Prometheus metrics",
     "/api/tags": "The models served, as Ollama lists them",
+    "/api/ps": "The models that are loaded, as Ollama lists them",
     "/api/version": "The server's version",
     "/is_sleeping": "Whether the model gave its memory back (of a server with --enable-sleep-mode, as the next two)",
     "/docs": "This description as a page",
