@@ -1,4 +1,4 @@
-"""Trained heads that draft: what they propose is what the published maths gives, and no answer changes. On tiny random models."""
+"""Trained heads that draft: what they propose is what the published maths gives, and no answer changes. Tiny random models."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def attend(q, k, v):
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf).softmax(-1), v)
+    return torch.einsum(
+        "hqk,khd->qhd", scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf).softmax(-1), v
+    )
 
 
 def rotate(x, theta):
@@ -89,7 +91,10 @@ def naive_eagle(setup, hidden, tokens):
         q, k, v = ((x @ t[f"self_attn.{n}_proj.weight"].T).unflatten(1, (-1, 8)) for n in "qkv")
         x = residual + attend(rotate(q, theta), rotate(k, theta), v).flatten(1) @ t["self_attn.o_proj.weight"].T
         h = rms(x, t["post_attention_layernorm.weight"])
-        x = x + (F.silu(h @ t["mlp.gate_proj.weight"].T) * (h @ t["mlp.up_proj.weight"].T)) @ t["mlp.down_proj.weight"].T
+        x = (
+            x
+            + (F.silu(h @ t["mlp.gate_proj.weight"].T) * (h @ t["mlp.up_proj.weight"].T)) @ t["mlp.down_proj.weight"].T
+        )
         logits = rms(x[-1], t["norm.weight"]) @ t["lm_head.weight"].T
         drafts.append(int(ids[logits.argmax()]))
         states = torch.cat((states, x[-1:]))
@@ -132,7 +137,13 @@ def naive_mtp(setup, hidden, tokens):
     return drafts
 
 
-NAIVE = {"eagle3": naive_eagle, "speculators": naive_eagle, "medusa": naive_medusa, "converted": naive_medusa, "mtp": naive_mtp}
+NAIVE = {
+    "eagle3": naive_eagle,
+    "speculators": naive_eagle,
+    "medusa": naive_medusa,
+    "converted": naive_medusa,
+    "mtp": naive_mtp,
+}
 
 
 def proposals(llm, sampling, prompts):
@@ -334,7 +345,11 @@ def test_layers_by_their_other_names(tmp_path):
     target = read_spec(tmp_path / "model")
     for name, changes, expected in (
         ("plain", {"eagle_aux_hidden_state_layer_ids": None}, (2, 4, 5)),
-        ("inner", {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, (2, 4, 6)),
+        (
+            "inner",
+            {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}},
+            (2, 4, 6),
+        ),
     ):
         draft_heads.eagle(tmp_path / name, **changes)
         assert read_head("eagle3", tmp_path / name, target).spec.aux_layers == expected

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.ops import OpSet
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import ChainHead, LoadedHead, MedusaHead, load_head
@@ -34,7 +33,14 @@ class HeadDrafter(Drafter):
     """What heads have in common."""
 
     def __init__(
-        self, config: EngineConfig, loaded: LoadedHead, hidden_size: int, *, ops: OpSet, device: torch.device, dtype: torch.dtype
+        self,
+        config: EngineConfig,
+        loaded: LoadedHead,
+        hidden_size: int,
+        *,
+        ops: OpSet,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(config, ops=ops, device=device, dtype=dtype)
         ids = loaded.target_ids
@@ -82,7 +88,9 @@ class ChainDrafter(Chain, HeadDrafter):
         super().__init__(config, loaded, loaded.head.spec.hidden_size, **more)  # type: ignore[arg-type]
         self.head, self.layers = loaded.head, (loaded.head.spec.layer,)
         rows = config.scheduling.max_num_seqs + 1
-        self.ends = torch.zeros(rows, self.hidden_size, dtype=torch.float32 if self.device.type == "cpu" else self.dtype)
+        self.ends = torch.zeros(
+            rows, self.hidden_size, dtype=torch.float32 if self.device.type == "cpu" else self.dtype
+        )
         self.ends = self.ends.to(self.device)
         self.graphs: ChainGraphs | None = None
 
@@ -157,7 +165,9 @@ class MedusaDrafter(HeadDrafter):
         for place in range(max(len(s.drafts) for s in drafted)):
             which = [i for i, s in enumerate(drafted) if len(s.drafts) > place]
             logits = self.head.logits(states[which], place)
-            shares = [ScheduledRequest(drafted[i].request_id, drafted[i].num_computed_tokens + place, 1, 1) for i in which]
+            shares = [
+                ScheduledRequest(drafted[i].request_id, drafted[i].num_computed_tokens + place, 1, 1) for i in which
+            ]
             sampled = gather_pairs(rows, shares).sampled
             assert sampled is not None
             if all(rows.rows[s.request_id].is_greedy for s in shares):
