@@ -42,8 +42,14 @@ class Setup:
         return LLM(self.path, speculative_config=None if plain else config or self.config, **{**SIZES, **more})
 
 
-@pytest.fixture(scope="module", params=[*HEADS, "mtp"])
+@pytest.fixture(scope="module", params=["eagle3", "medusa", "mtp"])
 def setup(request, tmp_path_factory):
+    return Setup(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module", params=[*HEADS, "mtp"])
+def any_setup(request, tmp_path_factory):
+    """With the other ways of writing a head down."""
     return Setup(tmp_path_factory.mktemp(request.param), request.param)
 
 
@@ -168,25 +174,25 @@ def proposals(llm, sampling, prompts):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
-def test_drafts_are_those_of_the_published_maths(setup, kernels):
+def test_drafts_are_those_of_the_published_maths(any_setup, kernels):
     """Behind prompts in chunks, after rejections, and for several requests at once."""
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    with setup.llm(kernels=kernels, max_num_batched_tokens=24) as llm:
+    with any_setup.llm(kernels=kernels, max_num_batched_tokens=24) as llm:
         found = proposals(llm, sampling, PROMPTS[:3])
     assert len(found) > 20
     for tokens, drafts in found:
-        output = setup.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+        output = any_setup.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
         hidden = [h[0] for h in output.hidden_states]  # the last one is normed
-        assert drafts == NAIVE[setup.kind](setup, hidden, tokens)[: len(drafts)]
+        assert drafts == NAIVE[any_setup.kind](any_setup, hidden, tokens)[: len(drafts)]
 
 
 # --- The answers ------------------------------------------------------------------------------------------------------
 
 
 def test_answers_are_the_same(setup, plain):
-    """With each setting of sampling, and with each again behind prefix hits."""
+    """With each setting of sampling, and some again behind prefix hits."""
     with setup.llm() as llm:
-        for name in (*SETTINGS, *SETTINGS):
+        for name in (*SETTINGS, "greedy", "penalised"):
             before = llm.core.stats().spec_draft_tokens
             assert (name, answers(llm, SETTINGS[name])) == (name, plain[name])
             stats = llm.core.stats()
@@ -214,6 +220,14 @@ def test_with_all_that_the_engine_does_beside(setup, name, more):
         expected = answers(llm, SETTINGS[name])
     with setup.llm(**more) as llm:
         assert answers(llm, SETTINGS[name]) == expected
+        assert llm.core.stats().spec_draft_tokens > 0
+
+
+def test_a_head_sleeps_with_its_model(setup, plain):
+    with setup.llm() as llm:
+        llm.sleep()
+        llm.wake_up()
+        assert answers(llm, SETTINGS["greedy"]) == plain["greedy"]
         assert llm.core.stats().spec_draft_tokens > 0
 
 

@@ -1,8 +1,8 @@
 """`slipstream compress MODEL --recipe R --out DIR`: write a smaller checkpoint, with a report of what it cost.
 
 R is a preset (fp8, fp8-gptq, fp8-static, int8, int8-outliers, int4-awq-gptq, int4-awq, int4-gptq, int4-learned,
-w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3, draft:eagle3, draft:medusa) or a YAML file. DIR appears whole or not at all. What an
-interrupted run had finished is kept beside it, and the same command goes on from there. The exit code is 1 if the result is
+w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3, draft:eagle3, draft:medusa) or a YAML file. DIR appears whole or not at all. What
+an interrupted run had finished is kept beside it, and the same command goes on from there. The exit code is 1 if the result is
 broken: its perplexity or its agreement with MODEL is outside of the limits. DIR and the report in it are written all the same.
 """
 

@@ -89,7 +89,7 @@ class ChainGraphs(Graphs):
         steps = torch.arange(count, dtype=torch.int32, device=device)
         token_ids, meta = gather_inputs(
             self.rows,
-            token_rows=rows.repeat_interleave(count),
+            token_rows=rows[:, None].expand(-1, count).reshape(-1),
             positions=(last[:, None] - count + steps).flatten(),
             rows=rows,
             query_start_loc=torch.arange(size + 1, dtype=torch.int32, device=device) * count,
