@@ -223,6 +223,7 @@ def test_with_all_that_the_engine_does_beside(setup, name, more):
         assert llm.core.stats().spec_draft_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_head_sleeps_with_its_model(setup, plain):
     with setup.llm() as llm:
         llm.sleep()
@@ -231,6 +232,7 @@ def test_a_head_sleeps_with_its_model(setup, plain):
         assert llm.core.stats().spec_draft_tokens > 0
 
 
+@pytest.mark.slow
 def test_preempted_requests_draft_on(setup, plain):
     with setup.llm(enable_prefix_caching=False) as llm:
         room = 12 * 4 * llm.ledger.block_bytes // 2

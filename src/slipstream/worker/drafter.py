@@ -34,6 +34,8 @@ class Drafter(ABC):
     weights_bytes: int
     layers: tuple[LayerSpec, ...]
     """Those whose keys and values it keeps."""
+    num_graphs = 0
+    """That it captures at the start."""
 
     def __init__(self, config: EngineConfig, *, ops: OpSet, device: torch.device, dtype: torch.dtype) -> None:
         self.ops, self.device, self.dtype = ops, device, dtype

@@ -324,7 +324,8 @@ class ModelRunner:
         activations = 2 * max(decodes[-1:] + mixed[-1:]) * (widest + 8 * spec.hidden_size)
         logits = 2 * decodes[-1] * spec.vocab_size  # of the largest step, run once beside its graph
         hidden = max(decodes[-1:] + mixed[-1:]) * spec.hidden_size
-        return (hidden + activations + logits) * size + (len(decodes) + len(mixed)) * GRAPH_BYTES
+        num_graphs = len(decodes) + len(mixed) + (0 if self.draft is None else self.draft.num_graphs)
+        return (hidden + activations + logits) * size + num_graphs * GRAPH_BYTES
 
     def capture_next(self) -> bool:
         """Capture one more graph that steps may want. False: there is none left."""
