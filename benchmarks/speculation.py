@@ -162,7 +162,7 @@ def forced(args: argparse.Namespace) -> None:
         yields = found[name]["tokens_a_verification"]
         print(f"{name:80} {ms:7.3f} ms a token, {ratio:.2f} x plain; {yields:.2f} tokens a verification (forced)")
     what = f"acceptance is forced to {args.forced} tokens a verification: random weights, nothing is said about real acceptance"
-    common.save(args.output, "speculation-forced", label=what, settings={**settings, "num_seqs": args.num_seqs}, runs=found)
+    common.save(args.output, "speculation_forced", label=what, settings={**settings, "num_seqs": args.num_seqs}, runs=found)
 
 
 def main() -> None:
