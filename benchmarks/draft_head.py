@@ -4,8 +4,8 @@
     python benchmarks/draft_head.py --export questions.jsonl
     python benchmarks/draft_head.py --receipt FOLDER/slipstream-draft.json    # records a run that was made before
 
-A file of questions stands in a recipe as `text`: `- draft_head: {kind: eagle3, text: questions.jsonl}`. Which questions are held
-out depends on their texts alone, so it is the same everywhere.
+A file of questions stands in a recipe as `text`: `- draft_head: {kind: eagle3, text: questions.jsonl}`. Which questions are
+held out depends on their texts alone, so it is the same everywhere.
 """
 
 from __future__ import annotations

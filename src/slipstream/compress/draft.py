@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 RECEIPT_NAME = "slipstream-draft.json"
-CHUNK = 64
-"""Questions that are answered between two looks at the clock."""
 ANSWER_SHARE = 0.4
 """Of the time, for answers; the rest is for training."""
 CACHE_BYTES = 4 * 2**30
@@ -113,24 +111,24 @@ def _answers(
     until: float,
     progress: Progress,
 ) -> list[Example]:
-    """The model's answers, as many as the settings ask for and the time allows, at least one chunk."""
+    """The model's answers, as many as the settings ask for and the time allows, at least some. When all questions were asked
+    they are asked again, and then answers are drawn."""
     from slipstream.engine.llm import LLM
 
     found = read_examples(kept) if kept.is_file() else []
     asked = read_questions(
         settings.text, "calibration", settings.num_answers, settings.context, download_dir=download_dir
     )
-    if len(found) >= len(asked) or (found and time.perf_counter() >= until):
+    total, sizes = settings.num_answers, _engine(source, settings, device)
+    if len(found) >= total or (found and time.perf_counter() >= until):
         return found
-    with LLM(str(source.path), **_engine(source, settings, device)) as llm:
-        while len(found) < len(asked) and (not found or time.perf_counter() < until):
-            some = asked[len(found) : len(found) + CHUNK]
+    with LLM(str(source.path), **sizes) as llm:
+        while len(found) < total and (not found or time.perf_counter() < until):
+            begin = len(found)
+            some = [asked[i % len(asked)] for i in range(begin, min(begin + 4 * sizes["max_num_seqs"], total))]
+            temperature = settings.temperature if begin < len(asked) else max(1.0, settings.temperature)
             answers = teacher_examples(
-                llm,
-                some,
-                max_tokens=settings.max_tokens,
-                temperature=settings.temperature,
-                seed=settings.seed + len(found),
+                llm, some, max_tokens=settings.max_tokens, temperature=temperature, seed=settings.seed + begin
             )
             if not answers:
                 raise ConfigError(
@@ -138,7 +136,7 @@ def _answers(
                 )
             found += answers
             write_examples(kept, found)
-            progress("answers", len(found), len(asked))
+            progress("answers", len(found), total)
     return found
 
 
