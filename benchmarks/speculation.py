@@ -1,6 +1,8 @@
-"""Speculative decoding beside plain decoding: engines of one process take turns at the same prompts.
+r"""Speculative decoding beside plain decoding: engines of one process take turns at the same prompts.
 
     python benchmarks/speculation.py [MODEL] [--config JSON ...] [--num-seqs 1] [--max-tokens 192] [--rounds 5]
+    python benchmarks/speculation.py CONFIG --forced 3.3 --config \
+        '{"method": "eagle3", "model": HEAD, "num_speculative_tokens": 5}'
 
 Prompts are of two kinds: those whose answers quote them (editing, extracting), and those whose answers don't. Each round runs
 every engine once on every kind, in an order that turns round by round, so that a machine whose speed changes treats them
@@ -8,6 +10,10 @@ alike. The ratio is the median over rounds of plain seconds a token over specula
 ratio of the process's CPU time, which other work on the machine disturbs less. Answers are greedy and end where the model ends
 them: behind a quotation it would go on with text that quotes nothing. Answers of earlier rounds are not to help later ones, so
 each round has prompts of its own.
+
+With --forced X, model and head have random weights and their guesses are all wrong; so that the time of a step can be had
+nevertheless, a verification is *said* to yield X tokens on average, whatever was drawn. What is measured are milliseconds a
+token of one shape at that acceptance, and nothing about acceptance itself. The record is labelled so.
 """
 
 from __future__ import annotations
@@ -17,11 +23,14 @@ import json
 import os
 import statistics
 import time
+import unittest.mock
+from collections.abc import Sequence
 from typing import Any
 
 import common
 
 from slipstream import LLM, SamplingParams
+from slipstream.types import ScheduledRequest
 
 CODE = """def read_{0}(path):
     result = {{}}
@@ -108,6 +117,63 @@ def run(llm: LLM, kind: str, round_: int, args: argparse.Namespace) -> dict[str,
     }
 
 
+class Forced:
+    """In the place of `verified`: each run of drafts yields so many tokens on average, in a fixed pattern."""
+
+    def __init__(self, length: float) -> None:
+        self.length, self.left = length - 1, 0.0
+
+    def __call__(
+        self, requests: Sequence[ScheduledRequest], tokens: Sequence[int], from_model: Sequence[int] = ()
+    ) -> tuple[list[int], tuple[int, ...]]:
+        kept: list[int] = []
+        counts = []
+        begin = 0
+        for s in requests:
+            count = s.num_sampled
+            if s.drafts:
+                self.left += self.length
+                accepted = min(int(self.left), len(s.drafts))
+                self.left -= accepted
+                count = 1 + accepted
+            kept += tokens[begin : begin + count]
+            counts.append(count)
+            begin += s.num_sampled
+        return kept, tuple(counts)
+
+
+def forced(args: argparse.Namespace) -> None:
+    """Milliseconds a token behind a prompt of 64 tokens, plain and with each config."""
+    settings: dict[str, Any] = {"max_num_seqs": max(8, args.num_seqs), "max_model_len": 2048, "dtype": args.dtype}
+    settings |= {"load_format": "dummy", "skip_tokenizer_init": True, "quantization": args.quantization}
+    settings["num_threads"] = args.num_threads
+    prompts = [{"prompt_token_ids": list(range(7 * n + 5, 7 * n + 69))} for n in range(args.num_seqs)]
+    found: dict[str, dict[str, Any]] = {}
+    for config in (None, *args.config):
+        name = "plain" if config is None else json.dumps(config)
+        with unittest.mock.patch("slipstream.worker.model_runner.verified", Forced(args.forced)):
+            with LLM(args.model, speculative_config=config, **settings) as llm:
+                times: dict[int, list[float]] = {1: [], args.max_tokens: []}
+                before = llm.core.stats()
+                for round_ in range(-2, args.rounds):  # the first compile what is left, and capture graphs
+                    for count, own in times.items():
+                        begin = time.perf_counter()
+                        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+                        own += [time.perf_counter() - begin] * (round_ >= 0)
+                after = llm.core.stats()
+        first, whole = (statistics.median(own) for own in times.values())
+        runs, right = (
+            getattr(after, f"spec_{x}") - getattr(before, f"spec_{x}") for x in ("num_drafts", "accepted_tokens")
+        )
+        ms = 1e3 * (whole - first) / (args.max_tokens - 1)
+        found[name] = {"ms_per_token": ms, "tokens_a_verification": 1 + right / runs if runs else 1.0, "seconds": times}
+        ratio = found["plain"]["ms_per_token"] / ms
+        yields = found[name]["tokens_a_verification"]
+        print(f"{name:80} {ms:7.3f} ms a token, {ratio:.2f} x plain; {yields:.2f} tokens a verification (forced)")
+    what = f"acceptance is forced to {args.forced} tokens a verification: random weights, nothing is said about real acceptance"
+    common.save(args.output, "speculation_forced", label=what, settings={**settings, "num_seqs": args.num_seqs}, runs=found)
+
+
 def main() -> None:
     parser = common.parser(__doc__, "speculation")
     parser.add_argument("model", nargs="?", default="smollm2")
@@ -117,10 +183,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--num-threads", type=int)
+    parser.add_argument("--quantization")
+    parser.add_argument("--forced", type=float, metavar="X", help="random weights; a verification is said to yield X tokens")
     args = parser.parse_args()
+    if args.forced is not None:
+        if not args.config:
+            parser.error("--forced needs a --config")
+        return forced(args)
     configs = [None, *(args.config or [{"method": "ngram"}, {"method": "suffix"}])]
     settings: dict[str, Any] = {"max_num_seqs": args.num_seqs, "max_model_len": 1024, "dtype": args.dtype}
-    settings["num_threads"] = args.num_threads
+    settings |= {"num_threads": args.num_threads, "quantization": args.quantization}
     llms = [LLM(args.model, speculative_config=config, **settings) for config in configs]
     names = ["plain", *(json.dumps(config) for config in configs[1:])]
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {kind: {name: [] for name in names} for kind in PROMPTS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,20 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "
 DRAFT_VOCAB = 120
 
 
-def eagle(path: Path, *, seed: int = 0, speculators: bool = False, drop: str = "", **changes: Any) -> dict[str, Tensor]:
+def eagle(
+    path: Path,
+    *,
+    seed: int = 0,
+    speculators: bool = False,
+    drop: str = "",
+    sizes: Mapping[str, int] = SHAPE,
+    **changes: Any,
+) -> dict[str, Tensor]:
     """An EAGLE-3 head for a model of 6 layers; its tensors by the authors' names, without the layer's prefix."""
     g = torch.Generator().manual_seed(seed)
-    e, f, q, kv = 32, 48, 32, 16
+    sizes = {**SHAPE, **sizes}
+    e, f = sizes["hidden_size"], sizes["intermediate_size"]
+    q, kv = e, e * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
     shapes = {
         "fc.weight": (e, 3 * e), "norm.weight": (e,), "lm_head.weight": (DRAFT_VOCAB, e),
         "hidden_norm.weight": (e,), "input_layernorm.weight": (e,), "post_attention_layernorm.weight": (e,),
@@ -31,7 +42,13 @@ def eagle(path: Path, *, seed: int = 0, speculators: bool = False, drop: str = "
     ids = torch.randperm(VOCAB, generator=g)[:DRAFT_VOCAB].sort().values
     tensors["d2t"] = ids - torch.arange(DRAFT_VOCAB)
     tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).scatter(0, ids, True)
-    layer = {"model_type": "llama", "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "max_position_embeddings": 256, **SHAPE}
+    layer = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 256,
+        **SHAPE,
+    }
     if speculators:
         config: dict[str, Any] = {
             "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.2.0",
@@ -40,23 +57,47 @@ def eagle(path: Path, *, seed: int = 0, speculators: bool = False, drop: str = "
             "speculators_config": {"algorithm": "eagle3"},
         }  # fmt: skip
     else:
-        config = {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": VOCAB, "draft_vocab_size": DRAFT_VOCAB, **layer}
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "vocab_size": VOCAB,
+            "draft_vocab_size": DRAFT_VOCAB,
+            **layer,
+        }
         config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 4]
-    write(path, {**config, **changes}, {n: t for n, t in tensors.items() if n != drop}, "layers.0." if speculators else "midlayer.")
+    write(
+        path,
+        {**config, **changes},
+        {n: t for n, t in tensors.items() if n != drop},
+        "layers.0." if speculators else "midlayer.",
+    )
     return tensors
 
 
-def medusa(path: Path, *, seed: int = 0, converted: bool = False, num_heads: int = 3, **changes: Any) -> dict[str, Tensor]:
+def medusa(
+    path: Path,
+    *,
+    seed: int = 0,
+    converted: bool = False,
+    num_heads: int = 3,
+    sizes: Mapping[str, int] = SHAPE,
+    **changes: Any,
+) -> dict[str, Tensor]:
     """Medusa heads with two residual blocks each."""
-    g = torch.Generator().manual_seed(seed)
+    g, e = torch.Generator().manual_seed(seed), sizes["hidden_size"]
     tensors = {}
     for i in range(num_heads):
         for j in range(2):
             name = f"blocks.{i}.layers.{j}" if converted else f"{i}.{j}.linear"
-            tensors[f"{name}.weight"] = torch.randn(32, 32, generator=g) * 0.3
-            tensors[f"{name}.bias"] = torch.randn(32, generator=g) * 0.3
-        tensors[f"lm_heads.{i}.weight" if converted else f"{i}.2.weight"] = torch.randn(VOCAB, 32, generator=g) * 0.3
-    config = {"model_type": "medusa", "num_heads": num_heads, "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": VOCAB}
+            tensors[f"{name}.weight"] = torch.randn(e, e, generator=g) * 0.3
+            tensors[f"{name}.bias"] = torch.randn(e, generator=g) * 0.3
+        tensors[f"lm_heads.{i}.weight" if converted else f"{i}.2.weight"] = torch.randn(VOCAB, e, generator=g) * 0.3
+    config = {
+        "model_type": "medusa",
+        "num_heads": num_heads,
+        "num_hidden_layers": 2,
+        "hidden_size": e,
+        "vocab_size": VOCAB,
+    }
     if not converted:
         config = {"medusa_num_heads": num_heads, "medusa_num_layers": 2, "base_model_name_or_path": "tiny"}
     write(path, {**config, **changes}, tensors, "")
@@ -79,7 +120,12 @@ def mtp(path: Path, *, seed: int = 0) -> dict[str, Tensor]:
     new["eh_proj.weight"] = 0.3 * torch.randn(e, 2 * e, generator=g)
     new["shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     new["embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    write(path, {**config, "num_nextn_predict_layers": 1, "num_mtp_layers": 1}, {**tensors, **{f"model.layers.{n}.{k}": t for k, t in new.items()}}, "")
+    write(
+        path,
+        {**config, "num_nextn_predict_layers": 1, "num_mtp_layers": 1},
+        {**tensors, **{f"model.layers.{n}.{k}": t for k, t in new.items()}},
+        "",
+    )
     return new
 
 

@@ -11,7 +11,16 @@ from torch.nn import functional as F
 from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
 from slipstream.compress.draft import RECEIPT_NAME, frequent_tokens, kind_of
-from slipstream.compress.heads import DECAY, EagleNet, MedusaNet, eagle_for, eagle_start, losses, medusa_for, medusa_start
+from slipstream.compress.heads import (
+    DECAY,
+    EagleNet,
+    MedusaNet,
+    eagle_for,
+    eagle_start,
+    losses,
+    medusa_for,
+    medusa_start,
+)
 from slipstream.compress.recipe import parse, preset
 from slipstream.compress.steps import DraftHead
 from slipstream.compress.teacher import Example
@@ -44,7 +53,9 @@ def test_training_sees_what_drafting_will(path):
     found = EagleNet(head, {n: p.clone() for n, p in parameters.items()}, embed, max_len=32)(tokens, aux, steps)
     model.decoder.embed = embed
     chain = build_head(head, {n: p.clone() for n, p in parameters.items()}, model.decoder, max_model_len=32)
-    states = sum(F.linear(part, w.weight) for part, w in zip(aux.split(32, -1), chain.tap.products.values(), strict=True))
+    states = sum(
+        F.linear(part, w.weight) for part, w in zip(aux.split(32, -1), chain.tap.products.values(), strict=True)
+    )
     for row in range(2):
         for place in range(length - 1):
             kv = [LayerKV(*(torch.zeros(2, 2, 32, 8) for _ in range(2)))]
@@ -127,9 +138,18 @@ def test_settings():
 def test_a_head_from_the_command(path, tmp_path, capsys, kind):
     """What is trained learns, its folder drafts, and the receipt says how well."""
     text = tmp_path / "text.jsonl"
-    turns = [[{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": w}] for w in map(str, range(40))]
+    turns = [
+        [{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": w}] for w in map(str, range(40))
+    ]
     text.write_text("".join(json.dumps({"messages": t}) + "\n" for t in turns))
-    settings = {"num_answers": 12, "max_tokens": 16, "num_steps": 12, "learning_rate": 0.01, "num_places": 2, "draft_vocab_size": 64}
+    settings = {
+        "num_answers": 12,
+        "max_tokens": 16,
+        "num_steps": 12,
+        "learning_rate": 0.01,
+        "num_places": 2,
+        "draft_vocab_size": 64,
+    }
     more = {"text": str(text), "num_questions_held_out": 3, "warmup_steps": 0, "minutes": 5}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps([{"draft_head": {"kind": kind, **settings, **more}}]))
@@ -144,7 +164,10 @@ def test_a_head_from_the_command(path, tmp_path, capsys, kind):
     assert found["num_prompts"] == sum(x["num_prompts"] for x in found["by_text"].values()) == 3
     assert found["accepted_length"] == pytest.approx(1 + sum(found["by_position"]), abs=2e-3)
     assert not list(tmp_path.glob(".head*"))
-    prompts, sampling = [{"prompt_token_ids": [5, 6, 7, 8]}], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts, sampling = (
+        [{"prompt_token_ids": [5, 6, 7, 8]}],
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    )
     with LLM(str(path), **SIZES) as llm:
         expected = llm.generate(prompts, sampling)[0].outputs[0].token_ids
     config = {"method": kind, "model": str(out), "num_speculative_tokens": 2}

@@ -1,4 +1,4 @@
-"""Trained heads that draft: what they propose is what the published maths gives, and no answer changes. On tiny random models."""
+"""Trained heads that draft: what they propose is what the published maths gives, and no answer changes. Tiny random models."""
 
 from __future__ import annotations
 
@@ -42,8 +42,14 @@ class Setup:
         return LLM(self.path, speculative_config=None if plain else config or self.config, **{**SIZES, **more})
 
 
-@pytest.fixture(scope="module", params=[*HEADS, "mtp"])
+@pytest.fixture(scope="module", params=["eagle3", "medusa", "mtp"])
 def setup(request, tmp_path_factory):
+    return Setup(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module", params=[*HEADS, "mtp"])
+def any_setup(request, tmp_path_factory):
+    """With the other ways of writing a head down."""
     return Setup(tmp_path_factory.mktemp(request.param), request.param)
 
 
@@ -65,7 +71,9 @@ def attend(q, k, v):
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf).softmax(-1), v)
+    return torch.einsum(
+        "hqk,khd->qhd", scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf).softmax(-1), v
+    )
 
 
 def rotate(x, theta):
@@ -89,7 +97,10 @@ def naive_eagle(setup, hidden, tokens):
         q, k, v = ((x @ t[f"self_attn.{n}_proj.weight"].T).unflatten(1, (-1, 8)) for n in "qkv")
         x = residual + attend(rotate(q, theta), rotate(k, theta), v).flatten(1) @ t["self_attn.o_proj.weight"].T
         h = rms(x, t["post_attention_layernorm.weight"])
-        x = x + (F.silu(h @ t["mlp.gate_proj.weight"].T) * (h @ t["mlp.up_proj.weight"].T)) @ t["mlp.down_proj.weight"].T
+        x = (
+            x
+            + (F.silu(h @ t["mlp.gate_proj.weight"].T) * (h @ t["mlp.up_proj.weight"].T)) @ t["mlp.down_proj.weight"].T
+        )
         logits = rms(x[-1], t["norm.weight"]) @ t["lm_head.weight"].T
         drafts.append(int(ids[logits.argmax()]))
         states = torch.cat((states, x[-1:]))
@@ -132,7 +143,13 @@ def naive_mtp(setup, hidden, tokens):
     return drafts
 
 
-NAIVE = {"eagle3": naive_eagle, "speculators": naive_eagle, "medusa": naive_medusa, "converted": naive_medusa, "mtp": naive_mtp}
+NAIVE = {
+    "eagle3": naive_eagle,
+    "speculators": naive_eagle,
+    "medusa": naive_medusa,
+    "converted": naive_medusa,
+    "mtp": naive_mtp,
+}
 
 
 def proposals(llm, sampling, prompts):
@@ -157,25 +174,25 @@ def proposals(llm, sampling, prompts):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
-def test_drafts_are_those_of_the_published_maths(setup, kernels):
+def test_drafts_are_those_of_the_published_maths(any_setup, kernels):
     """Behind prompts in chunks, after rejections, and for several requests at once."""
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    with setup.llm(kernels=kernels, max_num_batched_tokens=24) as llm:
+    with any_setup.llm(kernels=kernels, max_num_batched_tokens=24) as llm:
         found = proposals(llm, sampling, PROMPTS[:3])
     assert len(found) > 20
     for tokens, drafts in found:
-        output = setup.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+        output = any_setup.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
         hidden = [h[0] for h in output.hidden_states]  # the last one is normed
-        assert drafts == NAIVE[setup.kind](setup, hidden, tokens)[: len(drafts)]
+        assert drafts == NAIVE[any_setup.kind](any_setup, hidden, tokens)[: len(drafts)]
 
 
 # --- The answers ------------------------------------------------------------------------------------------------------
 
 
 def test_answers_are_the_same(setup, plain):
-    """With each setting of sampling, and with each again behind prefix hits."""
+    """With each setting of sampling, and some again behind prefix hits."""
     with setup.llm() as llm:
-        for name in (*SETTINGS, *SETTINGS):
+        for name in (*SETTINGS, "greedy", "penalised"):
             before = llm.core.stats().spec_draft_tokens
             assert (name, answers(llm, SETTINGS[name])) == (name, plain[name])
             stats = llm.core.stats()
@@ -206,6 +223,16 @@ def test_with_all_that_the_engine_does_beside(setup, name, more):
         assert llm.core.stats().spec_draft_tokens > 0
 
 
+@pytest.mark.slow
+def test_a_head_sleeps_with_its_model(setup, plain):
+    with setup.llm() as llm:
+        llm.sleep()
+        llm.wake_up()
+        assert answers(llm, SETTINGS["greedy"]) == plain["greedy"]
+        assert llm.core.stats().spec_draft_tokens > 0
+
+
+@pytest.mark.slow
 def test_preempted_requests_draft_on(setup, plain):
     with setup.llm(enable_prefix_caching=False) as llm:
         room = 12 * 4 * llm.ledger.block_bytes // 2
@@ -334,7 +361,11 @@ def test_layers_by_their_other_names(tmp_path):
     target = read_spec(tmp_path / "model")
     for name, changes, expected in (
         ("plain", {"eagle_aux_hidden_state_layer_ids": None}, (2, 4, 5)),
-        ("inner", {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, (2, 4, 6)),
+        (
+            "inner",
+            {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}},
+            (2, 4, 6),
+        ),
     ):
         draft_heads.eagle(tmp_path / name, **changes)
         assert read_head("eagle3", tmp_path / name, target).spec.aux_layers == expected

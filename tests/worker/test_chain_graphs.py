@@ -24,7 +24,7 @@ def test_a_chain_is_what_the_head_does_step_by_step(tmp_path, num_drafts):
 
         @torch.inference_mode()
         def noted(drafted, rows):
-            graphs = ChainGraphs(draft, rows, max_model_len=128, max_num_seqs=4)
+            graphs = ChainGraphs(draft, rows, (num_drafts,), max_model_len=128, max_num_seqs=4)
             seen = {s.request_id: rows.rows[s.request_id].num_drafted for s in drafted}
             eager(drafted, rows)
             made = [rows.tokens[rows.rows[s.request_id].index, s.num_computed_tokens + 1 :].tolist() for s in drafted]
@@ -66,8 +66,8 @@ def test_what_a_chain_does_not_cover(tmp_path):
         eager = draft.draft
 
         def noted(drafted, rows):
-            graphs = ChainGraphs(draft, rows, max_model_len=128, max_num_seqs=4)
-            graphs._captured = dict.fromkeys([(n, k) for n in (1, 2, 4) for k in (1, 2)])
+            graphs = ChainGraphs(draft, rows, (1, 3), max_model_len=128, max_num_seqs=4)
+            graphs._captured = dict.fromkeys([(n, k) for n in (1, 2, 4) for k in (1, 3)])
             found.append(graphs.covers(drafted))
             eager(drafted, rows)
 

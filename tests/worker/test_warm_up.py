@@ -7,7 +7,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.worker import warm_up as module
 from slipstream.worker.warm_up import warm_up
-from tests import tiny_models
+from tests import draft_heads, tiny_models
 
 PROMPT = {"prompt_token_ids": [7, 8, 9, 10, 11, 12]}
 SIZES = dict(device="cpu", dtype="float32", skip_tokenizer_init=True, block_size=4, max_model_len=32, max_num_seqs=4)
@@ -33,6 +33,26 @@ def test_warm_up_leaves_nothing_behind(tmp_path, monkeypatch, family):
         assert all(not any(counts) for _, counts in llm.core.executor.expert_load()) or not load
         after = llm.generate([PROMPT], sampling)[0].outputs[0]
         assert (before.token_ids, before.logprobs) == (after.token_ids, after.logprobs)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_heads_draft_before_the_first_request(tmp_path, monkeypatch, method):
+    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    getattr(draft_heads, {"eagle3": "eagle"}.get(method, method))(tmp_path / "head")
+    config = {"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(str(tmp_path / "model"), num_threads=1, speculative_config=config, **SIZES) as llm:
+        runner = llm.core.executor.runner
+        before = llm.generate([PROMPT], sampling)[0].outputs[0].token_ids
+        drafted, draft = [], runner.draft.draft
+        runner.draft.draft = lambda shares, rows: drafted.append(len(shares)) or draft(shares, rows)
+        monkeypatch.setattr(type(runner.platform), "is_asynchronous", True)
+        warm_up(runner)
+        monkeypatch.undo()
+        assert sorted(set(drafted)) == [1, 3]
+        assert len(drafted) == 2 * 2 * len(module.SAMPLINGS)
+        assert not runner.rows.rows
+        assert llm.generate([PROMPT], sampling)[0].outputs[0].token_ids == before
 
 
 def test_nothing_is_run_where_nothing_is_compiled(tmp_path, monkeypatch):

@@ -1,15 +1,16 @@
 """`slipstream compress MODEL --recipe R --out DIR`: write a smaller checkpoint, with a report of what it cost.
 
 R is a preset (fp8, fp8-gptq, fp8-static, int8, int8-outliers, int4-awq-gptq, int4-awq, int4-gptq, int4-learned,
-w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3, draft:eagle3, draft:medusa) or a YAML file. DIR appears whole or not at all. What an interrupted run had
-finished is kept beside it, and the same command goes on from there. The exit code is 1 if the result is broken: its perplexity
-or its agreement with MODEL is outside of the limits. DIR and the report in it are written all the same.
+w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3, draft:eagle3, draft:medusa) or a YAML file. DIR appears whole or not at all. What
+an interrupted run had finished is kept beside it, and the same command goes on from there. The exit code is 1 if the result is
+broken: its perplexity or its agreement with MODEL is outside of the limits. DIR and the report in it are written all the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,8 @@ from slipstream.errors import ConfigError
 if TYPE_CHECKING:
     from slipstream.compress.planning import CompressionPlan
     from slipstream.compress.recipe import Recipe
-    from slipstream.compress.steps import DraftHead
     from slipstream.compress.report import Report
+    from slipstream.compress.steps import DraftHead
     from slipstream.evals.text import TextSettings
     from slipstream.spec.description import ModelDescription
 
@@ -272,15 +273,19 @@ def _train_head(args: argparse.Namespace, recipe: Recipe, head: DraftHead, sourc
     if args.json:
         print_json({"recipe": {"name": recipe.name, "steps": recipe.as_data()}, "out": args.out, "receipt": receipt})
         return 0
-    done = receipt["training"]
-    rows[2] = ("text", f"{done['num_answers']:,} answers of the model, {done['num_tokens']:,} tokens, to questions of {head.text}")
-    rows[3] = ("training", f"{done['num_steps']:,} steps; {done['seconds'] / 60:.1f} minutes with the answers, on {device}")
-    if (found := receipt.get("acceptance")) is not None:
+    done, found = receipt["training"], receipt.get("acceptance")
+    rows[2:] = [
+        ("text", f"{done['num_answers']:,} answers of the model, {done['num_tokens']:,} tokens, to questions of {head.text}"),
+        ("training", f"{done['num_steps']:,} steps; {done['seconds'] / 60:.1f} minutes with the answers, on {device}"),
+    ]
+    if found is not None:
         shares = ", ".join(f"{p:.0%}" for p in found["by_position"])
         rows.append(("accepted", f"{found['accepted_length']:.2f} tokens a verification; by position {shares}"))
-        rows += [("", f"{kind}: {x['accepted_length']:.2f}, of {x['num_prompts']} questions") for kind, x in found["by_text"].items()]
+        for kind, x in found["by_text"].items():
+            rows.append(("", f"{kind}: {x['accepted_length']:.2f}, of {x['num_prompts']} questions"))
     print_info(f"{args.out}: a head that drafts for {args.model}", rows)
-    say(f"slipstream: wrote {args.out}; use it with --speculative-config '{{\"method\": \"{head.kind}\", \"model\": \"{args.out}\"}}'")
+    config = {"method": head.kind, "model": args.out}
+    say(f"slipstream: wrote {args.out}; use it with --speculative-config '{json.dumps(config)}'")
     return 0
 
 

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 RECEIPT_NAME = "slipstream-draft.json"
-CHUNK = 64
-"""Questions that are answered between two looks at the clock."""
 ANSWER_SHARE = 0.4
 """Of the time, for answers; the rest is for training."""
 CACHE_BYTES = 4 * 2**30
@@ -66,7 +64,9 @@ def train_head(
     work, seconds = out.parent / f".{out.name}.draft", 60 * settings.limit(on_gpu=device.type != "cpu")
     claim(work, out, {"settings": asdict(settings), "source": fingerprint(source)}, restart=restart)
     begin = time.perf_counter()
-    examples = _answers(source, settings, work / "answers.jsonl", device, download_dir, begin + ANSWER_SHARE * seconds, progress)
+    examples = _answers(
+        source, settings, work / "answers.jsonl", device, download_dir, begin + ANSWER_SHARE * seconds, progress
+    )
     if settings.num_questions_held_out:  # found missing before the work, not after it
         held_out = read_questions(
             settings.text, "evaluation", settings.num_questions_held_out, settings.context, download_dir=download_dir
@@ -111,24 +111,32 @@ def _answers(
     until: float,
     progress: Progress,
 ) -> list[Example]:
-    """The model's answers, as many as the settings ask for and the time allows, at least one chunk."""
+    """The model's answers, as many as the settings ask for and the time allows, at least some. When all questions were asked
+    they are asked again, and then answers are drawn."""
     from slipstream.engine.llm import LLM
 
     found = read_examples(kept) if kept.is_file() else []
-    asked = read_questions(settings.text, "calibration", settings.num_answers, settings.context, download_dir=download_dir)
-    if len(found) >= len(asked) or (found and time.perf_counter() >= until):
+    asked = read_questions(
+        settings.text, "calibration", settings.num_answers, settings.context, download_dir=download_dir
+    )
+    total, sizes = settings.num_answers, _engine(source, settings, device)
+    if len(found) >= total or (found and time.perf_counter() >= until):
         return found
-    with LLM(str(source.path), **_engine(source, settings, device)) as llm:
-        while len(found) < len(asked) and (not found or time.perf_counter() < until):
-            some = asked[len(found) : len(found) + CHUNK]
+    with LLM(str(source.path), **sizes) as llm:
+        while len(found) < total and (not found or time.perf_counter() < until):
+            begin = len(found)
+            some = [asked[i % len(asked)] for i in range(begin, min(begin + 4 * sizes["max_num_seqs"], total))]
+            temperature = settings.temperature if begin < len(asked) else max(1.0, settings.temperature)
             answers = teacher_examples(
-                llm, some, max_tokens=settings.max_tokens, temperature=settings.temperature, seed=settings.seed + len(found)
+                llm, some, max_tokens=settings.max_tokens, temperature=temperature, seed=settings.seed + begin
             )
             if not answers:
-                raise ConfigError(f"{source.name} answers nothing to {len(some)} questions of {settings.text}", field="text")
+                raise ConfigError(
+                    f"{source.name} answers nothing to {len(some)} questions of {settings.text}", field="text"
+                )
             found += answers
             write_examples(kept, found)
-            progress("answers", len(found), len(asked))
+            progress("answers", len(found), total)
     return found
 
 
@@ -153,14 +161,18 @@ class HeadTraining:
         table = dense["embed.weight"]
         rows = dense.get("head.weight", table)
         self.tokens = frequent_tokens(examples, spec.vocab_size, settings.vocab_size(spec.vocab_size))
-        self.place = torch.full((spec.vocab_size,), -1).scatter(0, self.tokens, torch.arange(len(self.tokens))).to(device)
+        self.place = (
+            torch.full((spec.vocab_size,), -1).scatter(0, self.tokens, torch.arange(len(self.tokens))).to(device)
+        )
         self.rows = rows[self.tokens.to(rows.device)].detach().to(device)
         self.net: EagleNet | MedusaNet
         if settings.kind == "eagle3":
             head = eagle_for(spec, len(self.tokens))
             start = eagle_start(head, spec, dense, self.rows, settings.seed)
             self.spec: EagleSpec | MedusaSpec = head
-            self.net = EagleNet(head, start, table.detach().float().to(device), max_len=longest + settings.num_places).to(device)
+            self.net = EagleNet(
+                head, start, table.detach().float().to(device), max_len=longest + settings.num_places
+            ).to(device)
         else:
             self.spec = medusa_for(spec, settings.num_places)
             self.net = MedusaNet(self.spec, medusa_start(self.spec), self.rows.float()).to(device)
@@ -200,7 +212,10 @@ class HeadTraining:
         generator, size = torch.Generator().manual_seed(self.settings.seed), 16
         while True:
             order = torch.randperm(len(self.examples), generator=generator).tolist()
-            groups = [sorted(order[i : i + 8 * size], key=lambda i: len(self.examples[i].token_ids)) for i in range(0, len(order), 8 * size)]
+            groups = [
+                sorted(order[i : i + 8 * size], key=lambda i: len(self.examples[i].token_ids))
+                for i in range(0, len(order), 8 * size)
+            ]
             found: list[list[int]] = []
             for group in groups:
                 now: list[int] = []
@@ -249,17 +264,25 @@ class HeadTraining:
                 hidden = self.net(tokens, states, s.num_places)
                 loss, hits, counts = losses(self.net, hidden, wanted, counted, final, s.state_weight)
             if not torch.isfinite(loss):
-                raise ConfigError(f"the loss of step {step} is {float(loss)}: lower learning_rate", field="learning_rate")
+                raise ConfigError(
+                    f"the loss of step {step} is {float(loss)}: lower learning_rate", field="learning_rate"
+                )
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
-            rate = s.learning_rate * min((step + 1) / (s.warmup_steps + 1), warmup_cosine(round(1000 * share), 1000, 0, 0.02))
+            rate = s.learning_rate * min(
+                (step + 1) / (s.warmup_steps + 1), warmup_cosine(round(1000 * share), 1000, 0, 0.02)
+            )
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
             agreement = [round(x, 4) for x in (hits / counts.clamp(min=1)).tolist()]
             history.append({"step": step, "loss": round(float(loss.detach()), 4), "agreement": agreement, "rate": rate})
-            progress(f"training, loss {float(loss.detach()):.3f}, right {agreement[0]:.0%}", round(share * s.num_steps), s.num_steps)
+            progress(
+                f"training, loss {float(loss.detach()):.3f}, right {agreement[0]:.0%}",
+                round(share * s.num_steps),
+                s.num_steps,
+            )
         return history
 
     def write(self, folder: Path) -> None:
@@ -279,7 +302,11 @@ class HeadTraining:
             names = self.spec.names(converted=True)
             maps: dict[str, Tensor] = {}
         else:
-            values, names, config = dict(self.net.named_parameters()), self.spec.names(), eagle_config(self.spec, spec.max_position)
+            values, names, config = (
+                dict(self.net.named_parameters()),
+                self.spec.names(),
+                eagle_config(self.spec, spec.max_position),
+            )
             chosen = torch.zeros(spec.vocab_size, dtype=torch.bool).scatter(0, self.tokens, True)
             maps = {"d2t": self.tokens - torch.arange(len(self.tokens)), "t2d": chosen}
         tensors = {name: stored(values[place.target].detach(), place).bfloat16() for name, place in names.items()}
@@ -342,7 +369,12 @@ class Accepted:
 
     def as_data(self) -> dict[str, Any]:
         rounded = [round(p, 4) for p in self.by_position]
-        return {"num_prompts": self.num_prompts, "num_runs": self.num_runs, "accepted_length": round(self.length, 3), "by_position": rounded}
+        return {
+            "num_prompts": self.num_prompts,
+            "num_runs": self.num_runs,
+            "accepted_length": round(self.length, 3),
+            "by_position": rounded,
+        }
 
 
 def measure_head(
@@ -375,9 +407,16 @@ def measure_head(
             places = zip(after.spec_accepted_by_position, earlier, strict=False)
             found[kind] = Accepted(len(some), runs, tuple((a - b) / max(1, runs) for a, b in places))
     runs = sum(x.num_runs for x in found.values())
-    shares = [sum(x.by_position[i] * x.num_runs for x in found.values() if i < len(x.by_position)) / max(1, runs) for i in range(most)]
+    shares = [
+        sum(x.by_position[i] * x.num_runs for x in found.values() if i < len(x.by_position)) / max(1, runs)
+        for i in range(most)
+    ]
     overall = Accepted(len(questions), runs, tuple(shares))
-    return {"num_speculative_tokens": most, **overall.as_data(), "by_text": {kind: x.as_data() for kind, x in found.items()}}
+    return {
+        "num_speculative_tokens": most,
+        **overall.as_data(),
+        "by_text": {kind: x.as_data() for kind, x in found.items()},
+    }
 
 
 def _texts(llm: LLM, questions: Sequence[str], max_tokens: int) -> list[str]:
@@ -392,4 +431,3 @@ def kind_of(text: str) -> str:
     if "```" in text:
         return "code"
     return "lists" if len(re.findall(r"(?m)^\s*(?:\d+[.)]|[-*])\s", text)) >= 3 else "prose"
-

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from slipstream.kernels.positions import rope_table
 from slipstream.model.sequences import register
 from slipstream.spec.draft_heads import EagleSpec, MedusaSpec, default_aux_layers
+from slipstream.spec.families.builders import QKVLayout, attention
 from slipstream.spec.model import (
     AttentionSpec,
     DenseSpec,
@@ -57,7 +58,12 @@ class EagleNet(nn.Module):
         return found
 
     def layer(
-        self, embedded: Tensor, states: Tensor, first: tuple[Tensor, Tensor] | None, own: list[tuple[Tensor, Tensor]], step: int
+        self,
+        embedded: Tensor,
+        states: Tensor,
+        first: tuple[Tensor, Tensor] | None,
+        own: list[tuple[Tensor, Tensor]],
+        step: int,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """(normed hidden states, the states for the next step, its keys and values [B, K, L, D])"""
         rows = self.norm(states, "pre_attention")
@@ -69,7 +75,8 @@ class EagleNet(nn.Module):
         q, k = self.rotate(q, step), self.rotate(k, step)
         group = a.num_heads // a.num_kv_heads
         if first is None:
-            mixed = F.scaled_dot_product_attention(q, *(t.repeat_interleave(group, 1) for t in (k, v)), is_causal=True, scale=a.scale)
+            keys, values = (t.repeat_interleave(group, 1) for t in (k, v))
+            mixed = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=a.scale)
         else:
             mixed = along(q, first, [*own, (k, v)], group, a.scale)
         x = residual + F.linear(mixed.transpose(1, 2).flatten(2), self.of("attention.out.weight"))
@@ -92,7 +99,9 @@ class EagleNet(nn.Module):
         return F.linear(hidden, self.of("head.weight"))
 
 
-def along(q: Tensor, first: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]], group: int, scale: float) -> Tensor:
+def along(
+    q: Tensor, first: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]], group: int, scale: float
+) -> Tensor:
     """Queries [B, H, L, D] over the keys of step 0 up to their places, and those of the later steps at their own."""
     k, v = (t.repeat_interleave(group, 1) for t in first)
     length = q.shape[2]
@@ -169,17 +178,16 @@ def eagle_for(spec: ModelSpec, draft_vocab_size: int) -> EagleSpec:
     """A head with a layer like the model's last, if that is of the usual kind; else of the usual proportions."""
     last = spec.layers[-1]
     a, m, e = last.attention, last.mlp, spec.hidden_size
+    head_dim = 64 if e % 64 == 0 else e
+    heads = QKVLayout(e // head_dim, e // head_dim, head_dim)
     if isinstance(a, AttentionSpec):
-        sizes = {"num_heads": a.num_heads, "num_kv_heads": a.num_kv_heads, "head_dim": a.head_dim}
-    else:
-        head_dim = 64 if e % 64 == 0 else e
-        sizes = dict(num_heads=e // head_dim, num_kv_heads=e // head_dim, head_dim=head_dim)
+        heads = QKVLayout(a.num_heads, a.num_kv_heads, a.head_dim)
     theta = a.position.theta if isinstance(a.position, RopeSpec) else 10000.0
-    position = RopeSpec(theta=theta, rotary_dim=sizes["head_dim"])
+    position = RopeSpec(theta=theta, rotary_dim=heads.head_dim)
     wide = m.intermediate_size if isinstance(m, DenseSpec) and m.gated else -(-8 * e // 3 // 64) * 64
     norm = NormSpec(kind="rms", size=e, eps=spec.final_norm.eps if spec.final_norm is not None else 1e-6)
     layer = LayerSpec(
-        attention=AttentionSpec(**sizes, scale=sizes["head_dim"] ** -0.5, position=position),
+        attention=attention(heads, position),
         mlp=DenseSpec(intermediate_size=wide, activation="silu"),
         block=SequentialBlock(pre_attention=norm, pre_mlp=norm),
     )
@@ -194,7 +202,9 @@ def eagle_for(spec: ModelSpec, draft_vocab_size: int) -> EagleSpec:
     )
 
 
-def eagle_start(head: EagleSpec, spec: ModelSpec, model: Mapping[str, Tensor], rows: Tensor, seed: int) -> dict[str, Tensor]:
+def eagle_start(
+    head: EagleSpec, spec: ModelSpec, model: Mapping[str, Tensor], rows: Tensor, seed: int
+) -> dict[str, Tensor]:
     """Parameters to begin with: the highest state passes `fc` as it is, the layer is the model's last where it has its shapes,
     and the output head the model's `rows` of the head's tokens. What reads embeddings is random and small."""
     g = torch.Generator().manual_seed(seed)
@@ -209,7 +219,11 @@ def eagle_start(head: EagleSpec, spec: ModelSpec, model: Mapping[str, Tensor], r
         into = values[name][:, e:] if name == "attention.qkv.weight" else values[name]
         if own.shape == into.shape:
             into.copy_(own)
-    for ours, theirs in (("pre_attention", f"{last}pre_attention"), ("pre_mlp", f"{last}pre_mlp"), ("final_norm", "final_norm")):
+    for ours, theirs in (
+        ("pre_attention", f"{last}pre_attention"),
+        ("pre_mlp", f"{last}pre_mlp"),
+        ("final_norm", "final_norm"),
+    ):
         own, norm = model.get(f"{theirs}.weight"), spec.final_norm
         if own is not None and norm is not None and norm.kind == "rms":
             values[f"{ours}.weight"] = own.float().cpu() + norm.weight_offset
@@ -218,12 +232,15 @@ def eagle_start(head: EagleSpec, spec: ModelSpec, model: Mapping[str, Tensor], r
 
 def medusa_for(spec: ModelSpec, num_heads: int) -> MedusaSpec:
     return MedusaSpec(
-        hidden_size=spec.hidden_size, vocab_size=spec.vocab_size, num_heads=num_heads, num_layers=1, bias=True, own_heads=False
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        num_heads=num_heads,
+        num_layers=1,
+        bias=True,
+        own_heads=False,
     )
 
 
 def medusa_start(head: MedusaSpec) -> dict[str, Tensor]:
     """Blocks of zeros: each head begins as the model's own."""
     return {name: torch.zeros(shape) for name, shape in head.shapes.items()}
-
-

@@ -267,8 +267,8 @@ PRESETS: dict[str, list[Any]] = {
     "draft:eagle3": [{"draft_head": {"kind": "eagle3"}}],
     "draft:medusa": [{"draft_head": {"kind": "medusa"}}],
 }
-"""By name. There are also `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3` (or `draft:small`), a draft model with this
-share of the parameters."""
+"""By name. There are also `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3` (or `draft:small`), a draft model
+with this share of the parameters."""
 
 _DRAFT = re.compile(r"draft:(\d+)/(\d+)")
 _MIXED = re.compile(r"w4a16-mixed:(\d+(?:\.\d+)?)bpw")

@@ -199,8 +199,9 @@ class DraftHead:
     """Trains a head that drafts for the model (`compress.draft`), from its own answers to up to `num_answers` questions of
     `text`, of up to `max_tokens` tokens. Questions have `context` characters at most. The head learns to guess `num_places`
     tokens in a row. It knows the `draft_vocab_size` most frequent tokens of the answers (None: a quarter of the model's, up to
-    32,000). Training ends after `num_steps` steps of `batch_tokens` tokens, or with the time: `minutes` for answers and training
-    (None: 50 on a CPU, 9 on a GPU). The receipt is of `num_questions_held_out` questions."""
+    32,000). Training ends after `num_steps` steps of `batch_tokens` tokens, or with the time: `minutes` for answers and
+    training (None: 50 on a CPU, 9 on a GPU). `state_weight` is that of the distance to the states that the model makes its
+    logits of. The receipt is of `num_questions_held_out` questions."""
 
     kind: Literal["eagle3", "medusa"]
     text: str = "sharegpt"
@@ -229,7 +230,8 @@ class DraftHead:
 
     def check(self) -> None:
         require_at_least(self, 1, "num_answers", "num_places", "num_steps", "batch_tokens", "max_tokens")
-        require_at_least(self, 0, "num_questions_held_out", "seed", "warmup_steps", "temperature", "weight_decay", "state_weight")
+        require_at_least(self, 0, "num_questions_held_out", "seed", "warmup_steps")
+        require_at_least(self, 0, "temperature", "weight_decay", "state_weight")
         require_at_least(self, 8, "context")
         require_inside(self, "learning_rate")
         require(self, lambda value: value is None or value >= 1, "at least 1", "draft_vocab_size")

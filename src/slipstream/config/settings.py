@@ -211,6 +211,11 @@ class SpeculationConfig:
     most_drafts: int = MOST_DRAFTS  # of a request in a step; a head may have fewer
 
     @property
+    def by_model(self) -> bool:
+        """The worker proposes, with weights."""
+        return self.method not in ("ngram", "suffix")
+
+    @property
     def limit(self) -> int:
         """The most drafts of a request in a step."""
         return self.num_speculative_tokens or self.most_drafts

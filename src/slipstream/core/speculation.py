@@ -205,7 +205,7 @@ class Speculation:
         config, text = self.config, request.spec.encoder_token_ids
         if config.method == "ngram":
             return LookUp(least=config.prompt_lookup_min, most_match=config.prompt_lookup_max, text=text)
-        if config.method != "suffix":
+        if config.by_model:
             return ModelDrafts()
         return LookUp(text=text, traffic=self._traffic_of(request))
 

@@ -170,7 +170,7 @@ Place: TypeAlias = Stored | Added | Routed | Weighed
 @dataclass(frozen=True, slots=True)
 class Lowered:
     """`given`: the buffer of the value that the caller binds before a run, if there is one; `out`: the result's. `counts`: by
-    layer, where its tokens are counted by expert; while that is not bound, they are not. `more`: the further results' buffers."""
+    layer, where its tokens are counted by expert; while that is not bound, they are not. `more`: those of further results."""
 
     given: int | None
     out: int | None

@@ -106,8 +106,8 @@ class Decoder:
         meta: AttentionMetadata,
         before: Callable[[int], None] = lambda layer: None,
     ) -> tuple[Tensor, Tensor]:
-        """What the layers give of `h`, and what the tap does; without one, the hidden states twice. `before(i)` is called before
-        layer i, and in the end."""
+        """What the layers give of `h`, and what the tap does; without one, the hidden states twice. `before(i)` is called
+        before layer i, and in the end."""
         taken: Tensor | None = None
 
         def look(layer: int, pending: Tensor, residual: Tensor | None) -> None:

@@ -168,7 +168,9 @@ def load_head(
     with torch.inference_mode():
         try:
             values, ids = (
-                _dummy(spec, dtype, device, seed) if load_format == "dummy" else _load(description, dtype=dtype, device=device)
+                _dummy(spec, dtype, device, seed)
+                if load_format == "dummy"
+                else _load(description, dtype=dtype, device=device)
             )
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"the draft head does not fit on {device}: {error}", field="model") from error
@@ -202,12 +204,18 @@ def build_head(
     joined = "attention.qkv.weight" if isinstance(spec, EagleSpec) else "join.weight"
     pairs = {joined: [w.contiguous() for w in values.pop(joined).chunk(2, dim=1)]}
     embed = ops.embedding(values.pop("embed.weight"), None) if "embed.weight" in values else decoder.embed
-    norms = {n: build_norm(spec.norm, n, values) for n in ("embed_norm", "hidden_norm", "final_norm") if f"{n}.weight" in values}
+    norms = {
+        n: build_norm(spec.norm, n, values)
+        for n in ("embed_norm", "hidden_norm", "final_norm")
+        if f"{n}.weight" in values
+    }
     head = linear("head") if "head.weight" in values else decoder.head
     tap, body, scale = None, cast("Body", None), 1.0
     if isinstance(spec, EagleSpec):
         parts = values.pop("fc.weight").chunk(len(spec.aux_layers), dim=1)
-        tap = Tap({i: ops.quantize_weight(w.contiguous(), None, scheme) for i, w in zip(spec.aux_layers, parts, strict=True)})
+        tap = Tap(
+            {i: ops.quantize_weight(w.contiguous(), None, scheme) for i, w in zip(spec.aux_layers, parts, strict=True)}
+        )
         values["attention.qkv.weight"] = pairs[joined][1]
     else:
         scale = decoder.spec.embed_scale
@@ -216,7 +224,9 @@ def build_head(
     if isinstance(spec, EagleSpec):
         body = EagleBody(spec, layer, half(joined, 0), norms["embed_norm"], norms["final_norm"])
     else:
-        body = MTPBody(layer, half(joined, 0), half(joined, 1), norms["embed_norm"], norms["hidden_norm"], norms["final_norm"])
+        body = MTPBody(
+            layer, half(joined, 0), half(joined, 1), norms["embed_norm"], norms["hidden_norm"], norms["final_norm"]
+        )
     assert not values, f"unused: {list(values)}"
     return ChainHead(spec, body, ops, embed, scale, head, tap)
 
@@ -245,11 +255,17 @@ def _target_ids(spec: EagleSpec, maps: dict[str, Tensor]) -> Tensor | None:
     if steps is None:
         return None
     if tuple(steps.shape) != (spec.draft_vocab_size,) or steps.is_floating_point():
-        raise CheckpointError(f"the tensor 'd2t' must be {spec.draft_vocab_size} whole numbers, draft_vocab_size", field="d2t")
+        raise CheckpointError(
+            f"the tensor 'd2t' must be {spec.draft_vocab_size} whole numbers, draft_vocab_size", field="d2t"
+        )
     ids = torch.arange(spec.draft_vocab_size) + steps.long().cpu()
     if int(ids.min()) < 0 or int(ids.max()) >= spec.vocab_size or len(ids.unique()) < len(ids):
-        raise CheckpointError(f"the tensor 'd2t' names tokens beyond the model's {spec.vocab_size}, or some twice", field="d2t")
-    if chosen is not None and (tuple(chosen.shape) != (spec.vocab_size,) or not chosen[ids].all() or chosen.sum() != len(ids)):
+        raise CheckpointError(
+            f"the tensor 'd2t' names tokens beyond the model's {spec.vocab_size}, or some twice", field="d2t"
+        )
+    if chosen is not None and (
+        tuple(chosen.shape) != (spec.vocab_size,) or not chosen[ids].all() or chosen.sum() != len(ids)
+    ):
         raise CheckpointError("the tensor 't2d' says otherwise than 'd2t' which tokens are the head's", field="t2d")
     return ids
 

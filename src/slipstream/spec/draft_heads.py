@@ -1,4 +1,4 @@
-"""What a draft head *is*, as data: a small part that guesses tokens from the states of the model that it was trained for. No torch.
+"""What a draft head *is*, as data: a small part that guesses tokens from the states of the model it was trained for. No torch.
 
     EAGLE-3   one layer over the embedding of a token and what `fc` makes of three layers' states (Li et al. 2025)
     MTP       the layer that a checkpoint has behind its last one (DeepSeek-V3, arXiv:2412.19437, section 2.2)
@@ -100,7 +100,11 @@ class MTPSpec:
     @property
     def shapes(self) -> dict[str, Shape]:
         e = self.hidden_size
-        found: dict[str, Shape] = {**self.norm.shapes("embed_norm"), **self.norm.shapes("hidden_norm"), "join.weight": (e, 2 * e)}
+        found: dict[str, Shape] = {
+            **self.norm.shapes("embed_norm"),
+            **self.norm.shapes("hidden_norm"),
+            "join.weight": (e, 2 * e),
+        }
         found |= self.layer.shapes(e) | self.norm.shapes("final_norm")
         return {**found, "head.weight": (self.vocab_size, e)} if self.own_head else found
 
@@ -108,7 +112,9 @@ class MTPSpec:
         below = f"model.layers.{self.index}."
         own = {"enorm": "embed_norm", "hnorm": "hidden_norm", "eh_proj": "join", "shared_head.norm": "final_norm"}
         own |= {"shared_head.head": "head"} if self.own_head else {}
-        return {f"{below}{theirs}.weight": Placement(f"{ours}.weight") for theirs, ours in own.items()} | dict(self.layer_names)
+        return {f"{below}{theirs}.weight": Placement(f"{ours}.weight") for theirs, ours in own.items()} | dict(
+            self.layer_names
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,10 +178,13 @@ def read_head(method: HeadMethod, path: Path, target: ModelDescription) -> HeadD
     """The head at `path` (an MTP layer's is the model's own) for the model `target`. What does not fit is refused by name."""
     spec = target.spec
     if not spec.generates or spec.kind != "a decoder" or spec.embed_size is not None:
-        raise UnsupportedModelError(f"method {method!r} needs a decoder with embeddings as wide as its layers", field="method")
+        raise UnsupportedModelError(
+            f"method {method!r} needs a decoder with embeddings as wide as its layers", field="method"
+        )
     if spec.cache_groups[0].kind != "full":
         raise UnsupportedModelError(
-            f"method {method!r} needs layers that keep all tokens of a request; take method 'ngram' or 'suffix'", field="method"
+            f"method {method!r} needs layers that keep all tokens of a request; take method 'ngram' or 'suffix'",
+            field="method",
         )
     if method == "mtp":
         return _read_mtp(target)
@@ -237,7 +246,9 @@ def _read_eagle(path: Path, config: dict[str, Any], stored: frozenset[str], targ
     )
     has_map = "d2t" in stored
     if stored and not has_map and draft_vocab_size != target.vocab_size:
-        raise CheckpointError(f"{path} lacks d2t, which says what its {draft_vocab_size} tokens are of the model's", field="d2t")
+        raise CheckpointError(
+            f"{path} lacks d2t, which says what its {draft_vocab_size} tokens are of the model's", field="d2t"
+        )
     below = "layers.0." if any(name.startswith("layers.0.") for name in stored) else "midlayer."
     return HeadDescription(
         path=path, spec=spec, names=spec.names(below), ignored=frozenset(("t2d", "d2t")), has_map=has_map
@@ -258,7 +269,8 @@ def _aux_layers(c: ConfigReader, num_layers: int) -> tuple[int, ...]:
     fits = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i + shift <= num_layers for i in ids)
     if not fits or len(set(ids)) < len(ids) or sorted(ids) != list(ids):
         raise c.unsupported(
-            "eagle_aux_hidden_state_layer_ids", f"must be rising numbers of the model's {num_layers} layers (found {list(ids)})"
+            "eagle_aux_hidden_state_layer_ids",
+            f"must be rising numbers of the model's {num_layers} layers (found {list(ids)})",
         )
     return tuple(i + shift for i in ids)
 
@@ -282,7 +294,8 @@ def _read_mtp(target: ModelDescription) -> HeadDescription:
     count = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0))
     if count != 1:
         raise UnsupportedModelError(
-            f"config.json: num_nextn_predict_layers = {count!r}: method 'mtp' runs a model with one", field="num_nextn_predict_layers"
+            f"config.json: num_nextn_predict_layers = {count!r}: method 'mtp' runs a model with one",
+            field="num_nextn_predict_layers",
         )
     n = spec.num_layers
     below, ours = f"model.layers.{n}.", f"layers.{n}."
@@ -314,7 +327,9 @@ def _read_medusa(path: Path, config: dict[str, Any], stored: frozenset[str], tar
     c.require("hidden_size", target.hidden_size)
     c.require("vocab_size", target.vocab_size)
     c.require("truncated_vocab_size", target.vocab_size)
-    c.ignore("base_model_name_or_path", "version", "medusa_choices", "max_paths", "topk", "max_seq_len", "base_model_config")
+    c.ignore(
+        "base_model_name_or_path", "version", "medusa_choices", "max_paths", "topk", "max_seq_len", "base_model_config"
+    )
     num_heads = c.size("medusa_num_heads" if "medusa_num_heads" in c else "num_heads")
     num_layers = c.size("medusa_num_layers" if "medusa_num_layers" in c else "num_hidden_layers", 1)
     converted = any(name.removeprefix("medusa_heads.").startswith("blocks.") for name in stored)
@@ -322,7 +337,9 @@ def _read_medusa(path: Path, config: dict[str, Any], stored: frozenset[str], tar
     c.take("medusa_fc_bias", bool, True)
     c.finish()
     if "token_map" in stored:
-        raise CheckpointError(f"{path}: token_map (a smaller vocabulary) is not supported for Medusa heads", field="token_map")
+        raise CheckpointError(
+            f"{path}: token_map (a smaller vocabulary) is not supported for Medusa heads", field="token_map"
+        )
     bias = not stored or any(name.endswith(".bias") for name in stored)
     spec = MedusaSpec(
         hidden_size=target.hidden_size,

@@ -27,26 +27,37 @@ if TYPE_CHECKING:
 MOST_SEQS = 64
 """Sequences of the largest graph. With more the GPU is busy for longer than the host launches it."""
 
+DEPTHS = (1, 3, 5, 8)
+"""Lengths of chains where the number of drafts is chosen at each step. A chain runs in the next longer graph; beyond, op by
+op."""
+
+FIRST_SIZES = (1, 8)
+"""Numbers of sequences that are captured at the start; the others when they are wanted."""
+
 
 class ChainGraphs(Graphs):
-    """`max_model_len` tokens are the longest sequence."""
+    """`max_model_len` tokens are the longest sequence. `depths`: the lengths of chains."""
 
-    def __init__(self, drafter: ChainDrafter, rows: RowTable, *, max_model_len: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, drafter: ChainDrafter, rows: RowTable, depths: Sequence[int], *, max_model_len: int, max_num_seqs: int
+    ) -> None:
         super().__init__(rows.device)
         self.drafter, self.rows, self.max_model_len = drafter, rows, max_model_len
+        self.depths = sorted(d for d in depths if 2 * d < max_model_len)
         self.sizes = [n for n in ladder(max_num_seqs) if n <= MOST_SEQS]
         self._wanted: Counter[tuple[int, int]] = Counter()
 
-    def capture(self, num_drafts: int) -> None:
-        """Chains of this many drafts, for some numbers of sequences, the largest first."""
-        for size in reversed(self.sizes):
-            if size == self.sizes[-1] or size.bit_count() == 1:
-                self._graph(size, num_drafts)
+    def capture(self) -> None:
+        """Some sizes, the largest first."""
+        for depth in reversed(self.depths):
+            for size in reversed(FIRST_SIZES):
+                if size in self.sizes:
+                    self._graph(size, depth)
 
     def covers(self, drafted: Sequence[ScheduledRequest]) -> bool:
         """Whether a graph can run these. It counts the sizes that are wanted and not captured."""
-        most = max(len(s.drafts) for s in drafted)
-        if len(drafted) > self.sizes[-1]:
+        most = self._depth_for(drafted)
+        if most is None or len(drafted) > self.sizes[-1]:
             return False
         if not self.rows.is_greedy([s.request_id for s in drafted]):
             return False
@@ -59,7 +70,8 @@ class ChainGraphs(Graphs):
         return size in self._captured or self._wanted[size] >= PATIENCE
 
     def run(self, drafted: Sequence[ScheduledRequest]) -> None:
-        size, most = self._size_for(len(drafted)), max(len(s.drafts) for s in drafted)
+        size, most = self._size_for(len(drafted)), self._depth_for(drafted)
+        assert most is not None, "`covers` says no"
         captured = self._graph(size, most)
         host = self.idle(size, most)
         host[0, : len(drafted)] = [self.rows.rows[s.request_id].index for s in drafted]
@@ -76,6 +88,10 @@ class ChainGraphs(Graphs):
     def _size_for(self, num_seqs: int) -> int:
         return next(n for n in self.sizes if n >= num_seqs)
 
+    def _depth_for(self, drafted: Sequence[ScheduledRequest]) -> int | None:
+        most = max(len(s.drafts) for s in drafted)
+        return next((d for d in self.depths if d >= most), None)
+
     def idle(self, size: int, num_drafts: int) -> npt.NDArray[np.int32]:
         """Rows, places of the last tokens, and drafts that are wanted, of nothing but padding; each begins at a multiple of 16
         bytes."""
@@ -90,7 +106,7 @@ class ChainGraphs(Graphs):
         steps = torch.arange(count, dtype=torch.int32, device=device)
         token_ids, meta = gather_inputs(
             self.rows,
-            token_rows=rows.repeat_interleave(count),
+            token_rows=rows[:, None].expand(-1, count).reshape(-1),
             positions=(last[:, None] - count + steps).flatten(),
             rows=rows,
             query_start_loc=torch.arange(size + 1, dtype=torch.int32, device=device) * count,

@@ -22,7 +22,7 @@ from slipstream.model.draft_heads import ChainHead, LoadedHead, MedusaHead, load
 from slipstream.spec.draft_heads import HeadDescription
 from slipstream.spec.scheme import SCHEMES
 from slipstream.types import ScheduledRequest
-from slipstream.worker.chain_graphs import ChainGraphs
+from slipstream.worker.chain_graphs import DEPTHS, FIRST_SIZES, ChainGraphs
 from slipstream.worker.drafter import Chain, Drafter
 from slipstream.worker.forward import StateCache
 from slipstream.worker.input_batch import RowTable, SampledRows, gather_pairs
@@ -33,7 +33,14 @@ class HeadDrafter(Drafter):
     """What heads have in common."""
 
     def __init__(
-        self, config: EngineConfig, loaded: LoadedHead, hidden_size: int, *, ops: OpSet, device: torch.device, dtype: torch.dtype
+        self,
+        config: EngineConfig,
+        loaded: LoadedHead,
+        hidden_size: int,
+        *,
+        ops: OpSet,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(config, ops=ops, device=device, dtype=dtype)
         ids = loaded.target_ids
@@ -75,13 +82,16 @@ class ChainDrafter(Chain, HeadDrafter):
     """EAGLE-3 and MTP. `ends` has for each row the state for the pair behind its last one."""
 
     first, keeps_drafts = 1, False
+    num_graphs = len(DEPTHS) * len(FIRST_SIZES)
 
     def __init__(self, config: EngineConfig, loaded: LoadedHead, **more: torch.device | torch.dtype | OpSet) -> None:
         assert isinstance(loaded.head, ChainHead)
         super().__init__(config, loaded, loaded.head.spec.hidden_size, **more)  # type: ignore[arg-type]
         self.head, self.layers = loaded.head, (loaded.head.spec.layer,)
         rows = config.scheduling.max_num_seqs + 1
-        self.ends = torch.zeros(rows, self.hidden_size, dtype=torch.float32 if self.device.type == "cpu" else self.dtype)
+        self.ends = torch.zeros(
+            rows, self.hidden_size, dtype=torch.float32 if self.device.type == "cpu" else self.dtype
+        )
         self.ends = self.ends.to(self.device)
         self.graphs: ChainGraphs | None = None
 
@@ -98,14 +108,12 @@ class ChainDrafter(Chain, HeadDrafter):
         self.head.forward(token_ids, states, self.make_cache(1), meta)
 
     def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:
-        """Capture the chains of a fixed number of drafts; others when they are wanted."""
-        scheduling, speculation = config.scheduling, config.speculation
-        assert speculation is not None
-        self.graphs = ChainGraphs(
-            self, rows, max_model_len=config.model.max_model_len, max_num_seqs=scheduling.max_num_seqs
-        )
-        if speculation.num_speculative_tokens is not None and config.model.max_model_len > 2 * speculation.limit:
-            self.graphs.capture(speculation.num_speculative_tokens)
+        """Capture chains of the fixed number of drafts, or of several."""
+        assert config.speculation is not None
+        fixed = config.speculation.num_speculative_tokens
+        sizes = {"max_model_len": config.model.max_model_len, "max_num_seqs": config.scheduling.max_num_seqs}
+        self.graphs = ChainGraphs(self, rows, DEPTHS if fixed is None else (fixed,), **sizes)
+        self.graphs.capture()
 
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         if self.graphs is None or not self.graphs.covers(drafted):
@@ -156,7 +164,9 @@ class MedusaDrafter(HeadDrafter):
         for place in range(max(len(s.drafts) for s in drafted)):
             which = [i for i, s in enumerate(drafted) if len(s.drafts) > place]
             logits = self.head.logits(states[which], place)
-            shares = [ScheduledRequest(drafted[i].request_id, drafted[i].num_computed_tokens + place, 1, 1) for i in which]
+            shares = [
+                ScheduledRequest(drafted[i].request_id, drafted[i].num_computed_tokens + place, 1, 1) for i in which
+            ]
             sampled = gather_pairs(rows, shares).sampled
             assert sampled is not None
             if rows.is_greedy(sampled.names):

@@ -34,6 +34,8 @@ class Drafter(ABC):
     weights_bytes: int
     layers: tuple[LayerSpec, ...]
     """Those whose keys and values it keeps."""
+    num_graphs = 0
+    """That it captures at the start."""
 
     def __init__(self, config: EngineConfig, *, ops: OpSet, device: torch.device, dtype: torch.dtype) -> None:
         self.ops, self.device, self.dtype = ops, device, dtype
@@ -72,10 +74,11 @@ class Drafter(ABC):
 
         size = self.block_size
         return [
-            LayerKV(*cache_tensors(layer.attention, num_blocks, size, new, values_by_dim=by_dim)) for layer in self.layers
+            LayerKV(*cache_tensors(layer.attention, num_blocks, size, new, values_by_dim=by_dim))
+            for layer in self.layers
         ]
 
-    def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:
+    def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:  # noqa: B027 (most have none)
         """Capture what it will run, on a GPU."""
 
     def copy_blocks(self, source: Tensor, target: Tensor) -> None:

@@ -178,10 +178,10 @@ def load_runner(
     kept = packed_folder(path) or weights_folder(args.download_dir)
     runner = ModelRunner(config, description, tiles, weights_folder=kept)
     runner.phases["resolve"] = found
-    if (speculation := config.speculation) is not None and speculation.method not in ("ngram", "suffix"):
+    if (speculation := config.speculation) is not None and speculation.by_model:
         progress("draft model")
         folder = path if speculation.model is None else resolve_model(speculation.model, download_dir=args.download_dir)
-        if speculation.method == "draft":
+        if speculation.method not in ("eagle3", "medusa", "mtp"):
             runner.load_draft(read_spec(folder), weights_folder(args.download_dir))
         else:
             runner.load_head(_read_head(speculation.method, folder, description))

@@ -318,7 +318,8 @@ class ModelRunner:
             sizes = text_ladder(self.config.scheduling.max_num_batched_tokens)
             numbers = sum(most_texts(self.config, n) for n in sizes) * spec.hidden_size
             return 2 * activation_bytes + 4 * numbers + len(sizes) * GRAPH_BYTES
-        return graph_bytes(self.config, spec, size)
+        drafts = 0 if self.draft is None else self.draft.num_graphs * GRAPH_BYTES
+        return graph_bytes(self.config, spec, size) + drafts
 
     def capture_next(self) -> bool:
         """Capture one more graph that steps may want. False: there is none left."""

@@ -6,12 +6,13 @@ on the number of rows. Triton compiles a kernel anew for one row, for multiples 
 
 from __future__ import annotations
 
-from slipstream.types import NewRequest, SamplingParams, ScheduledRequest, StepPlan, TableUpdate
+from slipstream.types import FROM_MODEL, NewRequest, SamplingParams, ScheduledRequest, StepPlan, TableUpdate
 from slipstream.worker.model_runner import ModelRunner
 
 NUM_ROWS = (1, 3, 16, 80)
 """More than 64 rows are sampled in another way (`sampling.SPLIT_ROWS`)."""
 PROMPT = (0,) * 8
+DRAFTS = 3
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
@@ -26,7 +27,7 @@ def warm_up(runner: ModelRunner) -> None:
     spec, scheduling = runner.model.spec, runner.config.scheduling
     if not runner.platform.is_asynchronous or not spec.generates or spec.encoder is not None:
         return
-    if runner.config.model.max_model_len <= len(PROMPT):
+    if runner.config.model.max_model_len <= len(PROMPT) + 1 + DRAFTS:
         return
     null = tuple(TableUpdate(group, 0, (0,)) for group in range(len(runner.config.cache.groups)))
     for num_rows in NUM_ROWS:
@@ -37,7 +38,13 @@ def warm_up(runner: ModelRunner) -> None:
             new = tuple(NewRequest(name, PROMPT, len(PROMPT), sampling) for name in names)
             prompts = tuple(ScheduledRequest(name, 0, len(PROMPT), 1, null) for name in names)
             decodes = tuple(ScheduledRequest(name, len(PROMPT), 1, 1) for name in names)
-            for plan in (StepPlan(0, prompts, new), StepPlan(1, decodes)):
+            plans = [StepPlan(0, prompts, new), StepPlan(1, decodes)]
+            if runner.draft is not None:  # from a prompt, and behind a run of drafts
+                count = min(DRAFTS, runner.config.max_num_sampled // num_rows - 1)
+                for first in (len(PROMPT), len(PROMPT) + 1) if count > 0 else ():
+                    more = (ScheduledRequest(n, first, 1 + count, 1 + count, (), (FROM_MODEL,) * count) for n in names)
+                    plans.append(StepPlan(len(plans), tuple(more)))
+            for plan in plans:
                 runner.launch(plan).result()
             runner.forget_rows()
     runner.reset_expert_load()

@@ -1,0 +1,117 @@
+"""Trains a draft head and records its receipt; writes questions to a file for machines without a network.
+
+    python benchmarks/draft_head.py MODEL --out FOLDER [--recipe draft:eagle3] [--device cuda]
+    python benchmarks/draft_head.py --export questions.jsonl
+    python benchmarks/draft_head.py --receipt FOLDER/slipstream-draft.json    # records a run that was made before
+    python benchmarks/draft_head.py MODEL --cost FOLDER --output FILE         # what a pass costs beside a step of the model
+
+A file of questions stands in a recipe as `text`: `- draft_head: {kind: eagle3, text: questions.jsonl}`. Which questions are
+held out depends on their texts alone, so it is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+
+from slipstream.cli.main import main as slipstream
+from slipstream.compress.draft import RECEIPT_NAME
+from slipstream.compress.teacher import read_questions
+
+COUNT, LONGEST = 20_000, 1024
+
+
+def export(path: Path) -> None:
+    """Each question with an answer that nobody reads, since a text without answers is none."""
+    lines = []
+    for part in ("calibration", "evaluation"):
+        for question in read_questions("sharegpt", part, COUNT, LONGEST):  # type: ignore[arg-type]
+            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "-"}]
+            lines.append(json.dumps({"messages": turns}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{len(lines):,} questions in {path}")
+
+
+def cost(model: str, head: Path, rounds: int = 60) -> dict[str, dict[str, float]]:
+    """Milliseconds at position 128, in turns: a step of one token without and with the head loaded, verifications, a pass of
+    the head."""
+    import torch
+
+    from slipstream import LLM
+    from slipstream.kernels.metadata import AttentionMetadata
+
+    sizes = {"max_model_len": 512, "max_num_seqs": 2}
+    config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    with LLM(model, **sizes) as plain, LLM(model, speculative_config=config, **sizes) as llm:
+        first, second = (x.core.executor.runner for x in (plain, llm))  # type: ignore[attr-defined]
+        draft, device = second.draft, first.device
+
+        def tokens(count: int) -> tuple[torch.Tensor, AttentionMetadata]:
+            size = second.config.cache.block_size
+            meta = AttentionMetadata.alone(128 - count, count, block_size=size, device=device)
+            return torch.full((count,), 50, dtype=torch.int32, device=device), meta
+
+        def step(runner: Any, count: int) -> None:
+            ids, meta = tokens(count)
+            hidden = runner.forwards.hidden(ids, runner.kv, meta)
+            if runner.forwards.base.greedy(hidden) is None:
+                runner.forwards.logits(hidden).argmax(-1)
+
+        def one_pass() -> None:
+            ids, meta = tokens(1)
+            hidden, _ = draft.head.forward(ids, draft.ends[:1].clone(), draft.kv, meta)
+            draft.head.greedy(hidden)
+
+        kinds = {"plain": lambda: step(first, 1), "head loaded": lambda: step(second, 1), "head's pass": one_pass}
+        kinds |= {f"verify {n} drafts": lambda n=n: step(second, 1 + n) for n in (1, 2, 3, 5)}
+        times: dict[str, list[float]] = {name: [] for name in kinds}
+        with torch.inference_mode():
+            for _ in range(rounds):
+                for name, run in kinds.items():
+                    begin = time.perf_counter()
+                    run()
+                    first.platform.synchronize()
+                    times[name].append(1e3 * (time.perf_counter() - begin))
+    return {name: {"best_ms": min(own), "median_ms": common.median(own)} for name, own in times.items()}
+
+
+def main() -> int:
+    parser = common.parser(__doc__, "draft_head")
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--recipe", default="draft:eagle3")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--export", type=Path, metavar="FILE")
+    parser.add_argument("--receipt", type=Path, metavar="FILE")
+    parser.add_argument("--cost", type=Path, metavar="FOLDER")
+    args = parser.parse_args()
+    if args.cost is not None:
+        found = cost(args.model, args.cost)
+        for name, own in found.items():
+            print(f"{name:20} best {own['best_ms']:7.2f} ms, median {own['median_ms']:7.2f} ms")
+        common.save(args.output, "draft_head_cost", load_average=os.getloadavg()[0], times=found)
+        return 0
+    if args.export is not None:
+        export(args.export)
+        return 0
+    receipt = args.receipt
+    if receipt is None:
+        if args.out is None:
+            parser.error("--out, --export or --receipt is needed")
+        code = slipstream(
+            ["compress", args.model, "--recipe", args.recipe, "--out", str(args.out), "--device", args.device]
+        )
+        if code:
+            return code
+        receipt = args.out / RECEIPT_NAME
+    common.save(args.output, "draft_head", receipt=json.loads(receipt.read_text(encoding="utf-8")))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
