@@ -71,6 +71,8 @@ def _compose(params: StructuredOutputsParams) -> str:
                 schema = json.loads(text) if name == "json" else {"type": "object"}
                 if not isinstance(schema, dict) and schema is not True:
                     raise ValueError("a schema is an object, or true")
+                if (path := _ambiguous(schema)) is not None:
+                    raise ValueError(f"drafts differ in what $id beside $ref means (in the schema's {path or 'root'})")
                 return json_grammar(json.dumps({} if schema is True else schema), **_options(params))
             case "regex":
                 return _library(LLMatcher.grammar_from_regex, text)
@@ -165,6 +167,14 @@ def _culprit(schema: Any, message: str) -> str:
         else:
             break
     return path
+
+
+def _ambiguous(schema: Any, path: str = "") -> str | None:
+    """The path of a part that has `$id` and `$ref`: up to draft 7 the `$id` does not count, later `$ref` is resolved by it."""
+    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and isinstance(schema.get("$id"), str):
+        return path
+    parts = ((f"{path}.{name}" if path else name, part) for name, part in _parts(schema))
+    return next((found for name, part in parts if (found := _ambiguous(part, name)) is not None), None)
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
