@@ -4,10 +4,10 @@
 
 Prompts are of two kinds: those whose answers quote them (editing, extracting), and those whose answers don't. Each round runs
 every engine once on every kind, in an order that turns round by round, so that a machine whose speed changes treats them
-alike. The ratio is the median over rounds of plain seconds a token over speculating ones, of the same round; beside it stands the
-ratio of the process's CPU time, which other work on the machine disturbs less. Answers are greedy and end where the model ends
-them: behind a quotation it would go on with text that quotes nothing. Answers of earlier rounds are not to help later ones, so
-each round has prompts of its own.
+alike. The ratio is the median over rounds of plain seconds a token over speculating ones, of the same round; beside it stands
+the ratio of the process's CPU time, which other work on the machine disturbs less. Answers are greedy and end where the model
+ends them: behind a quotation it would go on with text that quotes nothing. Answers of earlier rounds are not to help later
+ones, so each round has prompts of its own.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def test_some_functions(llm, monkeypatch, mode):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("mode", "name"),
-    [("required", "hermes"), ("required", "llama3_json"), ("named", "hermes"), ("named", "deepseek"), ("strict", "mistral_args")],
+    [("required", "hermes"), ("required", "mistral"), ("named", "hermes"), ("named", "mistral"), ("strict", "mistral_args")],
 )
 def test_every_function(llm, monkeypatch, mode, name):
     monkeypatch.setattr(FORMATS["mistral_args"], "trigger", TRIGGER)

@@ -70,6 +70,7 @@ from slipstream.types import (
     VectorOutput,
 )
 
+
 class InFlight(NamedTuple):
     """A step that was scheduled: who sampled in it, the number of guesses of those that have some, and the tokens that grammars
     forced."""

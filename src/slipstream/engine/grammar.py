@@ -368,8 +368,8 @@ class Grammars:
         return () if state is None else state.forced(num_pending)
 
     def accept(self, request_id: str, tokens: Sequence[int]) -> int | None:
-        """Advance a request by its new tokens. How many complete its answer, if they do: behind right guesses something may have
-        been drawn that is no part of it. GrammarError if it can't go on."""
+        """Advance a request by its new tokens. How many complete its answer, if they do: behind right guesses something may
+        have been drawn that is no part of it. GrammarError if it can't go on."""
         state = self._states[request_id]
         for i, token in enumerate(tokens, 1):
             state.accept([token])
