@@ -6,10 +6,10 @@ r"""Speculative decoding beside plain decoding: engines of one process take turn
 
 Prompts are of two kinds: those whose answers quote them (editing, extracting), and those whose answers don't. Each round runs
 every engine once on every kind, in an order that turns round by round, so that a machine whose speed changes treats them
-alike. The ratio is the median over rounds of plain seconds a token over speculating ones, of the same round; beside it stands the
-ratio of the process's CPU time, which other work on the machine disturbs less. Answers are greedy and end where the model ends
-them: behind a quotation it would go on with text that quotes nothing. Answers of earlier rounds are not to help later ones, so
-each round has prompts of its own.
+alike. The ratio is the median over rounds of plain seconds a token over speculating ones, of the same round; beside it stands
+the ratio of the process's CPU time, which other work on the machine disturbs less. Answers are greedy and end where the model
+ends them: behind a quotation it would go on with text that quotes nothing. Answers of earlier rounds are not to help later
+ones, so each round has prompts of its own.
 
 With --forced X, model and head have random weights and their guesses are all wrong; so that the time of a step can be had
 nevertheless, a verification is *said* to yield X tokens on average, whatever was drawn. What is measured are milliseconds a

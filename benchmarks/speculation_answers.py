@@ -3,7 +3,8 @@
     python benchmarks/speculation_answers.py [MODEL] [--num-prompts 300] [--max-tokens 128] [--dtype float32]
 
 300 prompts that people wrote (`data/README.md`), answered once without speculation and once with each proposer, which always
-guesses three tokens. The draft model is the model itself without two of its layers, so that it errs at times. An answer that differs is listed with the place of its first other token. Exit code 1 if one does.
+guesses three tokens. The record is written after each. The draft model is the model itself without two of its layers, so that
+it errs at times. An answer that differs is listed with the place of its first other token. Exit code 1 if one does.
 
 torch's kernels compute in `--dtype` throughout; the C++ ones would round activations to 8 bits.
 """
@@ -89,7 +90,7 @@ def main() -> None:
             f" {stats.spec_accepted_tokens} of {stats.spec_draft_tokens} guesses right, {seconds:.0f} s",
             flush=True,
         )
-    common.save(args.output, "speculation_answers", workload=vars(args), settings=settings, results=results)
+        common.save(args.output, "speculation_answers", workload=vars(args), settings=settings, results=results)
     right = all(not r["different"] for r in results.values())
     sys.exit(0 if right and all(results[m]["accepted"] for m in args.methods) else 1)
 

@@ -125,8 +125,8 @@ class ScheduledRequest(NamedTuple):
 
     The last `num_sampled` of these positions are sampled: none while a prompt is not complete, one for a decode, one more for
     each guess. `drafts` are the last of the tokens to compute; the worker has all others. Those behind which something is
-    sampled are guesses: of what is sampled the tokens up to the first that is not the guess behind its position come back. Those
-    before are forced by a grammar, and known to be right.
+    sampled are guesses: of what is sampled the tokens up to the first that is not the guess behind its position come back.
+    Those before are forced by a grammar, and known to be right.
     """
 
     request_id: str

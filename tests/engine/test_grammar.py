@@ -330,6 +330,7 @@ def nested(schema):
         ({"json": {"enum": ["x" * grammar.MAX_CHARACTERS]}}, "json", "characters"),
         ({"regex": "a(b"}, "regex", "unclosed"),
         ({"regex": "a(?=b)"}, "regex", "look-ahead"),
+        ({"json": {"properties": {"a": {"$id": "x:a", "$ref": "#/$defs/b"}}, "$defs": {"b": {}}}}, "json", "properties.a"),
         ({"grammar": "start: nothing"}, "grammar", "unknown name"),
         ({"grammar": "root ::= nothing"}, "grammar", "enforced"),
         ({"grammar": "§"}, "grammar", "enforced"),

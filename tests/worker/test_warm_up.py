@@ -13,11 +13,17 @@ PROMPT = {"prompt_token_ids": [7, 8, 9, 10, 11, 12]}
 SIZES = dict(device="cpu", dtype="float32", skip_tokenizer_init=True, block_size=4, max_model_len=32, max_num_seqs=4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral"])
-def test_warm_up_leaves_nothing_behind(tmp_path, monkeypatch, family):
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("llama", None), ("gemma3_text", None), ("mixtral", None), ("llama", "draft"), ("mixtral", "ngram")],
+)
+def test_warm_up_leaves_nothing_behind(tmp_path, monkeypatch, family, method):
     tiny_models.build(tmp_path, family)
+    config = {"method": method, "num_speculative_tokens": 2} if method else None
+    if method == "draft":
+        config["model"] = str(tmp_path)
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
-    with LLM(str(tmp_path), num_threads=1, **SIZES) as llm:
+    with LLM(str(tmp_path), num_threads=1, speculative_config=config, **SIZES) as llm:
         runner = llm.core.executor.runner
         before = llm.generate([PROMPT], sampling)[0].outputs[0]
         load = llm.core.executor.expert_load()
@@ -28,7 +34,7 @@ def test_warm_up_leaves_nothing_behind(tmp_path, monkeypatch, family):
         warm_up(runner)
         monkeypatch.undo()
         assert {len(plan.scheduled) for plan in launched} == {1, 3}  # sixteen are more than this engine takes
-        assert len(launched) == 2 * 2 * len(module.SAMPLINGS)
+        assert len(launched) == 2 * (3 if method else 2) * len(module.SAMPLINGS)
         assert not runner.rows.rows
         assert all(not any(counts) for _, counts in llm.core.executor.expert_load()) or not load
         after = llm.generate([PROMPT], sampling)[0].outputs[0]

@@ -85,8 +85,8 @@ class Acceptance:
 class StepCosts:
     """Seconds of steps in which every token is sampled, by their numbers of sequences and of tokens.
 
-    Other work on the machine slows all sizes alike. So times are kept as at the speed that the machine had first: `_slowness` is
-    how much longer steps take of late than is known of their sizes. A burst of other work then makes no size look dear.
+    Other work on the machine slows all sizes alike. So times are kept as at the speed that the machine had first: `_slowness`
+    is how much longer steps take of late than is known of their sizes. A burst of other work then makes no size look dear.
     """
 
     def __init__(self) -> None:

@@ -75,6 +75,8 @@ def _compose(params: StructuredOutputsParams) -> str:
                 schema = json.loads(text) if name == "json" else {"type": "object"}
                 if not isinstance(schema, dict) and schema is not True:
                     raise ValueError("a schema is an object, or true")
+                if (path := _ambiguous(schema)) is not None:
+                    raise ValueError(f"drafts differ in what $id beside $ref means (in the schema's {path or 'root'})")
                 return json_grammar(json.dumps({} if schema is True else schema), **_options(params))
             case "regex":
                 return _library(LLMatcher.grammar_from_regex, text)
@@ -175,6 +177,14 @@ def _culprit(schema: Any, message: str) -> str:
         else:
             break
     return path
+
+
+def _ambiguous(schema: Any, path: str = "") -> str | None:
+    """The path of a part that has `$id` and `$ref`: up to draft 7 the `$id` does not count, later `$ref` is resolved by it."""
+    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and isinstance(schema.get("$id"), str):
+        return path
+    parts = ((f"{path}.{name}" if path else name, part) for name, part in _parts(schema))
+    return next((found for name, part in parts if (found := _ambiguous(part, name)) is not None), None)
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
@@ -405,8 +415,8 @@ class Grammars:
         return () if state is None else state.forced(num_pending)
 
     def accept(self, request_id: str, tokens: Sequence[int]) -> int | None:
-        """Advance a request by its new tokens. How many complete its answer, if they do: behind right guesses something may have
-        been drawn that is no part of it. GrammarError if it can't go on."""
+        """Advance a request by its new tokens. How many complete its answer, if they do: behind right guesses something may
+        have been drawn that is no part of it. GrammarError if it can't go on."""
         state = self._states[request_id]
         for i, token in enumerate(tokens, 1):
             state.accept([token])

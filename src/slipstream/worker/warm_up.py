@@ -6,7 +6,19 @@ on the number of rows. Triton compiles a kernel anew for one row, for multiples 
 
 from __future__ import annotations
 
-from slipstream.types import FROM_MODEL, NewRequest, SamplingParams, ScheduledRequest, StepPlan, TableUpdate
+import numpy as np
+
+from slipstream.types import (
+    FROM_MODEL,
+    NewRequest,
+    SamplingParams,
+    ScheduledRequest,
+    StepPlan,
+    StructuredOutputsParams,
+    TableUpdate,
+    TokenMask,
+)
+from slipstream.worker.constrained import AwaitingMask
 from slipstream.worker.model_runner import ModelRunner
 
 NUM_ROWS = (1, 3, 16, 80)
@@ -18,17 +30,21 @@ SAMPLINGS = (
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
     SamplingParams(temperature=0.8, top_p=0.9, min_p=0.05, presence_penalty=0.5, logprobs=1),
+    SamplingParams(temperature=1.0, structured_outputs=StructuredOutputsParams(regex="a")),  # masks, if not this grammar's
 )
+NUM_DRAFTS = 2
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Run prompts and decodes of a few rows with each of SAMPLINGS. All of them write into the null block. Nothing is done
-    where nothing is compiled at run time (CPU), nor for models that generate nothing or have an encoder."""
+    """Run prompts, decodes and, with speculation, drafts of a few rows with each of SAMPLINGS. All of them write into the null
+    block. Nothing is done where nothing is compiled at run time (CPU), nor for models that generate nothing or have an
+    encoder."""
     spec, scheduling = runner.model.spec, runner.config.scheduling
     if not runner.platform.is_asynchronous or not spec.generates or spec.encoder is not None:
         return
-    if runner.config.model.max_model_len <= len(PROMPT) + 1 + DRAFTS:
+    if runner.config.model.max_model_len <= len(PROMPT) + NUM_DRAFTS + 1:
         return
+    drafts = (0 if runner.draft is None else FROM_MODEL,) * NUM_DRAFTS
     null = tuple(TableUpdate(group, 0, (0,)) for group in range(len(runner.config.cache.groups)))
     for num_rows in NUM_ROWS:
         if num_rows > scheduling.max_num_seqs or num_rows * len(PROMPT) > scheduling.max_num_batched_tokens:
@@ -39,12 +55,22 @@ def warm_up(runner: ModelRunner) -> None:
             prompts = tuple(ScheduledRequest(name, 0, len(PROMPT), 1, null) for name in names)
             decodes = tuple(ScheduledRequest(name, len(PROMPT), 1, 1) for name in names)
             plans = [StepPlan(0, prompts, new), StepPlan(1, decodes)]
-            if runner.draft is not None:  # from a prompt, and behind a run of drafts
-                count = min(DRAFTS, runner.config.max_num_sampled // num_rows - 1)
+            if runner.config.speculation is not None:  # from a prompt, and behind a run of drafts
+                count = min(NUM_DRAFTS, runner.config.max_num_sampled // num_rows - 1)
                 for first in (len(PROMPT), len(PROMPT) + 1) if count > 0 else ():
-                    more = (ScheduledRequest(n, first, 1 + count, 1 + count, (), (FROM_MODEL,) * count) for n in names)
-                    plans.append(StepPlan(len(plans), tuple(more)))
+                    own = drafts[:count]
+                    more = tuple(ScheduledRequest(n, first, 1 + count, 1 + count, (), own) for n in names)
+                    plans.append(StepPlan(len(plans), more))
             for plan in plans:
-                runner.launch(plan).result()
+                step = runner.launch(plan)
+                if isinstance(step, AwaitingMask):
+                    step.constrain(_anything(plan, spec.vocab_size))
+                step.result()
             runner.forget_rows()
     runner.reset_expert_load()
+
+
+def _anything(plan: StepPlan, vocab_size: int) -> TokenMask:
+    """All tokens may be drawn at all positions."""
+    count = sum(s.num_sampled for s in plan.scheduled)
+    return TokenMask(tuple(range(count)), np.full((count, -(-vocab_size // 32)), -1, np.int32).tobytes())

@@ -1,7 +1,9 @@
 import asyncio
 import sys
+from typing import Literal
 
 import openai
+from pydantic import BaseModel, Field
 
 base, model, _, encoder = sys.argv[1:5]
 client = openai.OpenAI(base_url=base + "/v1", api_key="none")
@@ -24,3 +26,16 @@ async def main():
 
 
 assert asyncio.run(main()).choices[0].message == whole.choices[0].message
+
+
+class Answer(BaseModel):
+    colour: Literal["red", "green", "blue"]
+    sure: bool
+    tags: list[Literal["a", "b"]] = Field(min_length=1, max_length=3)
+
+
+parsed = client.chat.completions.parse(messages=messages, response_format=Answer, model=model, max_tokens=600, seed=1)
+assert isinstance(parsed.choices[0].message.parsed, Answer)
+with client.chat.completions.stream(messages=messages, response_format=Answer, model=model, max_tokens=600, seed=1) as stream:
+    events = list(stream)
+assert stream.get_final_completion().choices[0].message.parsed == parsed.choices[0].message.parsed
