@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sharegpt, fixed:IN/OUT, uniform:A-B/C-D, lengths:PATH or trace:PATH (default: sharegpt)",
     )
     group.add_argument("--rate", type=float, metavar="X", help="requests a second; a trace's own arrivals are stretched to it")
-    group.add_argument("--concurrency", type=int, metavar="X", help="users, each of whom waits for the answer before asking again")
+    group.add_argument(
+        "--concurrency", type=int, metavar="X", help="users, each of whom waits for the answer before asking again"
+    )
     group.add_argument("--slo", default="", metavar="NAME=S,…", help="ttft_s, tpot_s, e2e_s: the most seconds of each")
     group.add_argument("--attainment", type=float, default=0.95, metavar="X", help="share of requests to meet them (0.95)")
     group = parser.add_argument_group("devices")

@@ -46,8 +46,8 @@ class Recommended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
-    """A kind of device for the model and the traffic. `replicas` is None where the objectives can't be met at the load asked for,
-    or none was."""
+    """A kind of device for the model and the traffic. `replicas` is None where the objectives can't be met at the load asked
+    for, or none was."""
 
     engine: PlannedEngine
     capacity: Capacity
@@ -272,8 +272,10 @@ def recommended(
         Recommended(setting="max_num_batched_tokens", value=tokens, reason="prompts alone in a step keep the products busy")
     )
     mixed = config.scheduling.max_num_mixed_tokens
-    why = "shorter steps keep the time between tokens within the objective, and so more requests" if limits else (
-        "fewer tokens a step did not carry more requests within the objectives"
+    why = (
+        "shorter steps keep the time between tokens within the objective, and so more requests"
+        if limits
+        else ("fewer tokens a step did not carry more requests within the objectives")
     )
     found.append(Recommended(setting="max_num_mixed_tokens", value=mixed, reason=why))
     if engine.hardware.is_gpu:
