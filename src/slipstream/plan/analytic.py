@@ -27,9 +27,6 @@ ACTIVATION_PASSES = 3.6
 ONE_TOKEN_SHARE = 0.3
 """Of the fixed times where a step of one token is one kernel."""
 
-CLOSEST_CALLS = 0.25
-"""Share of an all-reduce's time that other work hides: none is assumed beyond it."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalyticCost:

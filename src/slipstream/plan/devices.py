@@ -114,7 +114,3 @@ def find_device(name: str) -> Hardware:
 
 def _plain(text: str) -> str:
     return "".join(c for c in text.lower() if c.isalnum()).removeprefix("nvidia")
-
-
-def as_data(hardware: Hardware) -> dict[str, Any]:
-    return dataclasses.asdict(hardware)
