@@ -187,6 +187,8 @@ def measure(settings: EngineArgs, description: ModelDescription) -> dict[str, An
         start = dataclasses.replace(start, kv_cache_bytes=MEASURED_CACHE_BYTES)
     with phases("measuring") as on_phase:
         executor = LocalExecutor.build(start, progress=on_phase)
+        while executor.capture_next():
+            pass
     config, spec = executor.config, description.spec
     scheduling, info = config.scheduling, config.device.info
     if config.model.max_model_len < PROMPT + ANSWER:

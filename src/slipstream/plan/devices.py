@@ -7,7 +7,6 @@ reaches of its own, and are *estimated*.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 from dataclasses import dataclass, field
