@@ -38,7 +38,7 @@ from slipstream.worker.executor import LocalExecutor
 from slipstream.worker.step_costs import grid, measure_steps
 
 TARGETS = {"tpot": 0.08, "ttft": 0.15, "throughput": 0.08}
-MEASURED_CACHE = 512 * 2**20
+MEASURED_CACHE, GPU_CACHE = 512 * 2**20, 35 * 2**30
 
 
 def draw(rng: random.Random, capacity: float, scale: int) -> dict[str, Any]:
@@ -174,8 +174,7 @@ def main() -> None:
             load_format="dummy" if args.config else "auto",
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
-            kv_cache_bytes=None if args.config else MEASURED_CACHE,
-            gpu_memory_utilization=0.45 if args.config else None,  # two engines stand side by side
+            kv_cache_bytes=GPU_CACHE if args.config else MEASURED_CACHE,  # two engines stand side by side
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
         )

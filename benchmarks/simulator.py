@@ -1,4 +1,4 @@
-"""How fast `slipstream plan` simulates: seconds of one core's time for so many requests, and how much faster than they are served.
+"""How fast `slipstream plan` simulates: seconds of one core's time for so many requests, and how much faster than served.
 
     python benchmarks/simulator.py [--num-requests 1000000] [--rate 90]
 

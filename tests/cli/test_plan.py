@@ -93,6 +93,7 @@ def test_bad_input_is_named(capsys, words, field):
     assert found["error"]["field"] == field
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_and_the_table_found_again(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     build(tmp_path / "m")
