@@ -74,10 +74,12 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu is not None and (args.measure or hasattr(args, "device")):
         raise ConfigError("--gpu plans for other devices, --device and --measure for this machine; give one", field="gpu")
     check_html(args.html)
+    workload = parse_workload(args.workload, seed=settings.seed)
+    as_recorded = args.rate is None and args.concurrency is None and workload.recorded
     load = Load(
-        workload=parse_workload(args.workload, seed=settings.seed),
+        workload=workload,
         objectives=Objectives(limits=parse_objectives(args.slo), attainment=args.attainment),
-        rate=args.rate,
+        rate=workload.traffic(None, len(workload.requests)).rate if as_recorded else args.rate,
         users=args.concurrency,
         seed=settings.seed,
     )
