@@ -74,7 +74,8 @@ def main() -> None:
             print(row["load"], backend, row[backend], flush=True)
     names = ("predicted", *args.backends.split(","))
     means = {
-        who: {n: sum((r if who == "predicted" else r[who])["errors"][n] for r in rows) / len(rows) for n in TARGETS} for who in names
+        who: {n: sum((r if who == "predicted" else r[who])["errors"][n] for r in rows) / len(rows) for n in TARGETS}
+        for who in names
     }
     shown = [(who.replace("predicted", "slipstream"), *(f"{m[n]:.1%}" for n in TARGETS)) for who, m in means.items()]
     print_table("mean error", ("estimates", *TARGETS), shown)

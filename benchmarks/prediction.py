@@ -38,14 +38,14 @@ from slipstream.worker.executor import LocalExecutor
 from slipstream.worker.step_costs import grid, measure_steps
 
 TARGETS = {"tpot": 0.08, "ttft": 0.15, "throughput": 0.08}
-MEASURED_CACHE = 512 * 2**20
+MEASURED_CACHE, GPU_CACHE = 512 * 2**20, 35 * 2**30
 
 
 def draw(rng: random.Random, capacity: float, scale: int) -> dict[str, Any]:
     """Lengths around a random mean; users or a rate up to four fifths of `capacity` tokens a second."""
     mean_in, mean_out = rng.choice((16, 32, 64, 128, 256)) * scale, rng.choice((16, 32, 64)) * scale
     count = rng.choice((12, 16, 24)) * scale
-    lengths = [(rng.randint(mean_in // 2, 3 * mean_in // 2), rng.randint(mean_out // 2, 3 * mean_out // 2)) for _ in range(count)]
+    lengths = [tuple(rng.randint(mean // 2, 3 * mean // 2) for mean in (mean_in, mean_out)) for _ in range(count)]
     if rng.random() < 0.5:
         return {"lengths": lengths, "users": rng.choice((1, 2, 4, 8, 16, 24)) * scale}
     return {"lengths": lengths, "rate": round(rng.uniform(0.2, 0.8) * capacity / (mean_in / 4 + mean_out), 3)}
@@ -174,8 +174,7 @@ def main() -> None:
             load_format="dummy" if args.config else "auto",
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
-            kv_cache_bytes=None if args.config else MEASURED_CACHE,
-            gpu_memory_utilization=0.45 if args.config else None,  # two engines stand side by side
+            kv_cache_bytes=GPU_CACHE if args.config else MEASURED_CACHE,  # two engines stand side by side
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
         )
@@ -183,7 +182,7 @@ def main() -> None:
     means = {name: sum(r["errors"][name] for r in rows if name in r["errors"]) / len(rows) for name in TARGETS}
     shown = [
         (
-            str(r["load"] if isinstance(r["load"], str) else {k: v for k, v in r["load"].items()}),
+            str(r["load"] if isinstance(r["load"], str) else dict(r["load"].items())),
             *(f"{r['measured'][n]:.4g} · {r['predicted'][n]:.4g} · {r['errors'].get(n, 0):.0%}" for n in TARGETS),
         )
         for r in rows

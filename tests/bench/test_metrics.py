@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.bench.metrics import RequestRecord, distribution, parse_objectives, percentile, summarize
+from slipstream.bench.metrics import (
+    RequestRecord,
+    distribution,
+    parse_objectives,
+    percentile,
+    summarize,
+    weighted_distribution,
+)
 from slipstream.errors import ConfigError
 
 # Sent at 0: first token at 1, then 2, 4. Sent at 1: a single token at 3. The third failed.
@@ -18,6 +25,12 @@ RECORDS = [
     RequestRecord(input_tokens=20, output_tokens=1, sent=1.0, first_token=3.0, last_token=3.0, gaps_s=()),
     RequestRecord(input_tokens=99, output_tokens=0, sent=1.5, error="refused", refused=True),
 ]
+
+
+def test_values_that_occur_often_have_the_distribution_of_all_of_them():
+    pairs = [(3.0, 4), (1.0, 1), (2.5, 0), (2.0, 7), (9.0, 2)]
+    assert weighted_distribution(pairs) == distribution(v for v, n in pairs for _ in range(n))
+    assert weighted_distribution([(1.0, 0)]) is None
 
 
 def test_one_request():

@@ -21,7 +21,19 @@ def plan(capsys, *words):
 
 def test_devices_side_by_side(capsys, tmp_path):
     page = tmp_path / "plan.html"
-    words = (CONFIG, "--gpu", "h200,l4", "--quantization", "fp8", "--slo", "tpot_s=0.05", "--price", "4,0.8", "--html", str(page))
+    words = (
+        CONFIG,
+        "--gpu",
+        "h200,l4",
+        "--quantization",
+        "fp8",
+        "--slo",
+        "tpot_s=0.05",
+        "--price",
+        "4,0.8",
+        "--html",
+        str(page),
+    )
     code, found = plan(capsys, *words, *QUICK)
     assert code == 0
     h200, l4 = found["devices"]
@@ -81,6 +93,7 @@ def test_bad_input_is_named(capsys, words, field):
     assert found["error"]["field"] == field
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_and_the_table_found_again(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     build(tmp_path / "m")

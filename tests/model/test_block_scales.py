@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.plan.estimate import estimate
 from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, resolve
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.select import select_ops
 from slipstream.kernels.weights import Linear, TileScaledLinear
 from slipstream.model.loader import load_model
+from slipstream.plan.estimate import estimate
 from slipstream.plan.memory import held_bytes, weights_bytes
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
-from slipstream.plan.estimate import estimate
 from slipstream.config import EngineArgs
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels import native
@@ -18,6 +17,7 @@ from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.quantize import dequantize, round_linear, unpack4
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.loader import load_model
+from slipstream.plan.estimate import estimate
 from slipstream.plan.memory import weights_bytes
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models

@@ -39,7 +39,9 @@ def test_products_have_the_ledgers_bytes_and_the_specs_parameters(config, scheme
     inside = sum(p.weight_bytes * p.count for p in found if p.name != "head")
     assert inside == pytest.approx(parts["attention"] + parts["mlp"])
     numbers = sum(p.rows * p.inner * p.copies * p.count for p in found if p.name != "head")
-    shapes = [s for layer in spec.layers for n, s in layer.shapes(spec.hidden_size).items() if n.endswith(".weight") and len(s) == 2]
+    shapes = [
+        s for layer in spec.layers for n, s in layer.shapes(spec.hidden_size).items() if n.endswith(".weight") and len(s) == 2
+    ]
     assert numbers == sum(a * b for a, b in shapes)
 
 
@@ -107,7 +109,9 @@ def test_graph_sizes_hold_what_they_are_asked_for():
 
 def test_traces(tmp_path):
     azure, mooncake = tmp_path / "a.csv", tmp_path / "m.jsonl"
-    azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n")
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+    )
     mooncake.write_text('{"timestamp": 500, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]}\n')
     first, second = read_trace(azure).requests
     assert (first.arrival, first.input_tokens, first.output_tokens) == (0.0, 374, 44)
@@ -182,7 +186,9 @@ def test_capacity_is_where_the_objectives_end():
 
 def test_a_plan_says_how_many_what_binds_and_why():
     args = EngineArgs(model=str(CONFIGS / "llama-3-8b"), quantization="fp8", kv_cache_dtype="fp8")
-    load = Load(workload=parse_workload("fixed:500/50"), objectives=Objectives(limits={"ttft_s": 0.5}, attainment=0.9), rate=60.0)
+    load = Load(
+        workload=parse_workload("fixed:500/50"), objectives=Objectives(limits={"ttft_s": 0.5}, attainment=0.9), rate=60.0
+    )
     plan = plan_device(args, read_spec(CONFIGS / "llama-3-8b"), find_device("h200"), load, search=False)
     assert plan.replicas is not None
     assert load.objectives.met_by(plan.run)

@@ -13,7 +13,6 @@ from slipstream.types import EngineRequest, SamplingParams, StepResult
 from tests.core.configs import FULL, config, window
 
 
-
 def request(number, prompt, answer, arrival=0.0, priority=0, shared=0):
     tokens = (1000,) * min(shared, prompt) + (number,) * (prompt - min(shared, prompt))
     return EngineRequest(
@@ -87,7 +86,11 @@ def loads(draw):
 )
 def test_steps_are_the_schedulers(arrivals, depth, block_size, more_blocks, caching, groups, seqs, more_tokens):
     num_blocks = len(groups) * -(-62 // block_size) + 2 + more_blocks
-    limits = {"max_num_seqs": seqs, "max_num_batched_tokens": seqs + more_tokens, "max_num_mixed_tokens": seqs + more_tokens // 2}
+    limits = {
+        "max_num_seqs": seqs,
+        "max_num_batched_tokens": seqs + more_tokens,
+        "max_num_mixed_tokens": seqs + more_tokens // 2,
+    }
     given = {"depth": depth, "num_blocks": num_blocks, "block_size": block_size, "caching": caching, "groups": groups, **limits}
     expected, found = (steps_of(kind, arrivals, **given) for kind in (Scheduler, SleepingScheduler))
     for number, (one, other) in enumerate(zip(expected[0], found[0], strict=False)):

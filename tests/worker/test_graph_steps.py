@@ -13,12 +13,12 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
+from slipstream.plan.graph_sizes import MIXED_PROMPTS, mixed_prompts
 from slipstream.platform.cuda import CudaGraphs
 from slipstream.spec.model import CacheGroup
 from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker import graphs as module
 from slipstream.worker.forward import NO_PLAN, InputBatch
-from slipstream.plan.graph_sizes import MIXED_PROMPTS, mixed_prompts
 from slipstream.worker.graphs import PATIENCE, MixedInputs, StepGraphs, mixed_inputs
 from slipstream.worker.input_batch import (
     RowTable,

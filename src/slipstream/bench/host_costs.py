@@ -17,8 +17,8 @@ async def measure_host(
     engine: StreamingEngine, table: StepCost, *, vocab_size: int, run_ahead: int | None, users: Sequence[int] = USERS
 ) -> HostCost:
     """Bursts of short requests. What the median gap between tokens is beyond the table's step is the host's, where steps don't
-    overlap with it (`plan.simulate.SimulatedEngine.run_ahead`); what the first token of a lone request takes beyond its prompt's
-    step is the front end's."""
+    overlap with it (`plan.simulate.SimulatedEngine.run_ahead`). What the first token of a lone request takes beyond its
+    prompt's step is the front end's."""
     rows, targets, first = [], [], 0.0
     for count in users:
         load = fixed(count if count > 1 else 3, PROMPT, ANSWER, vocab_size=vocab_size, seed=count)

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arrivals = parser.add_mutually_exclusive_group()
     for name, metavar, kind, text in (
-        ("--arrivals", "HOW", str, "burst, closed:USERS, poisson:RATE or ramp:FROM:TO:SECONDS (default: burst)"),
+        ("--arrivals", "HOW", str, "burst, closed:USERS, poisson:RATE, gamma:RATE:CV or ramp:FROM:TO:SECONDS (default: burst)"),
         ("--concurrency", "USERS", "closed:{}".format, "the same as --arrivals closed:USERS"),
         ("--request-rate", "RATE", "poisson:{}".format, "the same as --arrivals poisson:RATE"),
     ):

@@ -22,6 +22,7 @@ from slipstream.hub import DEFAULT_MODEL
 if TYPE_CHECKING:
     from slipstream.config import EngineArgs
     from slipstream.plan.recommend import Load
+    from slipstream.plan.step_cost import StepTable
     from slipstream.spec.description import ModelDescription
 
 MEASURED_CACHE_BYTES = 2**30
@@ -39,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sharegpt, fixed:IN/OUT, uniform:A-B/C-D, lengths:PATH or trace:PATH (default: sharegpt)",
     )
     group.add_argument("--rate", type=float, metavar="X", help="requests a second; a trace's own arrivals are stretched to it")
-    group.add_argument("--concurrency", type=int, metavar="X", help="users, each of whom waits for the answer before asking again")
+    group.add_argument(
+        "--concurrency", type=int, metavar="X", help="users, each of whom waits for the answer before asking again"
+    )
     group.add_argument("--slo", default="", metavar="NAME=S,…", help="ttft_s, tpot_s, e2e_s: the most seconds of each")
     group.add_argument("--attainment", type=float, default=0.95, metavar="X", help="share of requests to meet them (0.95)")
     group = parser.add_argument_group("devices")
@@ -71,10 +74,12 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu is not None and (args.measure or hasattr(args, "device")):
         raise ConfigError("--gpu plans for other devices, --device and --measure for this machine; give one", field="gpu")
     check_html(args.html)
+    workload = parse_workload(args.workload, seed=settings.seed)
+    as_recorded = args.rate is None and args.concurrency is None and workload.recorded
     load = Load(
-        workload=parse_workload(args.workload, seed=settings.seed),
+        workload=workload,
         objectives=Objectives(limits=parse_objectives(args.slo), attainment=args.attainment),
-        rate=args.rate,
+        rate=workload.traffic(None, len(workload.requests)).rate if as_recorded else args.rate,
         users=args.concurrency,
         seed=settings.seed,
     )
@@ -168,62 +173,76 @@ def describe(
 
 
 def measure(settings: EngineArgs, description: ModelDescription) -> dict[str, Any]:
-    """Measure this machine's steps of the model, its ceilings, and what host and front end add, and keep them."""
+    """Measure this machine's steps of the model and its ceilings, and keep them."""
+    from slipstream.plan.tables import keep_ceilings, keep_table
+    from slipstream.worker.ceilings import disk_rate
+
+    table, ceilings = measure_table(settings, description)
+    if (disk := disk_rate(description.path)) is not None:
+        ceilings["disk"] = disk
+    of = table.identity
+    keep_ceilings(of["device"], of["num_threads"] or 0, ceilings)
+    return {
+        "path": keep_table(table).name,
+        "num_steps": len(table.points),
+        "fit_error": table.error,
+        "host": dataclasses.asdict(table.host),
+        "ceilings": ceilings,
+    }
+
+
+def measure_table(
+    settings: EngineArgs, description: ModelDescription, *, longest: int = LONGEST_MEASURED, rounds: int | None = None
+) -> tuple[StepTable, dict[str, float]]:
+    """Steps of contexts up to `longest` tokens, with what host and front end add, and the device's ceilings."""
+    import gc
+
     from slipstream.bench.adapters.slipstream import AsyncSlipstream
     from slipstream.bench.host_costs import ANSWER, PROMPT, USERS, measure_host
     from slipstream.plan.engines import RUN_AHEAD
     from slipstream.plan.environment import environment
-    from slipstream.plan.estimate import bytes_by_part
-    from slipstream.plan.step_cost import HostCost, StepTable, fit_steps
-    from slipstream.plan.tables import identity, keep_ceilings, keep_table
-    from slipstream.worker.ceilings import device_ceilings, disk_rate
+    from slipstream.plan.estimate import bytes_by_part, this_device
+    from slipstream.plan.step_cost import HostCost, fit_steps
+    from slipstream.plan.tables import identity
+    from slipstream.worker.ceilings import device_ceilings
     from slipstream.worker.executor import LocalExecutor
-    from slipstream.worker.step_costs import grid, measure_steps
+    from slipstream.worker.step_costs import ROUNDS, grid, measure_steps
 
     start = dataclasses.replace(settings, skip_tokenizer_init=True, enable_prefix_caching=False)
-    if settings.kv_cache_bytes is None and not settings.device.startswith("cuda"):
-        start = dataclasses.replace(start, kv_cache_bytes=MEASURED_CACHE_BYTES)
+    if settings.kv_cache_bytes is None:
+        device = this_device(settings.device)
+        share = device.memory_bytes // 4 if device.is_cuda else MEASURED_CACHE_BYTES
+        start = dataclasses.replace(start, kv_cache_bytes=share)
     with phases("measuring") as on_phase:
         executor = LocalExecutor.build(start, progress=on_phase)
-    config, spec = executor.config, description.spec
-    scheduling, info = config.scheduling, config.device.info
-    if config.model.max_model_len < PROMPT + ANSWER:
+        on_phase("graphs")
+        while executor.capture_next():
+            pass
+    config, spec, scheduling = executor.config, description.spec, executor.config.scheduling
+    info, context = config.device.info, config.model.max_model_len
+    if context < PROMPT + ANSWER:
         raise ConfigError(f"--measure needs a max_model_len of at least {PROMPT + ANSWER}", field="max_model_len")
-    steps = grid(
-        scheduling.max_num_seqs,
-        scheduling.max_num_batched_tokens,
-        config.model.max_model_len,
-        executor.ledger.num_kv_tokens,
-        LONGEST_MEASURED,
-    )
+    limits = scheduling.max_num_seqs, scheduling.max_num_batched_tokens, context
+    steps = grid(*limits, executor.ledger.num_kv_tokens, longest)
     with progress_bar("measuring steps") as progress:
-        points = measure_steps(executor, steps, progress=progress)
+        points = measure_steps(executor, steps, rounds=rounds or ROUNDS, progress=progress)
     ceilings = device_ceilings(executor.runner.ops, executor.runner.device)
-    if (disk := disk_rate(description.path)) is not None:
-        ceilings["disk"] = disk
-    keep_ceilings(info.name, 0 if info.is_cuda else config.device.num_threads, ceilings)
-    made_by = environment()
-    made_by.pop("command")
     of = identity(config, spec, sum(bytes_by_part(config, description).values()))
+    made_by = {name: value for name, value in environment().items() if name != "command"}
     table = fit_steps(points, identity=of, made_by=made_by)
-    del executor
+    platform = executor.runner.platform
+    del executor  # the next engine needs its memory
+    gc.collect()
+    platform.release_unused()
 
-    async def host(table: StepTable) -> HostCost:
+    async def host() -> HostCost:
         async with await AsyncSlipstream.start(start) as engine:
             ahead = None if info.is_cuda else RUN_AHEAD
             users = [n for n in USERS if n <= scheduling.max_num_seqs]
             return await measure_host(engine, table, vocab_size=spec.vocab_size, run_ahead=ahead, users=users)
 
     with phases("measuring the host"):
-        table = table.with_host(asyncio.run(host(table)))
-    path = keep_table(table)
-    return {
-        "path": path.name,
-        "num_steps": len(points),
-        "fit_error": table.error,
-        "host": dataclasses.asdict(table.host),
-        "ceilings": ceilings,
-    }
+        return table.with_host(asyncio.run(host())), ceilings
 
 
 def show(document: dict[str, Any], args: argparse.Namespace) -> None:

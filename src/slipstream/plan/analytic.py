@@ -8,6 +8,7 @@ that comes of it is *estimated*.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from slipstream.plan.devices import Hardware
@@ -27,9 +28,6 @@ ACTIVATION_PASSES = 3.6
 ONE_TOKEN_SHARE = 0.3
 """Of the fixed times where a step of one token is one kernel."""
 
-CLOSEST_CALLS = 0.25
-"""Share of an all-reduce's time that other work hides: none is assumed beyond it."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalyticCost:
@@ -45,6 +43,15 @@ class AnalyticCost:
     cache_bytes: int  # of a number
     num_gpus: int = 1
     host: HostCost = field(default_factory=HostCost)
+    # Of layers with alike attention: how many, bytes of a cached token, operations of a pair, and the window.
+    _attentions: tuple[tuple[int, float, float, float], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        found = Counter(
+            (attention_bytes(a, 1, self.cache_bytes), attention_operations(a, 1), window_of(a))
+            for a in (layer.attention for layer in self.spec.layers)
+        )
+        object.__setattr__(self, "_attentions", tuple((count, *of) for of, count in found.items()))
 
     def label(self, shape: StepShape) -> Label:
         return "estimated"
@@ -87,14 +94,12 @@ class AnalyticCost:
         h, seconds = self.hardware, 0.0
         mean = shape.decode_context / shape.num_decodes if shape.num_decodes else 0.0
         mean_prompt = shape.prompt_attention / shape.num_prompt_tokens if shape.num_prompt_tokens else 0.0
-        for layer in self.spec.layers:
-            a, window = layer.attention, window_of(layer.attention)
+        rate = h.rate(self.dtype)
+        for count, token_bytes, pair_operations, window in self._attentions:
             cached = shape.num_decodes * min(mean, window)
-            reading = attention_bytes(a, cached, self.cache_bytes) / h.read_bytes_s
-            multiplying = attention_operations(a, cached) / h.rate(self.dtype)
             pairs = shape.num_prompt_tokens * min(mean_prompt, window)
-            prompts = attention_operations(a, pairs) / (h.rate(self.dtype) * h.attention_share)
-            seconds += max(reading, multiplying) + prompts
+            decodes = cached * max(token_bytes / h.read_bytes_s, pair_operations / rate)
+            seconds += count * (decodes + pairs * pair_operations / (rate * h.attention_share))
         return seconds / self.num_gpus
 
 

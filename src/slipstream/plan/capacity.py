@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from slipstream.bench.load import ClosedLoop
 from slipstream.bench.metrics import RequestRecord
@@ -54,8 +55,8 @@ def quantile(records: tuple[RequestRecord, ...], name: str, share: float) -> flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """`rate`: requests a second; None if the objectives do not even hold for a request alone. `run` is at that rate; `alone` with
-    one request at a time."""
+    """`rate`: requests a second; None if the objectives do not even hold for a request alone. `run` is at that rate; `alone`
+    with one request at a time."""
 
     rate: float | None
     run: Simulation | None
@@ -130,6 +131,6 @@ def carried(
         count = min(MOST_REQUESTS, 2 * enough)
 
 
-def with_limits(engine: SimulatedEngine, **limits: int) -> SimulatedEngine:
+def with_limits(engine: SimulatedEngine, **limits: Any) -> SimulatedEngine:
     """With other limits of its steps."""
     return dataclasses.replace(engine, scheduling=dataclasses.replace(engine.scheduling, **limits))

@@ -7,7 +7,6 @@ reaches of its own, and are *estimated*.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 from dataclasses import dataclass, field
@@ -114,7 +113,3 @@ def find_device(name: str) -> Hardware:
 
 def _plain(text: str) -> str:
     return "".join(c for c in text.lower() if c.isalnum()).removeprefix("nvidia")
-
-
-def as_data(hardware: Hardware) -> dict[str, Any]:
-    return dataclasses.asdict(hardware)

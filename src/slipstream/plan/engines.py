@@ -60,8 +60,10 @@ class PlannedEngine:
     def simulated(self) -> SimulatedEngine:
         cost: Any = self.analytic
         if self.table is not None:
-            cost = self.table if self.num_gpus == 1 else ScaledTable(
-                table=self.table, one=self.analytic.on(1), several=self.analytic
+            cost = (
+                self.table
+                if self.num_gpus == 1
+                else ScaledTable(table=self.table, one=self.analytic.on(1), several=self.analytic)
             )
         is_gpu, threads = self.hardware.is_gpu, self.config.device.num_threads
         return SimulatedEngine(
@@ -136,7 +138,7 @@ def plan_engine(
     spec = description.spec
     if spec.kind != "a decoder":
         raise ConfigError(f"plan is for models that write text, and this is {spec.kind}", field="model")
-    if not 1 <= num_gpus or any(layer.attention.num_heads % num_gpus for layer in spec.layers):
+    if not num_gpus >= 1 or any(layer.attention.num_heads % num_gpus for layer in spec.layers):
         raise ConfigError(f"{num_gpus} GPUs can't share the heads of {spec.family} evenly", field="max_gpus")
     info = info or hardware.device_info()
     all_gpus = dataclasses.replace(info, memory_bytes=info.memory_bytes * num_gpus, free_bytes=info.free_bytes * num_gpus)
@@ -144,7 +146,7 @@ def plan_engine(
     parts, dtype = bytes_by_part(config, description), config.model.dtype
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
     in_8_bits = description.stored or (scheme is not None and scheme.weight_bits <= 4)
-    product_type = dtype
+    product_type: str = dtype
     if scheme is not None and scheme.inputs is not None:
         product_type = scheme.inputs.removesuffix("-block")
     elif in_8_bits and not hardware.is_gpu:
@@ -153,7 +155,10 @@ def plan_engine(
     if description.stored and not hardware.is_gpu:  # a GGUF file's types, of which the ledger knows the sum
         held = {part: num_bytes * ledger.weights_bytes / sum(parts.values()) for part, num_bytes in held.items()}
     host = HostCost(
-        step_s=hardware.host_step_s, sequence_s=hardware.host_sequence_s, request_s=hardware.host_request_s, label=hardware.label
+        step_s=hardware.host_step_s,
+        sequence_s=hardware.host_sequence_s,
+        request_s=hardware.host_request_s,
+        label=hardware.label,
     )
     analytic = AnalyticCost(
         spec=spec,

@@ -1,5 +1,4 @@
-"""The sizes of steps that a GPU's graphs have room for: `worker/graphs.py` captures them, the simulator pads to them. No torch.
-"""
+"""The sizes of steps that a GPU's graphs have room for. `worker/graphs.py` captures them, the simulator pads to them."""
 
 from __future__ import annotations
 

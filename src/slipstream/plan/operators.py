@@ -39,7 +39,7 @@ class Product:
         """Weights that so many tokens need: of experts those that are expected to be chosen at all."""
         if self.copies == 1:
             return self.weight_bytes
-        return self.weight_bytes * (1 - (1 - self.chosen / self.copies) ** num_tokens)
+        return self.weight_bytes * (1 - math.pow(1 - self.chosen / self.copies, num_tokens))
 
 
 def products(spec: ModelSpec, bytes_by_part: Mapping[str, float]) -> tuple[Product, ...]:

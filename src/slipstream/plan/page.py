@@ -20,11 +20,13 @@ def render(document: Mapping[str, Any]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"gib": lambda value: f"{value / 2**30:,.2f}", "short": short, "ms": lambda value: f"{value * 1e3:,.1f}"}
+    environment.filters |= {
+        "gib": lambda value: f"{value / 2**30:,.2f}",
+        "short": short,
+        "ms": lambda value: f"{value * 1e3:,.1f}",
+    }
     template = environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
-    devices = [
-        {**row, "memory": shares(row["ledger"]), "parts": times(row["step"]["parts_s"])} for row in document["devices"]
-    ]
+    devices = [{**row, "memory": shares(row["ledger"]), "parts": times(row["step"]["parts_s"])} for row in document["devices"]]
     return template.render(d=document, devices=devices)
 
 

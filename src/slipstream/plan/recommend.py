@@ -46,13 +46,13 @@ class Recommended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
-    """A kind of device for the model and the traffic. `replicas` is None where the objectives can't be met at the load asked for,
-    or none was."""
+    """A kind of device for the model and the traffic. `replicas` is None where the objectives can't be met at the load asked
+    for, or none was."""
 
     engine: PlannedEngine
     capacity: Capacity
     full: Simulation
-    limits: dict[str, int]
+    limits: dict[str, int] | None  # of steps, where others than the engine's carry more; None: none were tried
     replicas: int | None
     run: Simulation | None  # at the load, of as few replicas as meet the objectives, or of as many as there may be
     binds: str
@@ -131,7 +131,7 @@ def plan_device(
         if found.rate is not None:
             engine, capacity = wider, found
             notes.append(f"one GPU alone does not meet the objectives; {num_gpus} that share the model do")
-    limits: dict[str, int] = {}
+    limits: dict[str, int] | None = None
     if search and capacity.rate is not None:
         engine, capacity, limits = best_limits(engine, capacity, load, on_run)
     full = saturated(engine.simulated, load.workload, seed=load.seed)
@@ -247,7 +247,7 @@ def recommended(
     run: Simulation,
     replicas: int | None,
     bound: str,
-    limits: dict[str, int],
+    limits: dict[str, int] | None,
     load: Load,
 ) -> list[Recommended]:
     config, ledger = engine.config, engine.ledger
@@ -272,12 +272,16 @@ def recommended(
         Recommended(setting="max_num_batched_tokens", value=tokens, reason="prompts alone in a step keep the products busy")
     )
     mixed = config.scheduling.max_num_mixed_tokens
-    why = "shorter steps keep the time between tokens within the objective, and so more requests" if limits else (
-        "fewer tokens a step did not carry more requests within the objectives"
-    )
+    why = "fewer tokens a step did not carry more requests within the objectives"
+    if limits is None:
+        why = "the engine's own choice; fewer were not tried"
+    elif limits:
+        why = "shorter steps keep the time between tokens within the objectives, and so more requests"
     found.append(Recommended(setting="max_num_mixed_tokens", value=mixed, reason=why))
     if engine.hardware.is_gpu:
-        used = ledger.used_bytes - ledger.kv_bytes + ledger.kv_bytes * min(1.0, run.peak_cache_usage * SPARE)
+        longest = 2 * ledger.blocks_per_sequence * ledger.block_bytes
+        cache = min(ledger.kv_bytes, max(longest, ledger.kv_bytes * run.peak_cache_usage * SPARE))
+        used = ledger.used_bytes - ledger.kv_bytes + cache
         share = min(0.95, max(0.1, math.ceil(used / ledger.total_bytes * 20) / 20))
         found.append(
             Recommended(

@@ -37,7 +37,7 @@ from slipstream.errors import ConfigError, EngineOverloadedError, RequestError
 from slipstream.plan.sleeping import ANY_TOKEN, SleepingScheduler
 from slipstream.plan.step_cost import LABELS, Label, StepCost, StepShape, attention_pairs
 from slipstream.plan.traffic import PREFIX_TOKENS, Traffic, TrafficRequest
-from slipstream.types import EngineRequest, SamplingParams, StepPlan, StepResult
+from slipstream.types import EngineRequest, SamplingParams, StepPlan, StepResult, TokenOutput
 
 Router: TypeAlias = Literal["round-robin", "least-loaded"]
 
@@ -117,6 +117,7 @@ class Replica:
     def __init__(
         self, engine: SimulatedEngine, traffic: Sequence[TrafficRequest], on_end: Callable[[int, float], None], *, exact: bool
     ) -> None:
+        self.now = 0.0
         kind: Any = Scheduler if exact else SleepingScheduler
         self.engine, self.traffic, self._on_end = engine, traffic, on_end
         self.scheduler: Scheduler = kind(
@@ -127,7 +128,7 @@ class Replica:
             clock=lambda: self.now,
         )
         self._exact = exact
-        self.now = self.device_free = self.busy_s = 0.0
+        self.device_free = self.busy_s = 0.0
         self._in_flight: deque[_InFlight] = deque()
         self._planned: StepPlan | None = None
         self._open: dict[str, _Progress] = {}
@@ -247,6 +248,7 @@ class Replica:
         pool = self.scheduler.pool
         self.peak_usage = max(self.peak_usage, 1 - pool.num_free / pool.num_usable)
         for output in self.scheduler.update(step.plan, result):
+            assert isinstance(output, TokenOutput)
             request_id = output.request_id
             request = self._open[request_id]
             if request.first_step < 0:

@@ -60,8 +60,10 @@ class SleepingScheduler(Scheduler):
         super().add(spec, held=held)
 
     def schedule(self) -> StepPlan | None:
-        now, scheduling = self._clock(), self.scheduling
         this = self._step_id + 1
+        if not (self._awake or self._waiting or self._released or this in self._due) and self._next_asleep:
+            return self._schedule_sleepers(this)
+        now, scheduling = self._clock(), self.scheduling
         step = StepBuilder(scheduling.max_num_batched_tokens)
         awake = [r for r in self._awake if r.status is Status.RUNNING] + self._take_due(this)
         awake.sort(key=_order)
@@ -97,14 +99,27 @@ class SleepingScheduler(Scheduler):
         self._awake = [r for r in {*awake, *step.scheduled} if r.status is Status.RUNNING and r not in self._asleep]
         return plan
 
+    def _schedule_sleepers(self, this: int) -> StepPlan:
+        """A step in which nobody is awake."""
+        self.num_asleep, self.asleep_context = self._next_asleep, self._next_context
+        self._step_id = this
+        self._in_flight[this] = NOTHING
+        self._pass(this)
+        return StepPlan(this, ())
+
     def update(self, plan: StepPlan, result: StepResult | None = None) -> list[EngineOutput]:
         """Every request that sampled gets a token. `result` is not looked at."""
-        self._wake_last(plan, plan.step_id)
+        last, caching = self._last, self.cache.enable_prefix_caching
+        if not plan.scheduled and plan.step_id not in last and not (caching and plan.step_id + 1 in last):
+            if not self._in_flight[plan.step_id].requests:  # nobody was woken since
+                del self._in_flight[plan.step_id]
+                return []
+        self._wake_last(plan.step_id)
         requests = self._in_flight.get(plan.step_id, NOTHING).requests
         outputs = super().update(plan, StepResult(plan.step_id, [ANY_TOKEN] * len(requests)))
-        if self.cache.enable_prefix_caching and plan.step_id + 1 in self._in_flight:
+        if caching and plan.step_id + 1 in self._in_flight:
             # All tokens but the last are known now, and the blocks that they fill are offered.
-            for request in self._wake_last(None, plan.step_id + 1):
+            for request in self._wake_last(plan.step_id + 1):
                 self._register(request)
         return outputs
 
@@ -160,7 +175,7 @@ class SleepingScheduler(Scheduler):
         self._next_asleep += len(due)
         return []
 
-    def _wake_last(self, plan: StepPlan | None, step_id: int) -> list[Request]:
+    def _wake_last(self, step_id: int) -> list[Request]:
         """Requests whose last token step `step_id` gives, awake and among those that sampled in it, in the Scheduler's order:
         decodes as they run, then prompts."""
         found = [request for request, sleep in self._last.pop(step_id, ()) if self._asleep.get(request) is sleep]

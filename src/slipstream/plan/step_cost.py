@@ -69,7 +69,8 @@ def attention_pairs(computed: int, count: int) -> int:
 class StepCost(Protocol):
     """The time of a step. `host` is what the engine and its front end add."""
 
-    host: HostCost
+    @property
+    def host(self) -> HostCost: ...
 
     def seconds(self, shape: StepShape) -> float: ...
 

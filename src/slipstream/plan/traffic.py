@@ -149,8 +149,8 @@ def read_trace(path: Path) -> Workload:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror}", field="workload") from None
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{path}, line {len(found) + 1 + is_csv}: {type(error).__name__}: {error}; a trace is Azure's CSV (TIMESTAMP, ContextTokens, "
-            "GeneratedTokens) or Mooncake's JSON lines (timestamp, input_length, output_length, hash_ids)",
+            f"{path}, line {len(found) + 1 + is_csv}: {type(error).__name__}: {error}; a trace is Azure's CSV (TIMESTAMP, "
+            "ContextTokens, GeneratedTokens) or Mooncake's JSON lines (timestamp, input_length, output_length, hash_ids)",
             field="workload",
         ) from None
     if not found:

@@ -24,7 +24,7 @@ NUM_SMALL = 200
 
 
 def device_ceilings(ops: OpSet, device: torch.device) -> dict[str, float]:
-    """`read` in bytes a second, products in operations a second by type, `op_s` on a GPU. What can't be measured is left out."""
+    """`read` in bytes a second, products in operations a second by type, `op_s` on a GPU; what can be measured."""
     if device.type == "cpu":
         if not isinstance(ops, NativeOps):
             return {}
@@ -36,7 +36,7 @@ def device_ceilings(ops: OpSet, device: torch.device) -> dict[str, float]:
 
 def _gpu_ceilings(device: torch.device) -> dict[str, float]:
     data = torch.zeros(READ_BYTES // 4, dtype=torch.float32, device=device)
-    found = {"read": READ_BYTES / _seconds(lambda: data.sum())}
+    found = {"read": READ_BYTES / _seconds(data.sum)}
     del data
     for dtype in (torch.bfloat16, torch.float32):
         a = torch.randn(SIDE, SIDE, device=device, dtype=dtype)
@@ -76,7 +76,7 @@ def _seconds(run: Callable[[], object], rounds: int = 5) -> float:
 
 
 def disk_rate(path: Path) -> float | None:
-    """Bytes a second from the disk that holds the model, its files' pages dropped first; None where the system can't drop them."""
+    """Bytes a second from the disk that holds the model, its file's pages dropped first; None where the system can't."""
     files = [path] if path.is_file() else [f for f in path.iterdir() if f.is_file()]
     if not files or not hasattr(os, "posix_fadvise"):
         return None

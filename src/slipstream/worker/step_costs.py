@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.plan.step_cost import MeasuredStep, StepShape
@@ -23,6 +25,9 @@ from slipstream.worker.executor import Launched, LocalExecutor
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 ROUNDS = 5
+ONE_IN_8_BITS = 0x38
+"""1.0 in float8 e4m3, some number in int8."""
+
 LEAST_S = 0.03
 """A shape is repeated for so long in each round, and at least twice."""
 
@@ -80,8 +85,11 @@ def measure_steps(
         raise ConfigError(f"steps are measured of a decoder, and {config.model.model} is {spec.kind}", field="model")
     most = 1 + max(_num_blocks(step, config) for step in steps)
     for layer in executor.runner.kv:  # memory that was never written is one page of zeros, which a cache holds
-        layer.k[:most].fill_(1)
-        layer.v[:most].fill_(1)
+        for held in (layer.k[:most], layer.v[:most]):
+            if held.element_size() == 1:
+                held.view(torch.uint8).fill_(ONE_IN_8_BITS)
+            else:
+                held.fill_(1)
     clock = _Clock(executor)
     found: list[list[float]] = [[] for _ in steps]
     for done, (_, (i, step)) in enumerate(itertools.product(range(rounds), enumerate(steps))):
