@@ -141,7 +141,7 @@ def test_a_compression_that_loses_too_much_is_not_run(tmp_path, monkeypatch):
 
 def test_the_prior_knows_bits_and_batches(config_only):
     traffic = Traffic(source="64/64", lengths=((64, 64),) * 8, arrivals="closed:8")
-    prior = roofline_prior(read_spec(config_only), traffic, Rates(read=1e9, multiply=1e12))
+    prior = roofline_prior(read_spec(config_only), traffic, Rates(read=1e9, multiply=1e12, multiply8=2e12))
 
     def of(compression, size, cache="auto"):
         return prior(Candidate(compression, (("kv_cache_dtype", cache), ("max_num_seqs", size))))
