@@ -84,13 +84,14 @@ class KeptFile:
     ) -> None:
         path = description.path.resolve()
         files = [path] if description.format == "gguf" else [path / "config.json", *safetensors_files(path)]
-        travels = folder.resolve().parent in (path, path.parent)  # in the checkpoint's own folder, and copied with it
+        own = path.parent if path.is_file() else path
+        travels = folder.resolve().parent == own  # in the checkpoint's own folder, and copied with it
         stamps = [_contents(f) if travels else _stamp(f) for f in files]
         of = ["" if travels else str(path), str(scheme), str(dtype), ops.describe()]
         stored = [str(description.quantization), str(description.split_columns())]
         known = json.dumps([*of, stamps, stored, ops.layout, __version__, FORM])
         self._ops, self._folder = ops, folder
-        name = "model" if travels else path.stem
+        name = "model" if travels and path.is_dir() else path.stem
         self._family = f"{name}-{scheme.name if scheme else 'stored'}-{_digest(json.dumps(of))[:8]}-"
         self.path = folder / f"{self._family}{_digest(known)[:24]}.safetensors"
 

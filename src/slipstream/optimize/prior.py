@@ -28,10 +28,11 @@ KL_OF_CACHE = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What the machine does at most: bytes read a second, and operations a second."""
+    """What the machine does at most: bytes read a second, and operations a second in 16 bits and in 8."""
 
     read: float
     multiply: float
+    multiply8: float
 
 
 def roofline_prior(description: ModelDescription, traffic: Traffic, rates: Rates) -> Prior:
@@ -46,8 +47,10 @@ def roofline_prior(description: ModelDescription, traffic: Traffic, rates: Rates
         bits, scheme = bits_of(candidate.compression)
         kv_bytes = 1 if settings.get("kv_cache_dtype") in ("int8", "fp8") else 2
         cost = decode_step(description, batch_size=batch, context=n_in + n_out / 2, scheme=scheme, kv_bytes=kv_bytes)
-        step_s = STEP_S + max(cost.num_bytes / rates.read, cost.num_flops / rates.multiply)
-        prompt_s = n_in * cost.num_flops / batch / rates.multiply
+        eight = scheme is not None and SCHEMES[scheme].inputs is not None
+        multiply = rates.multiply8 if eight else rates.multiply
+        step_s = STEP_S + max(cost.num_bytes / rates.read, cost.num_flops / multiply)
+        prompt_s = n_in * cost.num_flops / batch / multiply
         wall_s = batch * prompt_s + n_out * step_s  # of a batch of requests that come together
         kl = KL_OF_BITS[bits] + (KL_OF_CACHE if kv_bytes == 1 else 0.0)
         return Prediction(throughput=batch * n_out / wall_s, tpot_s=wall_s / n_out, kl=kl)
@@ -80,13 +83,13 @@ def rates_of_cpu() -> Rates:
         found = measure_ceilings(ThreadPool(available_cores()))
     except OSError as error:
         raise ConfigError(f"this CPU's ceilings can't be measured: {error}", field="device") from None
-    return Rates(read=found.read, multiply=found.bfloat16)
+    return Rates(read=found.read, multiply=found.bfloat16, multiply8=found.int8)
 
 
 RATES_OF_GPU = {
-    "H200": Rates(read=4.2e12, multiply=7e14),
-    "H100": Rates(read=2.9e12, multiply=6.5e14),
-    "A100": Rates(read=1.6e12, multiply=2.6e14),
+    "H200": Rates(read=4.2e12, multiply=7e14, multiply8=1.4e15),
+    "H100": Rates(read=2.9e12, multiply=6.5e14, multiply8=1.3e15),
+    "A100": Rates(read=1.6e12, multiply=2.6e14, multiply8=5.2e14),
 }
 """Of their data sheets, less what is never reached; other GPUs are taken for the last. Only ratios between candidates count."""
 

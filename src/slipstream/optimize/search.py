@@ -290,7 +290,9 @@ class _Explorer:
         self._axes = {"compression": space.compressions, **space.axes}
         kind = optuna.distributions.CategoricalDistribution
         # A choice is its number: Optuna's are to be plain values, and ours may be tables.
-        self._distributions: dict[str, Any] = {name: kind(tuple(range(len(values)))) for name, values in self._axes.items()}
+        self._distributions: dict[str, Any] = {
+            name: kind(tuple(range(len(values)))) for name, values in self._axes.items()
+        }
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=LEAST_MEASURED, multivariate=True)
         self._study = optuna.create_study(directions=["minimize"] * 3, sampler=sampler)
 

@@ -123,6 +123,8 @@ const low = (name) => METRICS[name].low === true, high = (name) => !low(name);
 const colourBy = () => select("colour", "colour", [...setupParts.filter((name) => valuesOf[name].length <= 20),
   ...(setupParts.length > 1 || !setupParts.length ? ["setup"] : [])], (name) => name === "setup" ? "all of these" : title(name));
 
+// A value that happens to be a colour's name, such as none, is a value all the same.
+const hue = (value) => ({value, scale: "color"});
 const width = () => Math.max(320, $("chart").clientWidth);
 const narrow = () => width() < 600;
 function plot(options) {
@@ -156,10 +158,10 @@ const VIEWS = {
       x: {label: title(x), ...logAxis(cells.map((cell) => cell[x]))},
       y: {label: title(y), ...logAxis(cells.map((cell) => cell[y]))}, grid: true, color: colourScale(by),
       marks: [
-        Plot.line(ordered, {x, y, z: (cell) => `${cell.run}|${cell.setup}|${cell.load}`, stroke: by, strokeWidth: 1, strokeOpacity: .45}),
-        few ? Plot.ruleX(sure, {x, y1: (c) => Math.max(c[y] - (c[`${y}±`] ?? 0), c[y] / 10), y2: (c) => c[y] + (c[`${y}±`] ?? 0), stroke: by}) : null,
-        few ? Plot.ruleY(sure, {y, x1: (c) => Math.max(c[x] - (c[`${x}±`] ?? 0), c[x] / 10), x2: (c) => c[x] + (c[`${x}±`] ?? 0), stroke: by}) : null,
-        Plot.dot(cells, {x, y, fill: by, r: cells.length > 1000 ? 2 : 3.5}),
+        Plot.line(ordered, {x, y, z: (cell) => `${cell.run}|${cell.setup}|${cell.load}`, stroke: hue(by), strokeWidth: 1, strokeOpacity: .45}),
+        few ? Plot.ruleX(sure, {x, y1: (c) => Math.max(c[y] - (c[`${y}±`] ?? 0), c[y] / 10), y2: (c) => c[y] + (c[`${y}±`] ?? 0), stroke: hue(by)}) : null,
+        few ? Plot.ruleY(sure, {y, x1: (c) => Math.max(c[x] - (c[`${x}±`] ?? 0), c[x] / 10), x2: (c) => c[x] + (c[`${x}±`] ?? 0), stroke: hue(by)}) : null,
+        Plot.dot(cells, {x, y, fill: hue(by), r: cells.length > 1000 ? 2 : 3.5}),
         Plot.tip(cells, Plot.pointer({x, y, title: (cell) => describe(cell, x, y)})),
       ],
     });
@@ -218,7 +220,7 @@ const VIEWS = {
       marks: [
         Plot.line(lines, {x: "x", y: "y", z: "key", stroke: "currentColor", strokeWidth: 1.5}),
         Plot.text(level, {x: "x", y: "y", text: "kind", textAnchor: "end", dy: -7}),
-        Plot.dot(cells, {x: "flops_per_byte", y: "achieved_flops_per_s", fill: by, r: cells.length > 1000 ? 2 : 3.5}),
+        Plot.dot(cells, {x: "flops_per_byte", y: "achieved_flops_per_s", fill: hue(by), r: cells.length > 1000 ? 2 : 3.5}),
         Plot.tip(cells, Plot.pointer({x: "flops_per_byte", y: "achieved_flops_per_s", title: (c) =>
           `${describe(c, "tpot_s_p50")}\n${number(c.flops_per_byte)} op/byte, ${d3.format(".3s")(c.achieved_flops_per_s)}op/s`})),
       ],
@@ -240,7 +242,7 @@ const VIEWS = {
       color: colourScale(by),
       marks: [
         Plot.line(front, {x, y, curve: "step-after", stroke: "currentColor", strokeOpacity: .5}),
-        Plot.dot(cells, {x, y, fill: by, fillOpacity: .3, r: 3}), Plot.dot(front, {x, y, fill: by, stroke: "currentColor", r: 5}),
+        Plot.dot(cells, {x, y, fill: hue(by), fillOpacity: .3, r: 3}), Plot.dot(front, {x, y, fill: hue(by), stroke: "currentColor", r: 5}),
         Plot.tip(cells, Plot.pointer({x, y, title: (cell) => describe(cell, x, y)})),
       ],
     }), table(front, [["setup", (c) => c.setup], ["batch", (c) => c.batch_size], [title(x), (c) => withInterval(c, x)], [title(y), (c) => withInterval(c, y)]]));
@@ -255,8 +257,8 @@ const VIEWS = {
       height: 300, x: {type: "log", label: "batch size", ticks: [...new Set(cells.map((c) => c.batch_size))], tickFormat: String}, y: {label: title(name), zero: true, nice: true, tickFormat: number},
       grid: true, color: {...colourScale(by), legend: name === "power_w" && colourScale(by).legend},
       marks: [
-        Plot.line(d3.sort(cells, (c) => c.batch_size), {x: "batch_size", y: name, z: (c) => `${c.run}|${c.setup}|${c.load}`, stroke: by, strokeOpacity: .5}),
-        Plot.dot(cells, {x: "batch_size", y: name, fill: by, r: 3.5}),
+        Plot.line(d3.sort(cells, (c) => c.batch_size), {x: "batch_size", y: name, z: (c) => `${c.run}|${c.setup}|${c.load}`, stroke: hue(by), strokeOpacity: .5}),
+        Plot.dot(cells, {x: "batch_size", y: name, fill: hue(by), r: 3.5}),
         Plot.tip(cells, Plot.pointer({x: "batch_size", y: name, title: (c) => describe(c, "power_w", "j_per_output_token")})),
       ],
     });
@@ -291,8 +293,8 @@ const VIEWS = {
       color: {domain: ["B better", "can't tell", "B worse", "one run"], range: ["#2a8a4a", "#8a8f98", "#c0392b", "#5b8dd6"], legend: true},
       marks: [
         Plot.ruleX([1], {strokeDasharray: "3 3"}),
-        Plot.ruleY(shown.filter((f) => f.low !== null), {y: "name", x1: "low", x2: "high", stroke: "verdict", strokeWidth: 2}),
-        Plot.dot(shown, {x: "ratio", y: "name", fill: "verdict", r: 4, title: (f) => `${f.name}\n${f.text}`, tip: true}),
+        Plot.ruleY(shown.filter((f) => f.low !== null), {y: "name", x1: "low", x2: "high", stroke: hue("verdict"), strokeWidth: 2}),
+        Plot.dot(shown, {x: "ratio", y: "name", fill: hue("verdict"), r: 4, title: (f) => `${f.name}\n${f.text}`, tip: true}),
       ],
     }), table(d3.sort(found, (f) => -f.ratio).slice(0, 200), [["case", (f) => f.name], ["A", (f) => withInterval(f.a, name)],
       ["B", (f) => withInterval(f.b, name)], ["B / A", (f) => f.text], ["", (f) => f.verdict]]));
