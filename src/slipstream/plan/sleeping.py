@@ -110,10 +110,10 @@ class SleepingScheduler(Scheduler):
     def update(self, plan: StepPlan, result: StepResult | None = None) -> list[EngineOutput]:
         """Every request that sampled gets a token. `result` is not looked at."""
         last, caching = self._last, self.cache.enable_prefix_caching
-        if not plan.scheduled and plan.step_id not in last and not (caching and plan.step_id + 1 in last):
-            if not self._in_flight[plan.step_id].requests:  # nobody was woken since
-                del self._in_flight[plan.step_id]
-                return []
+        nobody = not plan.scheduled and plan.step_id not in last and not (caching and plan.step_id + 1 in last)
+        if nobody and not self._in_flight[plan.step_id].requests:  # nor was anybody woken since
+            del self._in_flight[plan.step_id]
+            return []
         self._wake_last(plan.step_id)
         requests = self._in_flight.get(plan.step_id, NOTHING).requests
         outputs = super().update(plan, StepResult(plan.step_id, [ANY_TOKEN] * len(requests)))

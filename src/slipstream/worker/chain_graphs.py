@@ -17,8 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slipstream.plan.graph_sizes import ladder
 from slipstream.types import ScheduledRequest
-from slipstream.worker.graphs import PATIENCE, Captured, Graphs, ladder
+from slipstream.worker.graphs import PATIENCE, Captured, Graphs
 from slipstream.worker.input_batch import RowTable, gather_inputs
 
 if TYPE_CHECKING:

@@ -24,6 +24,15 @@ from slipstream.worker.model_runner import ModelRunner
 NUM_ROWS = (1, 3, 16, 80)
 """More than 64 rows are sampled in another way (`sampling.SPLIT_ROWS`)."""
 PROMPT = (0,) * 8
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
+    SamplingParams(temperature=0.8, top_p=0.9, min_p=0.05, presence_penalty=0.5, logprobs=1),
+    SamplingParams(temperature=1.0, structured_outputs=StructuredOutputsParams(regex="a")),  # masks, if not this grammar's
+)
+NUM_DRAFTS = 2
+
 
 def warm_up(runner: ModelRunner) -> None:
     """Run prompts, decodes and, with speculation, drafts of a few rows with each of SAMPLINGS. All of them write into the null

@@ -127,7 +127,7 @@ async def served_models(endpoint: Endpoint, process: subprocess.Popen[bytes] | N
     while True:
         try:
             async with OpenAIEndpoint(endpoint) as engine:
-                return await engine.served_models()
+                return [model.id for model in await engine.served_models()]
         except EngineError:
             if process is None:
                 raise
