@@ -19,6 +19,7 @@ token of one shape at that acceptance, and nothing about acceptance itself. The 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -161,6 +162,8 @@ def forced(args: argparse.Namespace) -> None:
                         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
                         own += [time.perf_counter() - begin] * (round_ >= 0)
                 after = llm.core.stats()
+        del llm  # its memory is the next one's
+        gc.collect()
         first, whole = (statistics.median(own) for own in times.values())
         runs, right = (
             getattr(after, f"spec_{x}") - getattr(before, f"spec_{x}") for x in ("num_drafts", "accepted_tokens")

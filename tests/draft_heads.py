@@ -47,7 +47,7 @@ def eagle(
         "num_hidden_layers": 1,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 256,
-        **SHAPE,
+        **sizes,
     }
     if speculators:
         config: dict[str, Any] = {

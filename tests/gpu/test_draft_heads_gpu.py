@@ -23,7 +23,8 @@ def build(folder, kind):
     """(the model's path, a speculative_config)"""
     model, head, config = folder / "model", folder / "head", {"method": kind, "num_speculative_tokens": 3}
     if kind == "mtp":
-        tiny_models.build(model, "glm4_moe", hidden_size=256, head_dim=64)
+        dense = tiny_models.FAMILIES["glm4_moe"]["num_hidden_layers"]  # `deterministic` covers no experts
+        tiny_models.build(model, "glm4_moe", hidden_size=256, head_dim=64, first_k_dense_replace=dense)
         draft_heads.mtp(model)
         return str(model), config
     tiny_models.build(model, "llama", num_hidden_layers=6, initializer_range=0.1, **SHAPE)

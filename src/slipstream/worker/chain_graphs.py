@@ -123,7 +123,7 @@ class ChainGraphs(Graphs):
         found = []
         for i in range(num_drafts):
             if i:
-                own = torch.where(wanted > i, rows, self.rows.capacity)  # no block is theirs beyond what they want
+                own = self._wanting(rows, wanted, i)  # no block is theirs beyond what they want
                 place = last + (i - 1)
                 token_ids, meta = gather_inputs(
                     self.rows,
@@ -139,6 +139,11 @@ class ChainGraphs(Graphs):
                 )
                 hidden, following = head.forward(token_ids, following, drafter.kv, meta)
             tokens = drafter.own_tokens(head.greedy(hidden))
-            self.rows.write(torch.where(wanted > i, rows, self.rows.capacity), last + (i + 1), tokens)
+            self.rows.write(self._wanting(rows, wanted, i), last + (i + 1), tokens)
             found.append(tokens)
         return torch.stack(found, 1)
+
+    def _wanting(self, rows: Tensor, wanted: Tensor, i: int) -> Tensor:
+        """The rows that want a draft i; the null row in the others' places. `torch.where` with a number would copy it from host
+        memory, which is gone when the graph is replayed."""
+        return rows.masked_fill(wanted <= i, self.rows.capacity)
