@@ -42,7 +42,7 @@ def save(path: Path, name: str, **parts: Any) -> None:
 def without_folders(value: Any) -> Any:
     """`value` with each absolute path in its strings replaced by the path's last part."""
     if isinstance(value, dict):
-        return {key: without_folders(item) for key, item in value.items()}
+        return {without_folders(key): without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
         return [without_folders(item) for item in value]
     return ABSOLUTE_PATH.sub(lambda found: found[1] or "", value) if isinstance(value, str) else value

@@ -78,7 +78,8 @@ def config_of(name):
     return json.loads((CONFIGS / name / "config.json").read_text())
 
 
-NAMES = sorted({*SHAPES, *(path.parent.name for path in CONFIGS.glob("*/config.json"))})
+HEADS = {"llama-3-8b-eagle3"}  # which are no models: `spec/draft_heads.py` reads them
+NAMES = sorted({*SHAPES, *(path.parent.name for path in CONFIGS.glob("*/config.json"))} - HEADS)
 
 
 @pytest.mark.parametrize("writer", WRITERS)

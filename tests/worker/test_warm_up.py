@@ -34,7 +34,7 @@ def test_warm_up_leaves_nothing_behind(tmp_path, monkeypatch, family, method):
         warm_up(runner)
         monkeypatch.undo()
         assert {len(plan.scheduled) for plan in launched} == {1, 3}  # sixteen are more than this engine takes
-        assert len(launched) == 2 * (3 if method else 2) * len(module.SAMPLINGS)
+        assert len(launched) == 2 * (4 if method else 2) * len(module.SAMPLINGS)
         assert not runner.rows.rows
         assert all(not any(counts) for _, counts in llm.core.executor.expert_load()) or not load
         after = llm.generate([PROMPT], sampling)[0].outputs[0]

@@ -228,13 +228,13 @@ class GrammarState:
         other._answer[:] = self._answer
         return other
 
-    def mask(self, into: Bits) -> None:
-        """Write which tokens may come next into int32 [words]; none may if the answer is complete. GrammarError if it can't go
-        on."""
+    def mask(self, into: Bits) -> bool:
+        """Write which tokens may come next into int32 [words]. Whether some may: none, if the answer is complete. GrammarError
+        if it can't go on."""
         self._matcher.unsafe_compute_mask_ptr(into.ctypes.data, into.nbytes)
-        self.finish_mask(into)
+        return self.finish_mask(into)
 
-    def finish_mask(self, into: Bits) -> None:
+    def finish_mask(self, into: Bits) -> bool:
         """What the grammar itself does not know: which end tokens count."""
         self._check()
         accepts = self._matcher.is_accepting()
@@ -242,11 +242,15 @@ class GrammarState:
             into[token >> 5] &= ~_bit(token)
         for token in self._ends:
             into[token >> 5] = into[token >> 5] | _bit(token) if accepts else into[token >> 5] & ~_bit(token)
-        fits = into.any()
+        limited = self._sampling.allowed_token_ids is not None or self._sampling.bad_words_token_ids
+        fits = not limited or bool(into.any())
         self._rule_out(into)
-        if not accepts and not into.any():
-            what = "what allowed_token_ids and bad_words leave" if fits else "the model's vocabulary"
+        if not into.any():
+            if accepts:
+                return False
+            what = "what allowed_token_ids and bad_words leave" if limited and fits else "the model's vocabulary"
             raise GrammarError(f"no token of {what} can follow here")
+        return True
 
     def _rule_out(self, into: Bits) -> None:
         """What the request's other fields do not allow."""
@@ -448,8 +452,7 @@ class Grammars:
         ended: dict[str, str | None] = {}
         for (s, _), state, row, tokens in zip(found, states, rows, forced, strict=False):
             try:
-                (state.finish_mask if together else state.mask)(bits[row])
-                if bits[row].any():
+                if (state.finish_mask if together else state.mask)(bits[row]):
                     state.mask_drafts(bits[row : row + s.num_sampled], drafts.get(s.request_id, ())[len(tokens) :])
                 else:
                     ended[s.request_id] = None
