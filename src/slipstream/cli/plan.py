@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--rate and --concurrency are two ways to say the load; give one", field="concurrency")
     if args.max_gpus < 1:
         raise ConfigError("max_gpus must be above 0", field="max_gpus")
+    if settings.speculative_config is not None or settings.speculative_model is not None:
+        raise ConfigError("drafts are not simulated: plan without speculative_config", field="speculative_config")
     if args.gpu is not None and (args.measure or hasattr(args, "device")):
         raise ConfigError("--gpu plans for other devices, --device and --measure for this machine; give one", field="gpu")
     check_html(args.html)
