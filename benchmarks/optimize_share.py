@@ -21,9 +21,10 @@ from slipstream.config import EngineArgs
 from slipstream.hub import machine_folder, resolve_model
 from slipstream.optimize import run
 from slipstream.optimize.pareto import hypervolume
-from slipstream.optimize.prior import rates_of, roofline_prior
+from slipstream.optimize.prior import simulated_prior
 from slipstream.optimize.search import Candidate, Result, Search
 from slipstream.optimize.traffic import parse_traffic
+from slipstream.plan.engines import this_hardware
 from slipstream.spec.description import read_spec
 from slipstream.worker.device import detect
 
@@ -50,7 +51,8 @@ def main() -> None:
     users = arrivals.concurrency if isinstance(arrivals, ClosedLoop) else len(traffic.lengths)
     space = run.default_space(users=users, on_gpu=info.is_cuda)
     space = dataclasses.replace(space, compressions=run.check_compressions(args.compressions.split(",")))
-    prior = roofline_prior(description, traffic, rates_of(info.name, on_gpu=info.is_cuda))
+    base = EngineArgs(model=args.model, device=args.device, max_model_len=args.max_model_len)
+    prior = simulated_prior(base, description, traffic, this_hardware(args.device))
     limits = run.parse_quality_loss(args.max_quality_loss)
     args.state.mkdir(parents=True, exist_ok=True)
     table = measured(args, space.candidates(), traffic, limits)

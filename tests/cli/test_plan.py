@@ -84,6 +84,7 @@ def test_a_load_beyond_the_devices(capsys):
         (["--gpu", "h200,l4", "--price", "1,2,3"], "price"),
         (["--gpu", "h200", "--measure"], "gpu"),
         (["--gpu", "h200", "--max-gpus", "0"], "max_gpus"),
+        (["--speculative-model", "ngram", "--num-speculative-tokens", "2"], "speculative_config"),
         (["--html", "/no/such/folder/x.html"], "html"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +12,11 @@ from slipstream.cli.main import main
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError, EngineError
 from slipstream.optimize import run
-from slipstream.optimize.prior import Rates, bits_of, roofline_prior
+from slipstream.optimize.prior import NOTHING, bits_of, simulated_prior
 from slipstream.optimize.run import Measurer, QualityLoss, parse_quality_loss, parse_seconds
 from slipstream.optimize.search import Candidate, Result, Space
 from slipstream.optimize.traffic import Traffic, parse_traffic
+from slipstream.plan.devices import find_device
 from slipstream.spec.description import read_spec
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -139,18 +141,21 @@ def test_a_compression_that_loses_too_much_is_not_run(tmp_path, monkeypatch):
     assert found.point is None
 
 
-def test_the_prior_knows_bits_and_batches(config_only):
-    traffic = Traffic(source="64/64", lengths=((64, 64),) * 8, arrivals="closed:8")
-    prior = roofline_prior(read_spec(config_only), traffic, Rates(read=1e9, multiply=1e12, multiply8=2e12))
+def test_the_prior_knows_bits_and_batches():
+    folder = Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-3-8b"
+    traffic = Traffic(source="2000/32", lengths=((2000, 32),) * 8, arrivals="closed:8")
+    base = EngineArgs(model=str(folder), device="cpu", max_model_len=4096)
+    prior = simulated_prior(base, read_spec(folder), traffic, find_device("h200"))
 
     def of(compression, size, cache="auto"):
         return prior(Candidate(compression, (("kv_cache_dtype", cache), ("max_num_seqs", size))))
 
-    assert of("int8", 8).throughput > of("none", 8).throughput
+    assert of("fp8", 8).throughput > of("none", 8).throughput
     assert of("none", 8).throughput > of("none", 1).throughput
     assert of("none", 8).tpot_s > of("none", 1).tpot_s
-    assert of("none", 8, "int8").tpot_s < of("none", 8).tpot_s
-    assert of("none", 8).kl == 0 < of("none", 8, "int8").kl < of("int4", 8).kl
+    assert of("none", 8, "fp8").tpot_s < of("none", 8).tpot_s
+    assert of("none", 8).kl == 0 < of("none", 8, "fp8").kl < of("int4", 8).kl
+    assert of("none", 8, "nothing") == NOTHING
     assert bits_of("recipe:int4-gptq") == (4, "int4")
     assert bits_of("recipe:2:4") == (16, None)
 

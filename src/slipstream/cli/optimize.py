@@ -86,9 +86,10 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.bench.metrics import parse_objectives
     from slipstream.hub import machine_folder, resolve_model
     from slipstream.optimize import run as measuring
-    from slipstream.optimize.prior import rates_of, roofline_prior
+    from slipstream.optimize.prior import simulated_prior
     from slipstream.optimize.search import Search
     from slipstream.optimize.traffic import parse_traffic
+    from slipstream.plan.engines import this_hardware
     from slipstream.spec.description import read_spec
     from slipstream.worker.device import detect
 
@@ -130,8 +131,7 @@ def run(args: argparse.Namespace) -> int:
             text=text,
             told=progress.set_phase,
         )
-        progress.set_phase("ceilings")
-        prior = roofline_prior(description, traffic, rates_of(info.name, on_gpu=info.is_cuda))
+        prior = simulated_prior(base, description, traffic, this_hardware(args.device))
         known = measuring.read_results(measurer, space)
         if known:
             say(f"slipstream: {len(known)} candidates were measured before")
