@@ -1,7 +1,7 @@
 """AIConfigurator's estimates of the recorded loads on an H200, beside ours and what was measured.
 
-    python -m venv /tmp/aic && /tmp/aic/bin/pip install aiconfigurator
-    python benchmarks/aiconfigurator.py --aiconfigurator /tmp/aic/bin/aiconfigurator [--backends vllm,trtllm]
+    python -m venv aic && aic/bin/pip install aiconfigurator
+    python benchmarks/aiconfigurator.py --aiconfigurator aic/bin/aiconfigurator [--backends vllm,trtllm]
 
 It estimates other engines (vLLM, TensorRT-LLM) in a steady state of one length, so that it is told a load's mean lengths and
 how many requests run at once: the users of a closed loop, and with arrivals in time, by Little's law, the rate times the
