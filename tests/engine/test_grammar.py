@@ -228,6 +228,27 @@ def test_what_the_request_rules_out(grammars, tokenizer):
     grammars.clear()
 
 
+def test_a_limit_behind_forced_tokens_ends_one_request(grammars, tokenizer):
+    """llguidance finds what follows without an error, and runs into a limit when it is taken."""
+    names = [f"r{i}" for i in range(2500)]
+    rules = [f"{name}: D {name}x\n{name}x: D {name} | D" for name in names]
+    first = 'start: /[xy]/ "abcdefghabcdefgh" b'
+    lark = "\n".join([first, f"b: {' | '.join(names)}", "D: /[0-9]/", *rules])
+    begin(grammars, StructuredOutputsParams(grammar=lark), "large")
+    begin(grammars, StructuredOutputsParams(regex="a+"), "small")
+    grammars.accept("large", ids(tokenizer, "x"))
+    assert grammars.forced("large", 0) == ()
+    forced = ids(tokenizer, "abcdefghabcdefgh")
+    shares = (
+        ScheduledRequest("large", 0, 1 + len(forced), 1, (), tuple(forced)),
+        ScheduledRequest("small", 0, 1, 1),
+    )
+    _, ended = grammars.masks(StepPlan(1, shares), {"large": forced})
+    assert set(ended) == {"large"}
+    assert "items" in ended["large"]
+    grammars.clear()
+
+
 def test_compilations_that_are_stuck_hold_nobody_for_ever(tokenizer, monkeypatch):
     """Two threads compile. Stuck calls lose their places; with too many of them nothing more is begun until one has ended."""
     monkeypatch.setattr(grammar, "MAX_SECONDS", 0.05)

@@ -98,7 +98,10 @@ def test_the_fastest_that_meets_the_objectives_else_the_nearest():
 
 def measurer(folder, **more):
     traffic = Traffic(source="8/4", lengths=((8, 4),), arrivals="burst")
-    base = {"base": EngineArgs("m"), "traffic": traffic, "objectives": {}, "limits": QualityLoss(), "text": {}}
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text("{}")
+    base = {"base": EngineArgs(str(model)), "traffic": traffic, "objectives": {}, "limits": QualityLoss(), "text": {}}
     return Measurer(**{**base, "folder": folder, **more})
 
 

@@ -127,8 +127,8 @@ def read_lengths(path: Path) -> list[Length]:
         raise ConfigError(
             f'{path} is no file of lengths {{"lengths": [[input, output], …]}}: {error}', field="lengths"
         ) from None
-    if any(n_in < 1 or n_out < 1 for n_in, n_out in lengths):
-        raise ConfigError(f"{path} holds a length below 1", field="lengths")
+    if not lengths or any(n_in < 1 or n_out < 1 for n_in, n_out in lengths):
+        raise ConfigError(f"{path} holds {'a length below 1' if lengths else 'no lengths'}", field="lengths")
     return lengths
 
 

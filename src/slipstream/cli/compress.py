@@ -241,7 +241,11 @@ def _train_head(args: argparse.Namespace, recipe: Recipe, head: DraftHead, sourc
     """A head that drafts is no smaller checkpoint: it has a receipt of its own, and takes no report."""
     from slipstream.compress.run import resolve_device
 
-    report = {"max_kl": None, "speed": False, "no_report": False, "back_off": False, "allow_any_quality": False}
+    off = ("speed", "no_report", "back_off", "allow_any_quality")
+    report: dict[str, object] = {"max_kl": None, **dict.fromkeys(off, False)}
+    limits = QualityLimits()
+    report |= {"dtype": "auto", "text": "sharegpt", "eval_windows": 16}  # the recipe has a text of its own
+    report |= {"max_perplexity_ratio": limits.max_perplexity_ratio, "min_top1": limits.min_top1_agreement}
     if given := [name for name, unset in report.items() if getattr(args, name) != unset] or task_names(args):
         raise ConfigError(f"{given[0]} is for smaller models; a head that drafts has a receipt of its own", field=given[0])
     device, _ = resolve_device(args.device, "auto")

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arrivals",
         default="closed:8",
         metavar="A",
-        help="closed:USERS, poisson:RATE, burst or ramp:… (default: closed:8)",
+        help="closed:USERS, poisson:RATE, gamma:RATE:CV, burst or ramp:… (default: closed:8)",
     )
     parser.add_argument(
         "--num-requests", type=int, default=32, metavar="N", help="of the traffic, for each measurement (default: 32)"
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.spec.description import read_spec
     from slipstream.worker.device import detect
 
-    out = Path(args.out).expanduser()
+    out = Path(args.out).expanduser().absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give another --out, or remove it", field="out")
     budget_s, limits = measuring.parse_seconds(args.budget), measuring.parse_quality_loss(args.max_quality_loss)
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
             text=text,
             told=progress.set_phase,
         )
-        prior = simulated_prior(base, description, traffic, this_hardware(args.device))
+        prior = simulated_prior(base, description, traffic, this_hardware(args.device, args.num_threads))
         known = measuring.read_results(measurer, space)
         if known:
             say(f"slipstream: {len(known)} candidates were measured before")
@@ -143,6 +143,8 @@ def run(args: argparse.Namespace) -> int:
             say(f"slipstream: {_line(result)}")
 
         begin, measurer.compress_s = time.monotonic(), budget_s * COMPRESS_SHARE
+        if known:  # there is a result already
+            measurer.deadline = begin + budget_s
         try:
             search.run(budget_s=budget_s, on_result=on_result)
         except KeyboardInterrupt:

@@ -86,10 +86,11 @@ def run(args: argparse.Namespace) -> int:
         seed=settings.seed,
     )
     check_load(load)
-    devices = [find_device(name) for name in args.gpu.split(",")] if args.gpu else [this_hardware(settings.device)]
-    prices = parse_prices(args.price, len(devices))
+    others = [find_device(name) for name in args.gpu.split(",")] if args.gpu else []
+    prices = parse_prices(args.price, len(others) or 1)
     description = read_spec(resolve_model(settings.model, download_dir=settings.download_dir))
     measured = measure(settings, description) if args.measure else None
+    devices = others or [this_hardware(settings.device, settings.num_threads)]  # by the ceilings that were just measured
     plans, refused, rows = [], [], []
     with phases(f"planning {settings.model}") as on_phase:
         for hardware, price in zip(devices, prices, strict=True):

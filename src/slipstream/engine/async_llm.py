@@ -148,7 +148,8 @@ class AsyncLLM:
         self._sinks: dict[str, Sink] = {}
         self._texts: dict[str, _Texts] = {}
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
-        self._sleep_waiters: list[asyncio.Future[None]] = []  # in the order of their answers
+        self._sleep_waiters: dict[int, asyncio.Future[None]] = {}  # by their tickets
+        self._tickets = itertools.count()
         self.is_sleeping = False
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps = 0
@@ -342,11 +343,16 @@ class AsyncLLM:
 
     async def sleep(self, level: int = 1) -> None:
         """`LLM.sleep`, once all requests have ended, whoever sent them. New ones get an EngineAsleepError from now on."""
-        await self._ask(Sleep(level), self._sleep_waiters)
+        await self._ask_for(lambda ticket: Sleep(level, ticket))
 
     async def wake_up(self) -> None:
         """Take back what `sleep` gave away. A core that can't is dead, and starts again."""
-        await self._ask(WakeUp(), self._sleep_waiters)
+        await self._ask_for(WakeUp)
+
+    async def _ask_for(self, message: Callable[[int], ToChild]) -> None:
+        ticket, asked = next(self._tickets), list[asyncio.Future[None]]()
+        self._sleep_waiters[ticket] = waiter = self._ask(message(ticket), asked)
+        await waiter
 
     def _ask(self, message: ToChild, waiters: list[asyncio.Future[T]]) -> asyncio.Future[T]:
         """Send a message; the answer comes to one of the `waiters`, the one that is returned."""
@@ -404,7 +410,7 @@ class AsyncLLM:
                     if not waiter.done():
                         waiter.set_result(message.stats)
         elif isinstance(message, Slept):
-            answered = self._sleep_waiters.pop(0)
+            answered = self._sleep_waiters.pop(message.ticket)
             if answered.done():  # its caller has gone
                 return
             if message.error:
@@ -456,8 +462,8 @@ class AsyncLLM:
         texts, self._texts = self._texts, {}
         for waiting in texts.values():
             waiting.fail(error)
-        asked: list[asyncio.Future[Any]] = [*self._stats_waiters, *self._sleep_waiters]
-        self._stats_waiters, self._sleep_waiters = [], []
+        asked: list[asyncio.Future[Any]] = [*self._stats_waiters, *self._sleep_waiters.values()]
+        self._stats_waiters, self._sleep_waiters = [], {}
         for waiter in asked:
             if not waiter.done():
                 waiter.set_exception(error)

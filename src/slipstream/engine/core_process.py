@@ -79,13 +79,15 @@ class GetStats(msgspec.Struct, tag=True):
 
 
 class Sleep(msgspec.Struct, tag=True):
-    """Take no more requests, finish those there are, then give memory back (`Asleep`). Slept is the answer, as to WakeUp."""
+    """Take no more requests, finish those there are, then give memory back (`Asleep`). Slept is the answer, as to WakeUp. It
+    has the question's `ticket`: a later question may be answered first."""
 
     level: int
+    ticket: int
 
 
 class WakeUp(msgspec.Struct, tag=True):
-    pass
+    ticket: int
 
 
 class Attach(msgspec.Struct, tag=True):
@@ -168,6 +170,7 @@ class Stats(msgspec.Struct, tag=True):
 class Slept(msgspec.Struct, tag=True):
     """It sleeps, or is awake, as was asked; or why not."""
 
+    ticket: int
     error: str = ""
     field: str | None = None
 
@@ -198,8 +201,8 @@ class CoreProcess:
         self._decoder = msgspec.msgpack.Decoder(ToChild)
         self._core: EngineCore | None = None  # while it is awake
         self._asleep: Asleep | None = None  # while it is not
-        self._to_sleep: list[tuple[int, int]] = []  # who asked for it, and the level
-        self._to_wake: list[int] = []
+        self._to_sleep: list[tuple[int, Sleep]] = []  # who asked for it
+        self._to_wake: list[tuple[int, WakeUp]] = []
         self._last_report = time.monotonic()
         self._connect(PARENT, address)
 
@@ -276,13 +279,13 @@ class CoreProcess:
 
         assert self._core is not None
         asked, self._to_sleep = self._to_sleep, []
-        self._asleep = asleep = Asleep(self._core, args, max(level for _, level in asked))
+        self._asleep = asleep = Asleep(self._core, args, max(message.level for _, message in asked))
         self._core = None
         gc.unfreeze()
         asleep.free()
         self._send_all(self._stats())
-        for number, _ in asked:
-            self._send(Slept(), number)
+        for number, message in asked:
+            self._send(Slept(message.ticket), number)
         while not self._to_wake:
             if not self._take_messages():
                 return False
@@ -290,8 +293,8 @@ class CoreProcess:
         self._core, self._asleep = asleep.wake(), None
         self._prepare()
         woken, self._to_wake = self._to_wake, []
-        for number in woken:
-            self._send(Slept(), number)
+        for number, question in woken:
+            self._send(Slept(question.ticket), number)
         return True
 
     def _take_messages(self) -> bool:
@@ -365,9 +368,9 @@ class CoreProcess:
         elif isinstance(message, GetStats):
             self._send(self._stats(asked=True), number)
         elif isinstance(message, Sleep):
-            self._take_sleep(message.level, number)
+            self._take_sleep(message, number)
         elif isinstance(message, WakeUp):
-            self._take_wake_up(number)
+            self._take_wake_up(message, number)
         elif isinstance(message, Attach):
             self._connect(message.number, f"ipc://{message.path}")
             self._send(self._ready, message.number)
@@ -381,28 +384,28 @@ class CoreProcess:
                 core.abort(ids)
             self._forget(ids)
 
-    def _take_sleep(self, level: int, number: int) -> None:
+    def _take_sleep(self, message: Sleep, number: int) -> None:
         from slipstream.engine.engine_core import Asleep
 
         try:
             if self._core is not None:
-                Asleep.check(self._core, level)
-                self._to_sleep.append((number, level))
-            elif self._asleep is not None and level > self._asleep.level:
+                Asleep.check(self._core, message.level)
+                self._to_sleep.append((number, message))
+            elif self._asleep is not None and message.level > self._asleep.level:
                 raise RequestError(f"it sleeps at level {self._asleep.level}; wake it up first", field="level")
             else:
-                self._send(Slept(), number)
+                self._send(Slept(message.ticket), number)
         except RequestError as error:
-            self._send(Slept(error.message, error.field), number)
+            self._send(Slept(message.ticket, error.message, error.field), number)
 
-    def _take_wake_up(self, number: int) -> None:
-        for other, _ in self._to_sleep:
-            self._send(Slept("it was woken before it slept"), other)
+    def _take_wake_up(self, message: WakeUp, number: int) -> None:
+        for other, sleep in self._to_sleep:
+            self._send(Slept(sleep.ticket, "it was woken before it slept"), other)
         self._to_sleep.clear()
         if self._core is None:
-            self._to_wake.append(number)
+            self._to_wake.append((number, message))
         else:
-            self._send(Slept(), number)
+            self._send(Slept(message.ticket), number)
 
     def _forget(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

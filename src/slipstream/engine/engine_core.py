@@ -79,7 +79,8 @@ class EngineCore:
     def build(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> EngineCore:
         """Find the model and the device, resolve the settings, load. `progress` is told each phase as it begins."""
         executor = LocalExecutor.build(args, progress=progress)
-        return cls(executor, lambda: load_tokenizer(args, executor.description))
+        description = executor.description  # a compilation that is stuck holds what loads the tokenizer, and no weights
+        return cls(executor, lambda: load_tokenizer(args, description))
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ exactly where the grammar may end. Where nothing more can follow, the answer end
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import threading
@@ -296,20 +297,17 @@ class GrammarState:
         """Of int32 [1 + drafts, words], where the first is written: the masks behind each guessed token. Behind a wrong one
         anything is allowed, since nothing that is drawn there counts."""
         assert len(masks) == 1 + len(drafts), "guessed tokens are not known"
-        taken = 0
-        for token in drafts:
-            if self.is_finished or not masks[taken][token >> 5] & _bit(token) or token in self._ends:
+        ahead = self.copy() if drafts else self  # a guess may be wrong, and a matcher in error stays so
+        for i, token in enumerate(drafts):
+            if ahead.is_finished or not masks[i][token >> 5] & _bit(token) or token in self._ends:
                 break
-            self.accept([token])
-            taken += 1
-            if not self.is_finished:
-                try:
-                    self.mask(masks[taken])
-                except GrammarError:  # it is an error once the guess turns out right
-                    masks[taken] = -1
-                    break
-        if taken:
-            self.rollback(taken)
+            try:
+                ahead.accept([token])
+                if not ahead.is_finished:
+                    ahead.mask(masks[i + 1])
+            except GrammarError:  # it is an error once the guess turns out right
+                masks[i + 1] = -1
+                break
 
     @property
     def is_finished(self) -> bool:
@@ -416,7 +414,10 @@ class Grammars:
     def forced(self, request_id: str, num_pending: int) -> tuple[int, ...]:
         """What must follow the tokens that a request has accepted and `num_pending` drawn ones that it has not."""
         state = self._states.get(request_id)
-        return () if state is None else state.forced(num_pending)
+        try:
+            return () if state is None else state.forced(num_pending)
+        except GrammarError:  # the matcher stays in error, and the next mask ends this request
+            return ()
 
     def accept(self, request_id: str, tokens: Sequence[int]) -> int | None:
         """Advance a request by its new tokens. How many complete its answer, if they do: behind right guesses something may
@@ -441,7 +442,8 @@ class Grammars:
         forced = [drafts.get(s.request_id, ())[: max(0, len(s.drafts) + 1 - s.num_sampled)] for s, _ in found]
         for state, tokens in zip(states, forced, strict=True):
             if tokens:
-                state.accept(tokens)
+                with contextlib.suppress(GrammarError):  # `finish_mask` says so below
+                    state.accept(tokens)
         bits = np.full((len(positions), -(-self.num_rows // 32)), -1, np.int32)
         rows = list(itertools.accumulate((s.num_sampled for s, _ in found), initial=0))
         together = len(found) >= PARALLEL_ROWS

@@ -51,6 +51,7 @@ def build_folder(
     progress: Callable[[str], None] = lambda phase: None,
 ) -> Built:
     """`out` appears whole or not at all. ConfigError if there is something already, or a setting can't travel with it."""
+    out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give another --out, or remove it", field="out")
     for name, why in (
@@ -59,8 +60,9 @@ def build_folder(
     ):
         if getattr(args, name) not in (None, "ngram", "suffix"):
             raise ConfigError(f"{name}={getattr(args, name)!r} can't travel in the folder: {why}", field=name)
-    if (args.speculative_config or {}).get("method") == "draft":
-        raise ConfigError("a draft model can't travel in the folder; take ngram or suffix", field="speculative_config")
+    if "model" in (args.speculative_config or {}):
+        what = "a draft model or head can't travel in the folder; give --speculative-config at each start"
+        raise ConfigError(what, field="speculative_config")
     source = resolve_model(args.model, download_dir=args.download_dir)
     if is_engine_folder(source):
         args, _ = dataclasses.replace(read_engine_folder(source), chosen={}).settle(args, this_machine())

@@ -44,6 +44,8 @@ def simulated_prior(base: EngineArgs, description: ModelDescription, traffic: Tr
             found = simulate(engine.simulated, load).summary
         except SlipstreamError:
             return NOTHING
+        if found.num_failed or not found.output_throughput:  # requests that the engine would refuse
+            return NOTHING
         cached = KL_OF_CACHE if given.get("kv_cache_dtype", "auto") != "auto" else 0.0
         tpot_s = found.tpot_s.p99 if found.tpot_s is not None else NOTHING.tpot_s
         return Prediction(throughput=found.output_throughput, tpot_s=tpot_s, kl=KL_OF_BITS[bits] + cached)

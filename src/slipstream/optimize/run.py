@@ -20,6 +20,7 @@ from typing import Any
 from slipstream.compress.recipe import read_recipe
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
+from slipstream.hub import resolve_model
 from slipstream.optimize.search import Candidate, Result, Space
 from slipstream.optimize.traffic import Traffic
 from slipstream.plan.environment import plain
@@ -129,7 +130,7 @@ class Measurer:
     @property
     def conditions(self) -> str:
         """What results follow from, besides the candidate: a search goes on only where this is the same."""
-        given = [self.base, self.traffic, dict(self.objectives), self.limits, dict(self.text)]
+        given = [self.base, self._files(), self.traffic, dict(self.objectives), self.limits, dict(self.text)]
         return hashlib.sha256(json.dumps(given, default=plain, sort_keys=True).encode()).hexdigest()[:16]
 
     def __call__(self, candidate: Candidate) -> Result:
@@ -166,11 +167,11 @@ class Measurer:
 
     def artefact(self, compression: str) -> Path:
         """The compressed checkpoint, made if it is not there yet; an interrupted one goes on."""
-        out = self.folder / "checkpoints" / compression.removeprefix("recipe:").replace("/", "_")
+        recipe = compression.removeprefix("recipe:")
+        out = self.folder / "checkpoints" / f"{Path(recipe).stem}-{self._made_of(compression)}"
         if not out.is_dir():
             self.told(f"compressing, {compression}")
             out.parent.mkdir(parents=True, exist_ok=True)
-            recipe = compression.removeprefix("recipe:")
             words = [
                 sys.executable,
                 "-m",
@@ -187,6 +188,18 @@ class Measurer:
             self._finish(words, None, f"compress --recipe {recipe}", most_s=self.compress_s)
         return out
 
+    def _files(self) -> list[tuple[str, int, int]]:
+        """What tells the model from another one of its name."""
+        source = resolve_model(self.base.model, download_dir=self.base.download_dir)
+        files = sorted(source.iterdir()) if source.is_dir() else [source]
+        return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+
+    def _made_of(self, compression: str) -> str:
+        """Of a compressed checkpoint: the model and the recipe that it follows from."""
+        recipe = read_recipe(compression.removeprefix("recipe:")).as_data()
+        told = json.dumps([self._files(), recipe], default=plain, sort_keys=True)
+        return hashlib.sha256(told.encode()).hexdigest()[:12]
+
     def quality(self, candidate: Candidate) -> dict[str, Any]:
         key = candidate.quality_key
         settings = dict(key[1:])
@@ -202,6 +215,8 @@ class Measurer:
             folder = self.receipt(candidate)
             kept = folder / "quality.json"
             told = {"conditions": self.conditions, "key": list(map(plain_pair, key))}
+            if candidate.compression not in ("none", *SCHEMES):
+                told["made_of"] = self._made_of(candidate.compression)
             if kept.is_file() and (known := json.loads(kept.read_text("utf-8"))).get("of") == told:
                 self._quality[key] = known["found"]
                 return self._quality[key]

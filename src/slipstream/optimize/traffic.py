@@ -62,6 +62,9 @@ def parse_traffic(text: str, arrivals: str, *, num_requests: int, longest: int, 
     if not fits:
         raise ConfigError(f"traffic={text!r}: no request of it fits into the model's {longest} tokens", field="traffic")
     taken = tuple(fits[:num_requests])
+    if all(num_out < 2 for _, num_out in taken):
+        what = f"traffic={text!r}: answers of one token have no time between tokens to search by; give 2 or more"
+        raise ConfigError(what, field="traffic")
     return Traffic(source=text, lengths=taken, arrivals=arrivals, seed=seed, num_left_out=len(found) - len(fits))
 
 

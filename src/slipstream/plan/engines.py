@@ -85,12 +85,21 @@ class PlannedEngine:
         return dataclasses.replace(self, ledger=dataclasses.replace(self.ledger, num_blocks=num_blocks))
 
 
-def this_hardware(device: str) -> Hardware:
-    """The machine that this runs on, by what is known of such machines."""
+def this_hardware(device: str, num_threads: int | None = None) -> Hardware:
+    """The machine that this runs on, by what is known of such machines. A GPU that is not known counts as an H200 with its own
+    memory until its ceilings are measured: its title says so."""
     info = this_device(device)
     if info.is_cuda:
-        known = dataclasses.replace(find_device(info.name), title=info.name, memory_bytes=info.memory_bytes)
-        return measured(known, kept_ceilings(info.name, 0))
+        try:
+            known, title = find_device(info.name), info.name
+        except ConfigError:
+            known, title = find_device("h200"), f"{info.name}, with an H200's rates"
+            known = dataclasses.replace(known, name="this GPU", watts=None, idle_watts=None, label="estimated")
+        ceilings = kept_ceilings(info.name, 0)
+        known = dataclasses.replace(known, title=info.name if ceilings else title, memory_bytes=info.memory_bytes)
+        return measured(known, ceilings)
+    if num_threads is not None:
+        info = dataclasses.replace(info, num_threads=num_threads)
     box = known_devices()["cpu-2-avx512"]
     share = info.num_threads / box.num_threads
     machine = dataclasses.replace(

@@ -155,11 +155,12 @@ class Replica:
         """Request `index` of the traffic comes at a time not before those added already."""
         self.now = max(self.now, at) if not self.can_step else self.now
         r = self.traffic[index]
+        prompt = r._replace(input_tokens=min(r.input_tokens, self.engine.max_model_len + 1))  # more is refused all the same
         try:
             self.scheduler.add(
                 EngineRequest(
                     request_id=str(index),
-                    prompt_token_ids=_tokens(index, r),
+                    prompt_token_ids=_tokens(index, prompt),
                     sampling=_ANY,
                     max_tokens=r.output_tokens,
                     arrival=at,

@@ -124,7 +124,7 @@ class ChainGraphs(Graphs):
         for i in range(num_drafts):
             if i:
                 own = self._wanting(rows, wanted, i)  # no block is theirs beyond what they want
-                place = last + (i - 1)
+                place = (last + (i - 1)).masked_fill(wanted <= i, 0)  # nor a place, which may be beyond the context
                 token_ids, meta = gather_inputs(
                     self.rows,
                     token_rows=own,
@@ -139,7 +139,7 @@ class ChainGraphs(Graphs):
                 )
                 hidden, following = head.forward(token_ids, following, drafter.kv, meta)
             tokens = drafter.own_tokens(head.greedy(hidden))
-            self.rows.write(self._wanting(rows, wanted, i), last + (i + 1), tokens)
+            self.rows.write(self._wanting(rows, wanted, i), (last + (i + 1)).masked_fill(wanted <= i, 0), tokens)
             found.append(tokens)
         return torch.stack(found, 1)
 

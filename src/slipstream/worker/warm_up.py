@@ -55,7 +55,7 @@ def warm_up(runner: ModelRunner) -> None:
             decodes = tuple(ScheduledRequest(name, len(PROMPT), 1, 1) for name in names)
             plans = [StepPlan(0, prompts, new), StepPlan(1, decodes)]
             if runner.config.speculation is not None:  # from a prompt, and behind a run of drafts
-                count = min(NUM_DRAFTS, runner.config.max_num_sampled // num_rows - 1)
+                count = min(NUM_DRAFTS, runner.config.speculation.limit, runner.config.max_num_sampled // num_rows - 1)
                 for first in (len(PROMPT), len(PROMPT) + 1) if count > 0 else ():
                     own = drafts[:count]
                     more = tuple(ScheduledRequest(n, first, 1 + count, 1 + count, (), own) for n in names)

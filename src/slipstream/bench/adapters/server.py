@@ -77,6 +77,8 @@ def make(setup: Setup, on_phase: OnPhase) -> ServerEngine:
     try:
         on_phase("waiting for the server")
         names = asyncio.run(served_models(endpoint, process))
+        if not names:
+            raise EngineError(f"the server at {url} lists no model")
     except BaseException:
         engine.close()
         raise
@@ -94,6 +96,7 @@ def command_of(setup: Setup) -> list[str] | None:
     words += ["--max-num-seqs", "{batch_size}", "--tensor-parallel-size", str(setup.parallel.tensor)]
     words += ["--pipeline-parallel-size", str(setup.parallel.pipeline), "--no-enable-prefix-caching"]
     words += ["--max-model-len", "{max_model_len}"] if setup.max_model_len else []
+    words += ["--served-model-name", str(name)] if (name := setup.setting("served_model_name")) else []
     words += ["--quantization", "{scheme}"] if setup.scheme != AS_STORED else []
     return words + [str(word) for word in setup.setting("arguments", ())]
 

@@ -133,6 +133,7 @@ class Grid:
             "model": [setup.model, setup.scheme, str(setup.parallel)],
             "case": dataclasses.asdict(case),
             "grid": [self.seed, self.warmup, self.max_model_len, max(self.batch_sizes), self.vocab_size],
+            "objectives": sorted(self.objectives.items()),
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -196,6 +197,8 @@ def _engine(given: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> 
             raise ConfigError(f"{where}.settings: {error}", field=f"{where}.settings") from None
     else:
         _refuse_unknown(settings, set(known), f"{where}.settings.")
+        for words in {"command", "arguments"} & set(settings):
+            _typed(settings[words], list, f"{where}.settings.{words}")
     merged = {**shared, **given}
     schemes = tuple(_list(merged, "schemes", str, f"{where}.", default=[AS_STORED]))
     if name == "slipstream" and (strange := [s for s in schemes if s != AS_STORED and s not in SCHEMES]):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from slipstream import __version__
-from slipstream.bench.adapters import Engine, Parallel, Setup, make_engine
+from slipstream.bench.adapters import ENGINES, Engine, Parallel, Setup, make_engine
 from slipstream.bench.metrics import summarize
 from slipstream.bench.power import EnergyMeter
 from slipstream.bench.sweep.results import figures
@@ -25,8 +25,8 @@ from slipstream.bench.workload import fixed, warmup
 from slipstream.errors import SlipstreamError
 
 
-def measure(engine: Engine, meter: EnergyMeter, case: Mapping[str, Any]) -> dict[str, Any]:
-    """The row's figures, or the error of a request of it."""
+def measure(engine: Engine, meter: EnergyMeter, case: Mapping[str, Any], *, remote: bool = False) -> dict[str, Any]:
+    """The row's figures, or the error of a request of it. The memory of a `remote` engine, a server, is not known."""
     size = case["batch_size"]
     work = fixed(size, case["input_len"], case["output_len"], vocab_size=case["vocab_size"], seed=case["seed"])
     for _ in range(case["warmup"]):
@@ -35,7 +35,7 @@ def measure(engine: Engine, meter: EnergyMeter, case: Mapping[str, Any]) -> dict
     records = engine.run(work.requests)
     joules = before.joules_until(meter.read())
     summary = summarize(records, case["objectives"])
-    found = {**figures(summary), "peak_memory_bytes": peak_memory()}
+    found = {**figures(summary), **({} if remote else {"peak_memory_bytes": peak_memory()})}
     if joules is not None and summary.wall_s > 0:
         found |= {"energy_j": joules, "power_w": joules / summary.wall_s, "power_source": ", ".join(meter.sources)}
         found |= {"j_per_output_token": joules / summary.output_tokens} if summary.output_tokens else {}
@@ -45,8 +45,8 @@ def measure(engine: Engine, meter: EnergyMeter, case: Mapping[str, Any]) -> dict
 
 
 def peak_memory() -> float:
-    """Bytes, of this process or of its largest child."""
-    return 1024 * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    """Bytes, of this process."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def text_of(error: Exception) -> str:
@@ -90,7 +90,7 @@ def serve(source: IO[str], replies: IO[str]) -> None:
     try:
         for line in source:
             try:
-                reply(measure(engine, meter, json.loads(line)))
+                reply(measure(engine, meter, json.loads(line), remote=ENGINES[setup.engine].remote))
             except Exception as error:  # as above
                 reply({"error": text_of(error)})
     finally:
