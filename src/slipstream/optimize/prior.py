@@ -9,7 +9,7 @@ from functools import cache
 from slipstream.bench.load import parse_arrivals
 from slipstream.compress.recipe import Quantize, read_recipe
 from slipstream.config import EngineArgs
-from slipstream.errors import SlipstreamError
+from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.optimize.search import Candidate, Prediction, Prior
 from slipstream.optimize.traffic import Traffic
 from slipstream.plan.devices import Hardware
@@ -42,7 +42,7 @@ def simulated_prior(base: EngineArgs, description: ModelDescription, traffic: Tr
         try:
             engine = plan_engine(dataclasses.replace(base, quantization=scheme, **given), description, hardware)
             found = simulate(engine.simulated, load).summary
-        except SlipstreamError:
+        except (ConfigError, OutOfMemoryError):  # what it is, its measurement says
             return NOTHING
         if found.num_failed or not found.output_throughput:  # requests that the engine would refuse
             return NOTHING
