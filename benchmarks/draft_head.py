@@ -44,12 +44,13 @@ def cost(model: str, head: Path, rounds: int = 60) -> dict[str, dict[str, float]
 
     from slipstream import LLM
     from slipstream.kernels.metadata import AttentionMetadata
+    from slipstream.worker.host_runner import HostRunner
 
     sizes = {"max_model_len": 512, "max_num_seqs": 2}
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
     with LLM(model, **sizes) as plain, LLM(model, speculative_config=config, **sizes) as llm:
         first, second = (x.core.executor.runner for x in (plain, llm))  # type: ignore[attr-defined]
-        draft, device = second.draft, first.device
+        draft, device = second.draft, second.device
 
         def tokens(count: int) -> tuple[torch.Tensor, AttentionMetadata]:
             size = second.config.cache.block_size
@@ -59,7 +60,8 @@ def cost(model: str, head: Path, rounds: int = 60) -> dict[str, dict[str, float]
         def step(runner: Any, count: int) -> None:
             ids, meta = tokens(count)
             hidden = runner.forwards.hidden(ids, runner.kv, meta)
-            if runner.forwards.base.greedy(hidden) is None:
+            way = runner.program if isinstance(runner, HostRunner) else runner.forwards.base
+            if way.greedy(hidden) is None:
                 runner.forwards.logits(hidden).argmax(-1)
 
         def one_pass() -> None:
@@ -75,7 +77,7 @@ def cost(model: str, head: Path, rounds: int = 60) -> dict[str, dict[str, float]
                 for name, run in kinds.items():
                     begin = time.perf_counter()
                     run()
-                    first.platform.synchronize()
+                    second.platform.synchronize()
                     times[name].append(1e3 * (time.perf_counter() - begin))
     return {name: {"best_ms": min(own), "median_ms": common.median(own)} for name, own in times.items()}
 

@@ -31,6 +31,23 @@ FEW = {"model": "tiny", "max_tokens": 4}
 CHAT, TEXT = FEW | {"messages": SAID}, FEW | {"prompt": "hello the inn"}
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
 CALLED = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+ASKED = {"model": "tiny", "max_output_tokens": 4, "input": "hello"}
+LOOK = {"type": "function", "name": "look", "parameters": SCHEMA}
+CALLED_ITEM = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+OUTPUT_ITEM = {"type": "function_call_output", "call_id": "c", "output": "1"}
+THOUGHT = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]}
+ITEMS = [{"role": "user", "content": "hello"}, THOUGHT, CALLED_ITEM, OUTPUT_ITEM]
+TOOL_A, TEXT_BLOCK = {"name": "look", "description": "d", "input_schema": SCHEMA}, {"type": "text", "text": "hello"}
+USE = {"type": "tool_use", "id": "c", "name": "look", "input": {"a": 1}}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [TEXT_BLOCK], "is_error": True}
+TURNS = [
+    {"role": "user", "content": [TEXT_BLOCK]},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "a", "signature": ""}, TEXT_BLOCK, USE]},
+    {"role": "user", "content": [RESULT, TEXT_BLOCK]},
+]
+TENSOR = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["hello"]}
+OTHER = {"name": "sampling_parameters", "datatype": "BYTES", "shape": [1], "data": ['{"max_tokens": 2, "seed": 1}']}
+BINARY = {"binary_data": True}
 VALID: list[tuple[str, dict]] = [
     ("/v1/completions", TEXT | {"n": 2, "stop": ["a"], "seed": 1, "logprobs": 2, "echo": True, "stream": True}),
     ("/v1/completions", FEW | {"prompt": [[5, 6], [7]], "temperature": 0.5, "top_k": 3, "min_p": 0.1, "prompt_logprobs": 1}),
@@ -53,13 +70,29 @@ VALID: list[tuple[str, dict]] = [
     ("/tokenize", {"model": "tiny", "prompt": "hello", "return_token_strs": True}),
     ("/tokenize", {"messages": SAID, "add_generation_prompt": True}),
     ("/detokenize", {"model": "tiny", "tokens": [5, 6, 200], "skip_special_tokens": True}),
+    ("/v1/responses", ASKED | {"stream": True, "instructions": "be brief", "include": ["message.output_text.logprobs"]}),
+    ("/v1/responses", ASKED | {"input": [*ITEMS, {"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}),
+    ("/v1/responses", ASKED | {"tools": [LOOK], "tool_choice": {"type": "function", "name": "look"}, "store": False}),
+    ("/v1/responses", ASKED | {"text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}}, "stream": True}),
+    ("/v1/responses", ASKED | {"previous_response_id": "resp_1", "reasoning": {"effort": "low"}, "metadata": {"a": "b"}}),
+    ("/v1/responses/input_tokens", {"model": "tiny", "input": "hello", "tools": [LOOK], "tool_choice": "none"}),
+    ("/v1/messages", FEW | {"messages": [{"role": "user", "content": "hello"}], "system": "be brief", "stream": True}),
+    ("/v1/messages", FEW | {"messages": TURNS, "tools": [TOOL_A], "tool_choice": {"type": "any"}, "top_k": 3}),
+    ("/v1/messages", FEW | {"messages": TURNS, "stop_sequences": ["a"], "thinking": {"type": "disabled"}, "stream": True}),
+    ("/v1/messages", FEW | {"messages": TURNS[:1], "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+    ("/v1/messages/count_tokens", {"model": "tiny", "messages": TURNS, "tools": [TOOL_A], "system": [TEXT_BLOCK]}),
+    ("/v2/models/tiny/infer", {"inputs": [TENSOR], "parameters": {"max_tokens": 3}, "id": "a"}),
+    ("/v2/models/tiny/infer", {"inputs": [TENSOR, OTHER], "outputs": [{"name": "text_output", "parameters": BINARY}]}),
+    ("/v2/models/tiny/generate", {"text_input": "hello", "parameters": {"max_tokens": 3, "temperature": 0.5}}),
+    ("/v2/models/tiny/generate_stream", {"text_input": "hello", "sampling_parameters": '{"max_tokens": 3}', "id": "a"}),
     ("/api/chat", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 4}}),
     ("/api/chat", {"model": "tiny", "messages": [], "format": SCHEMA, "stream": False, "options": {"num_predict": 4}}),
     ("/api/generate", {"model": "tiny", "prompt": "hi", "stream": False, "options": {"num_predict": 4, "top_k": 2, "seed": 1}}),
     ("/api/embed", {"model": "tiny", "input": "hi"}),
     ("/api/show", {"model": "tiny", "verbose": True}),
 ]
-PATHS = [*dict(VALID), "/v1/models/tiny", "/health", "/metrics", "/api/tags", "/", "/docs", "/%ff", "//v1/completions?a=%00"]
+PATHS = [*dict(VALID), "/v1/models/tiny", "/v1/responses/x", "/v1/responses/x/input_items", "/health", "/metrics"]
+PATHS += ["/api/tags", "/", "/docs", "/%ff", "//v1/completions?a=%00"]
 PATHS += ["/" + "a" * 9000]
 RAW = ["NaN", "-Infinity", "1e999", "1" + "0" * 400, "-0", "1.0", "[" * 30 + "]" * 30, "[" * 50_000 + "]" * 50_000]
 RAW += ['{"a":' * 3000 + "1" + "}" * 3000, '"\\ud800"', '"\\u0000"', '"\ufffe\U0001f9d1"', "nul", "'a'"]
@@ -142,6 +175,8 @@ def request(rng: random.Random) -> tuple[bytes, bool, bool]:
     else:
         sent = body
         more.append(b"content-length: %d" % (len(body) if length is None else length))
+    if path.startswith("/v1/messages"):
+        more.append(b"anthropic-version: 2023-06-01")
     version = b"HTTP/1.0" if rng.random() < 0.02 else b"HTTP/1.1"
     framed = framed and version == b"HTTP/1.1"
     head = b"\r\n".join([b"%b %b %b" % (method, path.encode(), version), b"host: a", b"content-type: application/json", *more])

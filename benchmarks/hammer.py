@@ -1,9 +1,10 @@
-"""What soak.py and fuzz_server.py share: a tiny model's server, processes of clients, and a record that is written as it goes.
+"""What soak.py and fuzz_server.py share: servers of tiny models side by side, processes of clients for each, and one record.
 
-Nothing of it is lost when a run is stopped.
+The record is written as the run goes: nothing of it is lost when a run is stopped.
 
 A script gives `users(number, quota, args, address, tally)`, a coroutine that runs in each process of clients. What it counts in
-`tally` comes here each second.
+`tally` comes here each second. Every server has a model (its seed is the server's number), a folder for temporary files,
+clients and kills of its own. processes.py says what memory must be to pass.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import multiprocessing
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +23,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,14 +34,12 @@ import common
 import httptools
 import httpx
 import uvloop
+from processes import Watch
 
 from slipstream.bench.report import print_table
 from slipstream.plan.hardware import available_cores
 
 ROOT = Path(__file__).parents[1]
-SAMPLES = 400
-"""Of memory, in the record. With more of them every second one is left out, and they are taken half as often."""
-
 TEMPLATE = """{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}
 {% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}{{ (m.tool_calls or []) | tojson }}<|im_end|>
@@ -51,6 +53,7 @@ class Tally:
     def __init__(self, stop: Any) -> None:
         self._stop, self.signalled = stop, False
         self.counts: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()  # asked again later, and not counted as requests
         self.found: list[dict[str, Any]] = []  # examples of what is wrong
 
     @property
@@ -60,38 +63,112 @@ class Tally:
 
 def add_arguments(parser: Any) -> None:
     cores = available_cores()
-    parser.add_argument("--requests", type=int, default=1_000_000, help="(default: 1,000,000)")
+    parser.add_argument("--requests", type=int, default=1_000_000, help="of all servers together (default: 1,000,000)")
     parser.add_argument("--seconds", type=float, default=3600, help="end after so many, whatever is left (default: 3600)")
-    parser.add_argument("--api-servers", type=int, default=max(2, cores // 4), help="front ends (default: a core in four)")
-    parser.add_argument("--clients", type=int, default=max(1, cores // 3), help="processes that send (default: one in three)")
+    parser.add_argument("--servers", type=int, default=1, help="side by side, a model each (default: 1)")
+    parser.add_argument(
+        "--api-servers", type=int, help="front ends of each server (default: a core in four, at least 2; of several servers 1)"
+    )
+    parser.add_argument("--clients", type=int, help="processes that send to each (default: a core in 3; of several servers 1)")
     parser.add_argument("--concurrency", type=int, default=48, help="users in each of them (default: 48)")
-    parser.add_argument("--kill-every", type=float, default=0, metavar="S", help="kill -9 of the engine (default: never)")
-    parser.add_argument("--most-growth", type=float, default=0.1, help="of a process's memory, in the second half (0.1)")
+    parser.add_argument("--kill-every", type=float, default=0, metavar="S", help="kill -9 of each engine (default: never)")
+    parser.add_argument(
+        "--spared", type=int, help="servers whose engine is not killed, so that its memory shows (default: 1 of several)"
+    )
+    parser.add_argument("--most-growth", type=float, default=0.02, help="of a process's memory after the warm-up (0.02)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(cores=cores)
+
+
+def _fill_in(args: Any) -> None:
+    alone = args.servers == 1
+    args.api_servers = args.api_servers or (max(2, args.cores // 4) if alone else 1)
+    args.clients = args.clients or (max(1, args.cores // 3) if alone else 1)
+    args.spared = (0 if alone else 1) if args.spared is None else args.spared
+
+
+@dataclass
+class Server:
+    """One server, its clients, and what is known of both."""
+
+    number: int
+    process: subprocess.Popen[str]
+    log: Any
+    scratch: Path
+    spared: bool
+    url: str = ""
+    watch: Any = None
+    clients: list[Any] = field(default_factory=list)
+    counts: list[Counter[str]] = field(default_factory=list)
+    refused: list[Counter[str]] = field(default_factory=list)
+    cpu_of_clients: list[float] = field(default_factory=list)
+    kills: int = 0
+    next_kill_s: float = 0.0
+    held: dict[str, float] = field(default_factory=dict)
+    left: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        parts = urlsplit(self.url)
+        return str(parts.hostname), int(parts.port or 80)
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        return sum(self.counts, Counter())
+
+    def look(self, seconds: float) -> None:
+        self.held = self.watch.look(seconds, sum(self.outcomes.values()))
+
+    def kill(self, seconds: float) -> None:
+        self.look(seconds)  # the engine's last words
+        for process in self.watch.engines():
+            os.kill(process, signal.SIGKILL)
+            self.kills += 1
+
+    def report(self, seconds: float, most_growth: float) -> dict[str, Any]:
+        return {
+            "server": self.number,
+            "engine_is_killed": not self.spared,
+            "sent": sum(self.outcomes.values()),
+            "kills": self.kills,
+            "outcomes": dict(sorted(self.outcomes.items())),
+            "refused_and_sent_again": dict(sum(self.refused, Counter())),
+            "cpu_seconds": {kind: round(value, 1) for kind, value in self.watch.cpu_seconds().items()},
+            **self.left,
+            "processes": self.watch.summaries(seconds, most_growth),
+        }
 
 
 @contextmanager
-def tiny_server(args: Any, log: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The server of a tiny random model, and its URL."""
+def tiny_server(number: int, args: Any) -> Iterator[Server]:
+    """A server of a tiny random model. It is not waited for; at the end it must end by SIGTERM."""
     sys.path.insert(0, str(ROOT))
     from tests import tiny_models
 
-    with tempfile.TemporaryDirectory() as folder:
-        tiny_models.build_with_tokenizer(Path(folder), max_position_embeddings=1024)
-        config = Path(folder) / "tokenizer_config.json"
+    with tempfile.TemporaryDirectory() as made, tempfile.TemporaryFile("w+") as log:
+        folder, scratch = Path(made) / "model", Path(made) / "tmp"
+        scratch.mkdir()
+        tiny_models.build_with_tokenizer(folder, seed=number, max_position_embeddings=1024)
+        config = folder / "tokenizer_config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
-        command = [sys.executable, "-m", "slipstream", "serve", folder, "--port=0", "--json", "--served-model-name=tiny"]
+        command = [sys.executable, "-m", "slipstream", "serve", str(folder), "--port=0", "--json", "--served-model-name=tiny"]
         command += ["--device=cpu", "--dtype=float32", "--max-num-seqs=64", "--kv-cache-bytes=8MiB", "--num-threads=1"]
         command += [f"--api-servers={args.api_servers}", "--body-timeout=2", "--tool-call-parser=hermes"]
         # The log goes to a file: a pipe that nobody reads would stop the server. A group of its own: Ctrl-C is for us.
-        server = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=common.with_source(), start_new_session=True
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=common.with_source() | {"TMPDIR": str(scratch)},
+            start_new_session=True,
         )
+        server = Server(number, process, log, scratch, spared=number < args.spared)
         try:
-            yield server, json.loads(server.stdout.readline())["url"].removesuffix("/v1")
+            yield server
         finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(60)
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
 
 
 def run(
@@ -102,107 +179,231 @@ def run(
     is_wrong: Callable[[str], bool],
     warm: tuple[str, dict[str, Any]],
 ) -> None:
-    """Start the server, let the clients loose until all is sent, the time is up or somebody stops us, and say what was found.
-    `is_wrong` tells the counts that must be 0. `warm` is asked for 300 times before memory is looked at."""
+    """Start the servers, let the clients loose until all is sent, the time is up or somebody stops us, and say what was found.
+    `is_wrong` tells the counts that must be 0. `warm` is asked of each 300 times before memory is looked at."""
+    _fill_in(args)
     stopped: list[int] = []
-    with tempfile.TemporaryFile("w+") as log:
-        with tiny_server(args, log) as (server, url):
-            address = (str(urlsplit(url).hostname), int(urlsplit(url).port or 80))
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda number, frame: stopped.append(number))
-            with httpx.Client(base_url=url, timeout=60) as http:
-                for _ in range(300):
-                    http.post(warm[0], json=warm[1]).raise_for_status()
-            result = _watch(name, args, users, is_wrong, server.pid, address, stopped)
-            time.sleep(1)
-            with httpx.Client(base_url=url, timeout=60) as http:
-                result["left_after_1_s"] = gauges(http.get("/metrics").text) | {"health": http.get("/health").status_code}
-        result["exit_code"] = server.returncode
-        log.seek(0)
-        traces = [text[:4000] for text in log.read().split("Traceback")[1:6]]
-    idle = {**result["left_after_1_s"], "health": 0} == dict.fromkeys(result["left_after_1_s"], 0)
-    grown = {k: v for k, v in growth(result["memory"]).items() if v > args.most_growth}
-    result["passed"] = idle and not result["wrong"] and not grown and result["exit_code"] == 0
+    begin = time.monotonic()
+    with ExitStack() as stack:
+        servers = [stack.enter_context(tiny_server(number, args)) for number in range(args.servers)]
+        for server in servers:
+            line = server.process.stdout.readline() if server.process.stdout else ""
+            if not line:
+                server.log.seek(0)
+                raise SystemExit(f"{name}: a server did not start: {server.log.read()[-2000:]}")
+            server.url = json.loads(line)["url"].removesuffix("/v1")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: stopped.append(number))
+        with ThreadPoolExecutor(args.servers) as pool:
+            list(pool.map(lambda server: _warm(server, *warm), servers))
+        print(f"{len(servers)} servers are ready after {time.monotonic() - begin:.0f} s", flush=True)
+        result = _watch(name, args, users, is_wrong, servers, stopped)
+        time.sleep(1)
+        for server in servers:
+            _look_at_the_end(server)
+        # All end at once; their exit codes and what they left behind are read before their folders go.
+        for server in servers:
+            server.process.send_signal(signal.SIGTERM)
+        for server in servers:
+            server.left["exit_code"] = server.process.wait(60)
+            server.left["files_left_behind"] = sorted(path.name for path in server.scratch.iterdir())
+        result["servers"] = [server.report(result["seconds"], args.most_growth) for server in servers]
+        traces = [text for server in servers for text in _traces(server)][:5]
+    _judge(result, args)
     result["stopped_by_signal"] = bool(stopped)
-    rows = [(key, f"{value:,}") for key, value in sorted(result["outcomes"].items())]
-    rows += [(key, json.dumps(value)[:200]) for key, value in result.items() if key not in ("memory", "outcomes", "examples")]
-    print_table(f"{name}: " + ("passed" if result["passed"] else "FAILED"), ("", ""), rows)
+    _show(name, result)
     for example in [*result["examples"][:40], *traces]:
         print(example if isinstance(example, str) else json.dumps(example, indent=1))
-    common.save(args.output, name, settings=vars(args) | {"output": str(args.output)}, results=result)
+    settings = {key: value for key, value in vars(args).items() if key != "cores"} | {"output": str(args.output)}
+    common.save(args.output, name, settings=settings, results=result)
     sys.exit(0 if result["passed"] else 1)
 
 
+def _warm(server: Server, path: str, body: dict[str, Any]) -> None:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        for _ in range(300):
+            http.post(path, json=body).raise_for_status()
+
+
+def _look_at_the_end(server: Server) -> None:
+    """One second after the last client has gone, or once an engine that was killed before has started again."""
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        until = time.monotonic() + 60
+        while (health := http.get("/health").status_code) != 200 and time.monotonic() < until:
+            time.sleep(0.2)
+        metrics = http.get("/metrics").text
+    server.left["left_after_1_s"] = gauges(metrics) | {"health": health}
+    server.left["http_requests_total"] = answers_of(metrics)
+    server.left["open_files"] = {"start": server.watch.files_at_start, "end": server.watch.files()}
+
+
+def _traces(server: Server) -> list[str]:
+    server.log.seek(0)
+    return [text[:4000] for text in server.log.read().split("Traceback")[1:6]]
+
+
+def _judge(result: dict[str, Any], args: Any) -> None:
+    """`failed` names what a server did not hold to; a run without any has passed."""
+    failed = [f"{result['wrong']} wrong outcomes"] if result["wrong"] else []
+    if not result["sent"]:
+        failed.append("no request was answered")
+    for server in result["servers"]:
+        where = f"server {server['server']}: "
+        left = server["left_after_1_s"]
+        if left.get("health") != 200 or any(value for key, value in left.items() if key != "health"):
+            failed.append(f"{where}after 1 s {left}")
+        if server["exit_code"] != 0:
+            failed.append(f"{where}exit code {server['exit_code']}")
+        if server["files_left_behind"]:
+            failed.append(f"{where}left behind {server['files_left_behind']}")
+        files = server["open_files"]
+        failed += [
+            f"{where}{name} has {number} open files, {files['start'][name]} at the start"
+            for name, number in files["end"].items()
+            if not name.startswith("engine") and number > files["start"].get(name, 0) + 8
+        ]
+        failed += [
+            f"{where}{process['process']} rises by {process['risen_mib']} MiB, {process['allowed_mib']} are allowed"
+            for process in server["processes"]
+            if process["flat"] is False
+        ]
+    judged = [process for server in result["servers"] for process in server["processes"] if process["flat"] is not None]
+    if not judged:
+        failed.append("the run was too short to judge memory")
+    result["memory"] = {
+        "processes_judged": len(judged),
+        "not_flat": sum(not process["flat"] for process in judged),
+        "most_slope_bytes_per_request": max((process["slope_bytes_per_request"] for process in judged), default=None),
+        "resolution_bytes_per_request": max((process["resolution_bytes_per_request"] for process in judged), default=None),
+        "start_mib": round(sum(process["start_mib"] for process in judged), 1),
+        "end_mib": round(sum(process["end_mib"] for process in judged), 1),
+    }
+    result["failed"] = failed
+    result["passed"] = not failed
+
+
+def _show(name: str, result: dict[str, Any]) -> None:
+    rows = [(key, f"{value:,}") for key, value in sorted(result["outcomes"].items())]
+    hidden = ("servers", "outcomes", "examples")
+    rows += [(key, json.dumps(value)[:300]) for key, value in result.items() if key not in hidden]
+    print_table(f"{name}: " + ("passed" if result["passed"] else "FAILED"), ("", ""), rows)
+    print_table(
+        "Memory, MiB. The line is drawn after the first third of the run; a leak would be seen from so many bytes/request on",
+        ("server", "process", "start", "after warm-up", "end", "line, bytes/request", "seen from", "risen", "allowed", "flat"),
+        [
+            (
+                *(str(server["server"]), process["process"], str(process["start_mib"]), str(process["after_warmup_mib"])),
+                *(str(process["end_mib"]), str(process["slope_bytes_per_request"])),
+                *(str(process["resolution_bytes_per_request"]), str(process["risen_mib"]), str(process["allowed_mib"])),
+                "yes" if process["flat"] else "NO",
+            )
+            for server in result["servers"]
+            for process in server["processes"]
+            if process["flat"] is not None
+        ],
+    )
+
+
 def _watch(
-    name: str, args: Any, users: Any, is_wrong: Callable[[str], bool], pid: int, address: tuple[str, int], stopped: list[int]
+    name: str, args: Any, users: Any, is_wrong: Callable[[str], bool], servers: list[Server], stopped: list[int]
 ) -> dict[str, Any]:
     fork = multiprocessing.get_context("fork")  # the clients need nothing but what is imported here
     told, stop = fork.Queue(), fork.Event()
-    quota = -(-args.requests // args.clients)
-    clients = [
-        fork.Process(target=_clients, args=(number, quota, args, users, address, told, stop), daemon=True)
-        for number in range(args.clients)
-    ]
-    for client in clients:
-        client.start()
-    begin = last_kill = time.monotonic()
-    counts: list[Counter[str]] = [Counter() for _ in clients]
-    cpu_of_clients = [0.0] * len(clients)
+    quota = -(-args.requests // (args.servers * args.clients))
+    for server in servers:
+        server.watch = Watch(server.process.pid)
+        server.clients = [
+            fork.Process(
+                target=_clients,
+                args=((server.number, client), quota, args, users, server.address, told, stop),
+                daemon=True,
+            )
+            for client in range(args.clients)
+        ]
+        server.counts = [Counter() for _ in server.clients]
+        server.refused = [Counter() for _ in server.clients]
+        server.cpu_of_clients = [0.0] * args.clients
+        # Not all at once: their starts take processor time from all.
+        server.next_kill_s = args.kill_every * (1 + server.number / args.servers)
+    for server in servers:
+        for client in server.clients:
+            client.start()
+    begin = time.monotonic()
     result: dict[str, Any] = {"examples": []}
-    samples, every, kills, written, cpu = [{"seconds": 0.0, **memory(pid)}], 1.0, 0, begin, Cpu(pid)
-    while any(client.is_alive() for client in clients) or not told.empty():
+    looked = written = 0.0
+
+    def alive() -> bool:
+        return any(client.is_alive() for server in servers for client in server.clients)
+
+    while alive() or not told.empty():
         with suppress(queue.Empty):
-            number, found, examples, cpu_of_clients[number] = told.get(timeout=0.2)
-            counts[number] = Counter(found)
-            result["examples"] = (result["examples"] + examples)[:100]
-        now = time.monotonic()
-        if stopped or now - begin > args.seconds:
+            while True:
+                (server_number, number), counts, refused, examples, cpu = told.get(timeout=0.1)
+                server = servers[server_number]
+                server.counts[number], server.refused[number], server.cpu_of_clients[number] = counts, refused, cpu
+                result["examples"] = (result["examples"] + examples)[:100]
+        now = time.monotonic() - begin
+        if stopped or now > args.seconds:
             stop.set()
-        elif args.kill_every and now - last_kill > args.kill_every:
-            samples.append({"seconds": round(now - begin, 1), **memory(pid)})  # the engine's last words
-            for process in (p for p in descendants(pid) if name_of(p) == "engine"):
-                cpu.used()
-                os.kill(process, signal.SIGKILL)
-                kills += 1
-            last_kill = now
-        if now - begin > samples[-1]["seconds"] + every:
-            samples.append({"seconds": round(now - begin, 1), **memory(pid)})
-            if len(samples) > SAMPLES:
-                samples, every = samples[::2], 2 * every
-        if now - written > 5 or not any(client.is_alive() for client in clients):
-            written, total = now, sum(counts, Counter())
-            sent, seconds = sum(total.values()), now - begin
-            result |= {
-                "sent": sent,
-                "seconds": round(seconds, 1),
-                "requests_per_s": round(sent / seconds, 1),
-                "kills": kills,
-                "wrong": sum(n for key, n in total.items() if is_wrong(key)),
-                "outcomes": dict(sorted(total.items())),
-                "cpu_seconds": cpu.used() | {"clients": round(sum(cpu_of_clients), 1)},
-                "memory_growth": growth(samples),
-                "memory": samples,
-            }
-            print(f"{sent:,} sent, {sent / seconds:,.0f}/s, {result['wrong']} wrong, {kills} kills, {samples[-1]}", flush=True)
+        elif args.kill_every:
+            for server in servers:
+                if not server.spared and now > server.next_kill_s:
+                    server.kill(now)
+                    server.next_kill_s = now + args.kill_every
+        if now > looked + 1:
+            looked = now
+            for server in servers:
+                server.look(now)
+        if now > written + 5 or not alive():
+            written = now
+            result |= _figures(servers, now, is_wrong)
+            held = sum(sum(server.held.values()) for server in servers)
+            print(
+                f"{result['sent']:,} sent, {result['requests_per_s']:,}/s, {result['wrong']} wrong, {result['kills']} kills, "
+                f"{held:,.0f} MiB",
+                flush=True,
+            )
             args.output.parent.mkdir(parents=True, exist_ok=True)
             part = args.output.with_suffix(".part")
-            part.write_text(json.dumps(result | {"finished": False}, indent=1))
+            reports = [server.report(now, args.most_growth) for server in servers]
+            part.write_text(json.dumps(result | {"servers": reports, "finished": False}))
             part.replace(args.output.with_suffix(".progress.json"))
-    for client in clients:
-        client.join()
-    if failed := [client.exitcode for client in clients if client.exitcode]:
-        raise SystemExit(f"{name}: clients ended with {failed}")
+    for server in servers:
+        for client in server.clients:
+            client.join()
+            if client.exitcode:
+                raise SystemExit(f"{name}: a process of clients ended with {client.exitcode}")
     args.output.with_suffix(".progress.json").unlink(missing_ok=True)
     return result
 
 
-def _clients(number: int, quota: int, args: Any, users: Any, address: tuple[str, int], told: Any, stop: Any) -> None:
+def _figures(servers: list[Server], seconds: float, is_wrong: Callable[[str], bool]) -> dict[str, Any]:
+    """Of all servers together."""
+    total: Counter[str] = sum((server.outcomes for server in servers), Counter())
+    cpu: Counter[str] = sum((server.watch.cpu_seconds() for server in servers), Counter())
+    sent = sum(total.values())
+    return {
+        "sent": sent,
+        "seconds": round(seconds, 1),
+        "requests_per_s": round(sent / seconds, 1),
+        "kills": sum(server.kills for server in servers),
+        "wrong": sum(n for key, n in total.items() if is_wrong(key)),
+        "outcomes": dict(sorted(total.items())),
+        "refused_and_sent_again": dict(sum((count for server in servers for count in server.refused), Counter())),
+        "cpu_seconds": {kind: round(value, 1) for kind, value in cpu.items()}
+        | {"clients": round(sum(sum(server.cpu_of_clients) for server in servers), 1)},
+    }
+
+
+def _clients(
+    number: tuple[int, int], quota: int, args: Any, users: Any, address: tuple[str, int], told: Any, stop: Any
+) -> None:
     tally = Tally(stop)
     for signal_number in (signal.SIGINT, signal.SIGTERM):  # of our whole process group
         signal.signal(signal_number, lambda number, frame: setattr(tally, "signalled", True))
 
     def tell() -> None:
-        told.put((number, dict(tally.counts), tally.found, time.process_time()))
+        told.put((number, tally.counts, tally.refused, tally.found, time.process_time()))
         tally.found = []
 
     async def main() -> None:
@@ -212,7 +413,7 @@ def _clients(number: int, quota: int, args: Any, users: Any, address: tuple[str,
                 tell()
 
         teller = asyncio.create_task(telling())
-        await users(number, quota, args, address, tally)
+        await users(number[0] * args.clients + number[1], quota, args, address, tally)
         teller.cancel()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -222,84 +423,22 @@ def _clients(number: int, quota: int, args: Any, users: Any, address: tuple[str,
     told.join_thread()
 
 
-# --- The server's processes -----------------------------------------------------------------------------------------
-
-
-def descendants(pid: int) -> list[int]:
-    found = [pid]
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                found += descendants(int(child))
-    return found
-
-
-def name_of(pid: int) -> str:
-    with suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return "engine" if b"core_process" in words else "front end" if b"frontend.process" in words else "supervisor"
-    return "gone"
-
-
-def _named(pid: int) -> Iterator[tuple[str, int]]:
-    seen: Counter[str] = Counter()
-    for process in descendants(pid):
-        name = name_of(process)
-        yield f"{name} {seen[name]}", process
-        seen[name] += 1
-
-
-def memory(pid: int) -> dict[str, float]:
-    """Resident MiB of each process."""
-    found: dict[str, float] = {}
-    for name, process in _named(pid):
-        with suppress(OSError):
-            pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
-            found[name] = round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
-    return found
-
-
-class Cpu:
-    """Processor seconds of the server's processes since this was made, by kind; those of one that died as of the last look."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid, self._seconds = pid, dict[int, tuple[str, float]]()
-        self.used()
-        self._before = {process: seconds for process, (_, seconds) in self._seconds.items()}
-
-    def used(self) -> dict[str, float]:
-        for name, process in _named(self._pid):
-            self._seconds[process] = name.rpartition(" ")[0], cpu_of(process)
-        found: Counter[str] = Counter()
-        before = getattr(self, "_before", {})
-        for process, (kind, seconds) in self._seconds.items():
-            found[kind] += seconds - before.get(process, 0.0)
-        return {kind: round(seconds, 1) for kind, seconds in found.items()}
-
-
-def cpu_of(process: int) -> float:
-    with suppress(OSError):
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-    return 0.0
-
-
-def growth(samples: list[dict[str, float]]) -> dict[str, float]:
-    """Of each process that nobody kills: how much more it held at most in the last quarter than in the second third."""
-    end = samples[-1]["seconds"]
-    middle = [s for s in samples if end / 3 <= s["seconds"] <= 2 * end / 3]
-    last = [s for s in samples if s["seconds"] >= 3 * end / 4]
-    names = [name for name in samples[-1] if name.startswith(("front end", "supervisor"))]
-    pairs = {name: ([s[name] for s in middle if name in s], [s[name] for s in last if name in s]) for name in names}
-    return {name: round(max(b) / max(a) - 1, 4) for name, (a, b) in pairs.items() if a and b}
-
-
 def gauges(text: str) -> dict[str, float]:
     return {
         line.split("{")[0].removeprefix("slipstream:"): float(line.rsplit(" ", 1)[1])
         for line in text.splitlines()
         if line.startswith(("slipstream:num_requests_", "slipstream:kv_cache_usage"))
     }
+
+
+def answers_of(text: str) -> dict[str, int]:
+    """How many requests the server says that it answered, by route and status."""
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("slipstream:http_requests_total{"):
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
+            found[f"{labels['method']} {labels['route'].lstrip('/')} {labels['status']}"] = int(float(line.rsplit(" ", 1)[1]))
+    return dict(sorted(found.items()))
 
 
 # --- Connections ----------------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
     python benchmarks/prediction.py                                    ten loads of SmolLM2 on this CPU
     python benchmarks/prediction.py --config llama-3-8b --quantization fp8 --kv-cache-dtype fp8 --num-loads 6    on a GPU
+    python benchmarks/prediction.py --config llama-3-8b --quantization fp8 --kv-cache-dtype fp8 --num-loads 6 --table FILE
     python benchmarks/prediction.py --record                           the recorded loads of results/online.json, on an H200
 
 A load has lengths, and a rate or a number of users, drawn by `--seed`. Each is measured through `AsyncLLM`, between two
 measurements of the table of steps in the same minutes, since a shared machine's speed changes; the prediction is that of the
-two tables together. Errors are of the mean TPOT and TTFT, and of output tokens a second.
+two tables together. With `--table` (step_costs.py's file) all predictions are made by that table before the load is
+measured: held-out loads. Errors are of the mean TPOT and TTFT, and of output tokens a second.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from slipstream.config import EngineArgs
 from slipstream.plan.devices import find_device
 from slipstream.plan.engines import PlannedEngine, plan_engine
 from slipstream.plan.simulate import simulate
-from slipstream.plan.step_cost import HostCost, MeasuredStep, fit_steps
+from slipstream.plan.step_cost import HostCost, MeasuredStep, fit_steps, read_table
 from slipstream.plan.traffic import of_lengths, parse_workload
 from slipstream.spec.description import read_spec
 from slipstream.worker.executor import LocalExecutor
@@ -71,7 +73,7 @@ def errors(found: dict[str, float], measured: dict[str, float]) -> dict[str, flo
 
 
 async def validate(args: Any, settings: EngineArgs) -> list[dict[str, Any]]:
-    executor = LocalExecutor.build(settings)
+    executor = LocalExecutor.build(settings, by_torch=True)
     config, description = executor.config, executor.description
     info, vocab = config.device.info, description.spec.vocab_size
     seqs, tokens = min(32, config.scheduling.max_num_seqs), config.scheduling.max_num_batched_tokens
@@ -120,6 +122,36 @@ async def validate(args: Any, settings: EngineArgs) -> list[dict[str, Any]]:
     return rows
 
 
+async def held_out(args: Any, settings: EngineArgs) -> list[dict[str, Any]]:
+    """By a table that was measured beforehand; nothing of the load is known to the prediction but lengths and arrivals."""
+    table = read_table(json.loads(args.table.read_text("utf-8")), args.table.name)
+    rng, rows = random.Random(args.seed), []
+    async with await AsyncSlipstream.start(settings) as engine:
+        config, ledger, description = engine.engine.config, engine.engine.ledger, engine.engine.description
+        info, vocab = config.device.info, description.spec.vocab_size
+        hardware = find_device("h200" if info.is_cuda else "cpu-2-avx512")
+        planned = plan_engine(settings, description, hardware, info=info, table=table)
+        planned = dataclasses.replace(planned.with_blocks(ledger.num_blocks), config=config)
+        warm = from_lengths("warm", [(64, 16)] * 8, vocab_size=vocab, seed=args.seed)
+        await run_load(engine, warm.requests, ClosedLoop(concurrency=8))
+        for number in range(args.num_loads):
+            load = draw(rng, 15000.0 if info.is_cuda else 800.0, 8 if info.is_cuda else 1)
+            found = figures(predicted(planned, load, number))
+            bench = from_lengths("drawn", load["lengths"], vocab_size=vocab, seed=number)
+            measured = figures(summarize(await run_load(engine, bench.requests, arrivals_of(load), seed=number)))
+            shown = {k: v for k, v in load.items() if k != "lengths"}
+            row = {
+                "load": {**shown, "num_requests": len(bench.requests), "mean_lengths": mean_lengths(bench)},
+                "measured": measured,
+                "predicted": found,
+                "errors": errors(found, measured),
+                "load_average": os.getloadavg()[0],
+            }
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    return rows
+
+
 def mean_lengths(bench: Workload) -> list[float]:
     return [bench.input_tokens / len(bench.requests), bench.output_tokens / len(bench.requests)]
 
@@ -159,6 +191,7 @@ def recorded() -> list[dict[str, Any]]:
 def main() -> None:
     parser = common.parser(__doc__, "prediction")
     parser.add_argument("--record", action="store_true", help="against the recorded loads of an H200; nothing is measured")
+    parser.add_argument("--table", type=Path, help="what steps take: a file of step_costs.py; none is measured here")
     parser.add_argument("--config")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
@@ -174,11 +207,11 @@ def main() -> None:
             load_format="dummy" if args.config else "auto",
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
-            kv_cache_bytes=GPU_CACHE if args.config else MEASURED_CACHE,  # two engines stand side by side
+            kv_cache_bytes=None if args.table else GPU_CACHE if args.config else MEASURED_CACHE,  # two engines side by side
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
         )
-        rows = asyncio.run(validate(args, settings))
+        rows = asyncio.run((held_out if args.table else validate)(args, settings))
     means = {name: sum(r["errors"][name] for r in rows if name in r["errors"]) / len(rows) for name in TARGETS}
     shown = [
         (
@@ -189,7 +222,8 @@ def main() -> None:
     ]
     print_table("measured · predicted · error", ("load", *TARGETS), shown)
     print({name: f"{value:.1%} (target {TARGETS[name]:.0%})" for name, value in means.items()})
-    common.save(args.output, "prediction", settings={**vars(args), "output": args.output.name}, mean_errors=means, rows=rows)
+    shown_settings = {**vars(args), "output": args.output.name, "table": args.table and args.table.name}
+    common.save(args.output, "prediction", settings=shown_settings, mean_errors=means, rows=rows)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def slipstream_engine() -> Callable[[Any], Callable[[str], bool]]:
     """As a request is: checked first, by the same limits. RequestError says why a schema is refused."""
     from llguidance import LLMatcher, LLTokenizer
 
-    from slipstream.engine.grammar import LIMITS, check, compose
+    from slipstream.engine.grammar import check, compose, limits
     from slipstream.errors import RequestError
     from slipstream.types import StructuredOutputsParams
 
@@ -75,7 +75,7 @@ def slipstream_engine() -> Callable[[Any], Callable[[str], bool]]:
     def take(schema: Any) -> Callable[[str], bool]:
         params = StructuredOutputsParams(json=schema)
         check(params)
-        first = LLMatcher(vocabulary, compose(params), log_level=0, limits=LIMITS)
+        first = LLMatcher(vocabulary, compose(params), log_level=0, limits=limits())
         if first.is_error():
             raise RequestError(first.get_error().splitlines()[0])
 

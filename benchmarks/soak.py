@@ -1,11 +1,18 @@
 """A million mixed requests over HTTP against `slipstream serve` with a tiny model, while its engine is killed again and again.
 
     python benchmarks/soak.py --requests 1000000 --kill-every 300
+    python benchmarks/soak.py --requests 1000000 --seconds 520 --servers 12 --kill-every 60     # a machine of 16 cores
 
 Completions and chats, streamed and whole, n up to 3, log-probabilities, stops, seeds, penalties, shared prefixes, token-id
 prompts; one in five is left in the middle, one in twenty is a bad request that must be a 400. Every request must end with a
-whole answer, a documented error or our own leaving; all else is LOST. At the end nothing may run, wait or hold a block, the
-server must be healthy and end with 0, and the memory of its front ends must have stopped growing.
+whole answer, a documented error or our own leaving; all else is LOST. A client that is refused while an engine starts again
+waits a second and asks again; refusals don't count as requests, but one that is refused for two minutes is LOST.
+
+At the end nothing may run, wait or hold a block. Each server must be healthy, end with 0 and leave no file behind. No process
+may hold more open files than at the start, and memory must be flat, as processes.py says.
+
+With `--servers` several servers run side by side, with a model, clients and kills each. The engine of one of them (`--spared`)
+is not killed, so that its memory can be judged over the whole run.
 
 The load comes from several processes over connections that are kept. `--seconds` bounds the run. SOAK.progress.json beside the
 record is written every five seconds; Ctrl-C or SIGTERM ends the run early and writes the record.
@@ -93,7 +100,7 @@ def judge(status: int, body: bytes, kind: str, choices: int) -> str:
 async def user(rng: random.Random, quota: list[int], address: tuple[str, int], tally: hammer.Tally) -> None:
     loop = asyncio.get_running_loop()
     sock: socket.socket | None = None
-    left = 0
+    left = refused = 0
     while quota[0] > 0 and not tally.is_over:
         quota[0] -= 1
         path, body, kind = make_request(rng)
@@ -126,7 +133,17 @@ async def user(rng: random.Random, quota: list[int], address: tuple[str, int], t
             what = f"LOST, {type(error).__name__} ({kind})"
         except httptools.HttpParserError as error:
             what = f"LOST, unreadable: {error} ({kind})"
-        tally.counts[what] += 1
+        if what.startswith("refused"):
+            tally.refused[what] += 1
+            refused += 1
+            if refused >= PATIENCE_S:  # a second each
+                tally.counts[f"LOST, refused {refused} times one after another"] += 1
+                refused = 0
+            else:
+                quota[0] += 1
+        else:
+            tally.counts[what] += 1
+            refused = 0
         if not answers.keeps or not left:
             if rng.random() < 0.5:
                 with suppress(OSError):
@@ -134,7 +151,7 @@ async def user(rng: random.Random, quota: list[int], address: tuple[str, int], t
             sock.close()
             sock = None
         if what.startswith("refused"):
-            await asyncio.sleep(0.2)  # a client that is told to come back
+            await asyncio.sleep(1)  # as it is told
     if sock is not None:
         sock.close()
 

@@ -3,9 +3,11 @@
     python benchmarks/start.py [--llamacpp PYTHON] [--openvino PYTHON] [--rounds 5]              # record start.json
     python benchmarks/start.py --measure kept [--config benchmarks/configs/phi-2] [--schemes int8 int4]   # start_kept.json
 
-Engines: each in a process of its own, taking turns; the model's file is in the page cache. The clock is the process's age
-when the first of 32 tokens comes, imports included (for Slipstream also without torch's, timed by itself). The memory is the
-most that the process ever held. Medians.
+Engines: each in a process of its own, taking turns; the model's file is in the page cache. Slipstream's is `slipstream run`.
+The clock runs from the process's start to the first of 32 tokens, imports included, and beside it the processor time of all
+threads until then, which a busy neighbour changes less. The memory is the most that the process ever held until then. `--also
+NAME=FOLDER` measures another source tree of Slipstream in the same rounds. Medians. Each engine starts once before the rounds:
+modules are compiled by then, as pip leaves them.
 
 Kept: a start that rounds the weights keeps them, and the next one reads them (`weights_cache`). The checkpoint has random
 bfloat16 weights and lies in the page cache, as does the file of kept weights. Each load runs in a process of its own: seconds
@@ -17,45 +19,56 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slipstream.plan.hardware import available_cores, seconds_since_process_start
 
 PROMPT, ANSWER = 16, 32
+TEXT = "Once upon a time, in a small town at the edge of a forest, there lived"  # some 16 tokens
 CONFIG = Path(__file__).parent / "configs" / "phi-2"
 
 
-def child(name: str, path: Path, threads: int) -> None:
-    found: dict[str, float] = {}
-    if name == "slipstream":
-        begin = time.perf_counter()
-        import torch  # noqa: F401
+def peer(name: str, path: Path, threads: int) -> None:
+    """A peer's start, in this process."""
+    from peers_cpu import make, requests
 
-        found["torch_import_s"] = time.perf_counter() - begin
-        from slipstream import LLM, SamplingParams
+    engine = make(name, path, threads)
+    age, begin, processor = seconds_since_process_start() or 0.0, time.perf_counter(), time.process_time()
+    (record,) = engine.run(requests(1, PROMPT, ANSWER))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"first_token_s": age + record.first_token - begin, "processor_s": processor, "peak_mib": peak}))
 
-        llm = LLM(str(path), max_num_seqs=1, max_model_len=1024, num_threads=threads)
-        prompt = {"prompt_token_ids": list(range(100, 100 + PROMPT))}
-        for _ in llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)):
-            found.setdefault("first_token_s", seconds_since_process_start() or 0.0)
-        found |= {f"phase_{phase}_s": seconds for phase, seconds in llm.core.executor.phases.items()}
-        found["without_torch_s"] = found["first_token_s"] - found["torch_import_s"]
-    else:
-        from peers_cpu import make, requests
 
-        engine = make(name, path, threads)
-        age, begin = seconds_since_process_start() or 0.0, time.perf_counter()
-        (record,) = engine.run(requests(1, PROMPT, ANSWER))
-        found["first_token_s"] = age + record.first_token - begin
-    found["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps(found))
+def slipstream(path: Path, threads: int, env: Mapping[str, str]) -> dict[str, float]:
+    """`slipstream run`, as a user starts it: until the first character of its answer."""
+    sizes = ["--max-tokens", str(ANSWER), "--max-model-len", "1024", "--num-threads", str(threads)]
+    command = [sys.executable, "-m", "slipstream", "run", str(path), TEXT, "--raw", "--temperature", "0", *sizes]
+    begin = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        first = process.stdout.read(1)
+        found = {"first_token_s": time.perf_counter() - begin}
+        if first:
+            own = Path("/proc", str(process.pid))
+            ticks = (own / "stat").read_text().rpartition(")")[2].split()[11:13]
+            found["processor_s"] = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+            found["has_torch"] = float("libtorch" in (own / "maps").read_text())
+            (peak,) = (line for line in (own / "status").read_text().splitlines() if line.startswith("VmHWM:"))
+            found["peak_mib"] = int(peak.split()[1]) / 1024
+        process.stdout.read()
+        errors = process.stderr.read().decode()
+        if process.wait() or not first:
+            raise SystemExit(f"slipstream: {errors[-2000:]}")
+    return found
 
 
 def write_checkpoint(config: Path, path: Path) -> None:
@@ -98,22 +111,37 @@ def engines(args: argparse.Namespace) -> None:
 
     path, threads = resolve_model(args.model), available_cores()
     path.read_bytes()
-    pythons = {"slipstream": sys.executable}
-    pythons |= {n: p for n, p in (("llamacpp", args.llamacpp), ("openvino", args.openvino)) if p}
+    trees = {"slipstream": None} | {name: tree for name, _, tree in (text.partition("=") for text in args.also)}
+    peers = {n: p for n, p in (("llamacpp", args.llamacpp), ("openvino", args.openvino)) if p}
     rounds: list[dict[str, dict[str, float]]] = []
-    for _ in range(args.rounds):
-        rounds.append({})
-        for name, python in pythons.items():
-            command = [python, __file__, "--child", name, "--model", str(path), "--threads", str(threads)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, env=common.with_source())
-            if done.returncode:
-                raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-            rounds[-1][name] = json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as compiled:
+        for _ in range(args.rounds + 1):
+            found = {name: slipstream(path, threads, environment(tree, compiled)) for name, tree in trees.items()}
+            for name, python in peers.items():
+                command = [python, __file__, "--child", name, "--model", str(path), "--threads", str(threads)]
+                done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(None, compiled))
+                if done.returncode:
+                    raise SystemExit(f"{name}: {done.stderr[-2000:]}")
+                found[name] = json.loads(done.stdout.splitlines()[-1])
+            rounds.append(found | {"machine": {"load": os.getloadavg()[0]}})
+    del rounds[0]
+    pythons = [*trees, *peers, "machine"]
     medians = {n: {k: statistics.median(r[n][k] for r in rounds) for k in rounds[0][n]} for n in pythons}
     columns = sorted({k for m in medians.values() for k in m})
     rows = [[n, *(f"{m[c]:.2f}" if c in m else "–" for c in columns)] for n, m in medians.items()]
     print_table("medians", ["", *columns], rows)
     common.save(args.output or common.RESULTS / "start.json", "start", medians=medians, rounds=rounds, threads=threads)
+
+
+def environment(tree: str | None, compiled: str) -> dict[str, str]:
+    """With the source of this tree, or of another, and with modules that are compiled once, into that folder."""
+    import common
+
+    found = common.with_source()
+    if tree is not None:
+        found["PYTHONPATH"] = os.pathsep.join([str(Path(tree) / "src"), found["PYTHONPATH"]])
+    found.pop("PYTHONDONTWRITEBYTECODE", None)
+    return found | {"PYTHONPYCACHEPREFIX": compiled}
 
 
 def kept(args: argparse.Namespace) -> None:
@@ -170,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             path, scheme, *folder = args.load
             load_child(Path(path), scheme, Path(folder[0]) if folder else None)
         else:
-            child(args.child, args.model, args.threads)
+            peer(args.child, args.model, args.threads)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", choices=("engines", "kept"), default="engines")
@@ -179,6 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="smollm2", help="engines: (default: smollm2)")
     parser.add_argument("--llamacpp", metavar="PYTHON", help="engines: its environment's interpreter")
     parser.add_argument("--openvino", metavar="PYTHON", help="engines: its environment's interpreter")
+    parser.add_argument("--also", nargs="+", default=[], metavar="NAME=FOLDER", help="engines: other source trees")
     parser.add_argument("--config", type=Path, default=CONFIG, help="kept: (default: benchmarks/configs/phi-2)")
     parser.add_argument("--schemes", nargs="+", default=["int8", "int4"], help="kept: (default: int8 int4)")
     args = parser.parse_args(arguments)

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -45,6 +47,7 @@ class Browser:
             }
             options["args"].append(f"--user-data-dir={folder / 'profile'}")
             wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+            wanted["timeouts"] = {"script": round(1e3 * PATIENCE_S)}
             session = made._ask("", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
             made._url += f"/{session}"
             try:
@@ -59,21 +62,33 @@ class Browser:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, {"content-type": "application/json"}, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             raise AssertionError(error.read().decode()) from None
 
     def open(self, file, *, width, height):
         """Opens a page from the disk, at a size of its inside; the seconds from asking for it until its load event ended."""
+        return self.visit(file.as_uri(), width=width, height=height)
+
+    def visit(self, url, *, width, height):
+        """The same of any address."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._ask("/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": size})
-        self._ask("/url", {"url": file.as_uri()})
+        self._ask("/url", {"url": url})
         while True:  # the driver may answer before
             here, ended = self.run("return [location.href, performance.getEntriesByType('navigation')[0].loadEventEnd]")
-            if here == file.as_uri() and ended > 0:
+            if here == url and ended > 0:
                 return ended / 1e3
             time.sleep(0.01)
+
+    def wait_for(self, script, what, seconds=PATIENCE_S):
+        """Until the script returns something true, which is returned."""
+        until = time.monotonic() + seconds
+        while not (found := self.run(script)):
+            assert time.monotonic() < until, what
+            time.sleep(0.05)
+        return found
 
     def run(self, script, *arguments):
         """What the script returns."""

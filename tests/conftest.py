@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
+import logging
+import random
 import shutil
 import sys
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # A gate gives the same verdict on the same code, so its examples are the same every time. New ones are looked for with
-# `./check --hypothesis-profile=explore`; what they find becomes a test of its own.
-settings.register_profile("gate", derandomize=True, database=None)
-settings.register_profile("explore", derandomize=False)
+# `./check --hypothesis-profile=explore`; what they find becomes a test of its own. How fast the machine is fails no test.
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("gate", UNTIMED, derandomize=True, database=None)
+settings.register_profile("explore", UNTIMED, derandomize=False)
 settings.load_profile("gate")
 
 
 def pytest_addoption(parser):
     whose = "the interpreter that other programs' clients are installed for"
     parser.addoption("--clients-python", default=sys.executable, metavar="PYTHON", help=whose)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Each test draws the same numbers, whichever ran before it in its process. Before its fixtures, which draw, too."""
+    random.seed(0)
+    for name, seed in (("numpy", lambda numpy: numpy.random.seed(0)), ("torch", lambda torch: torch.manual_seed(0))):
+        if (module := sys.modules.get(name)) is not None:
+            seed(module)
+
+
+@pytest.fixture(autouse=True)
+def own_logging():
+    """`slipstream serve` in a test's process sends its lines to a stream that ends with the test."""
+    kept = [(logger, *_settings(logger)) for logger in map(logging.getLogger, ("slipstream", "uvicorn"))]
+    yield
+    for logger, handlers, propagate, level in kept:
+        if _settings(logger) != (handlers, propagate, level):
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
+
+
+def _settings(logger):
+    return list(logger.handlers), logger.propagate, logger.level
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +55,12 @@ def tiny_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny-model")
     tiny_models.build_with_tokenizer(folder, max_position_embeddings=1024)
     return folder
+
+
+@pytest.fixture
+def by_torch(monkeypatch):
+    """Engines of this process run their steps by torch, on a CPU too: for tests that look inside `ModelRunner`."""
+    monkeypatch.setattr("slipstream.worker.executor._host_runner", lambda *_: None)
 
 
 @pytest.fixture

@@ -224,13 +224,13 @@ def run_cases(
     for seed in seeds:
         with scratch_folder() as scratch:
             path = make(good, scratch / ("model" if kind == "folder" else "model.gguf"), random.Random(f"{kind} {seed}"))
-            begin = time.monotonic()
+            begin = time.process_time()  # which a busy machine does not stretch
             try:
                 outcomes[tried(path)] += 1
             except Exception as error:
                 wrong.append(f"{kind} {seed}: {type(error).__name__}: {str(error)[:1000]}")
                 outcomes["wrong"] += 1
-            if tried is ask and (seconds := time.monotonic() - begin) > 15:
+            if tried is ask and (seconds := time.process_time() - begin) > 15:
                 wrong.append(f"{kind} {seed}: {seconds:.1f} s")
         done(outcomes, wrong)
     return outcomes, wrong

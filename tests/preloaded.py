@@ -46,7 +46,7 @@ class Preloaded:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.wait(120)
 
 
 def load() -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from slipstream.hub import DEFAULT_MODEL, MODELS
 from tests.preloaded import Preloaded
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "server.md")]
@@ -39,8 +40,9 @@ def preloaded(tmp_path_factory):
 
 @pytest.fixture
 def place(tmp_path):
-    """A working directory that sees `benchmarks/`."""
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    """A working directory that has these of a clone."""
+    for name in ("benchmarks", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
 
@@ -63,7 +65,7 @@ def run(folder, tools, language, code):
         (folder / "example.py").write_text(code)
         code = "python example.py"
     result = subprocess.run(
-        ["sh", "-euc", code], cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False
+        ["sh", "-euc", code], cwd=folder, env=env, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False
     )
     assert result.returncode == 0, f"{code}\n{result.stdout}\n{result.stderr}"
     return result.stdout

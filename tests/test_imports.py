@@ -24,7 +24,7 @@ FILES = {
 }
 
 PUBLIC = {f"slipstream.{name}": module for name, module in slipstream._PUBLIC.items()}
-BASE = ("errors", "spec", "sampling_params", "types", "config", "hub", "plan")
+BASE = ("errors", "arguments", "spec", "sampling_params", "outputs", "stats", "types", "config", "hub", "plan")
 """Imported by all above them; among themselves, each may import those before it."""
 
 PLATFORM = (*BASE, "platform")
@@ -37,14 +37,18 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "kernels": ("errors", "spec", "platform"),
     "model": ("errors", "spec", "platform", "kernels"),
     "worker": (*PLATFORM, "kernels", "model"),
-    "engine": (*BASE, "core", "worker.executor"),
+    "engine": (*BASE, "core", "worker.base", "worker.executor", "worker.process_executor", "worker.start_messages"),
     "server": (*BASE, "engine"),
     "frontend": (*BASE, "engine", "server", "compress.context"),
     "bench": (*BASE, "engine.llm", "engine.async_llm"),  # the public names LLM and AsyncLLM
+    "fleet": (*BASE, "core.prefix_cache", "engine", "server", "bench.load", "bench.metrics"),
     "evals": (*PLATFORM, "kernels", "model", "worker", "engine"),
     "compress": (*PLATFORM, "kernels", "model", "evals"),
     "optimize": (*PLATFORM, "kernels", "model", "worker", "engine", "bench", "evals", "compress"),
-    "cli": (*PLATFORM, "kernels", "model", "worker", "engine", "server", "frontend", "bench", "evals", "compress", "optimize"),
+    "cli": (
+        *(*PLATFORM, "kernels", "model", "worker", "engine", "server", "frontend", "fleet"),
+        *("bench", "evals", "compress", "optimize"),
+    ),
     "__main__": ("cli",),
 }
 EXCEPTIONS = {  # (module or part, what it imports all the same): why
@@ -65,13 +69,27 @@ HEAVY = {  # third-party package: the parts that may import it
     "pyarrow": ("bench.sweep.results",),
     "optuna": ("optimize.search",),
     "lm_eval": ("evals.tasks", "evals.lm_eval_adapter"),
-    "starlette": ("server",),
-    "uvicorn": ("server",),
+    "starlette": ("server", "fleet"),
+    "ray": ("fleet.on_ray",),
+    "cryptography": ("fleet.certificates",),
+    "grpc": ("server.kserve_grpc",),
+    "opentelemetry": ("server.telemetry",),
+    "google": ("server.kserve_messages",),
+    "uvicorn": ("server", "fleet"),
+    "river": ("fleet.detection.signals",),
 }
 TORCH_FREE = (
     *(*BASE, "core", "kernels.build", "evals.text", "compress.context", "compress.steps", "cli"),
     *("kernels.layouts", "kernels.recording", "kernels.cpu_lowering", "kernels.token_shape"),
-    *("model.layers", "model.encoder", "model.decoder", "model.trace"),
+    *("kernels.native", "kernels.weights", "kernels.metadata", "kernels.programs", "kernels.sampling", "kernels.host_ops"),
+    *("kernels.positions", "kernels.cpu_moe", "kernels.cpu_mla", "kernels.packed_file"),
+    *("model.layers", "model.encoder", "model.decoder", "model.trace", "model.step_program", "model.host_model"),
+    *("model.checkpoint", "model.loaded", "model.gguf_quants", "model.gguf_blocks", "model.packed_cache"),
+    *("worker.executor", "worker.host_runner", "worker.rows", "worker.input_batch", "worker.sampler"),
+    *("worker.in_flight", "worker.device"),
+    *("worker.block_store", "worker.disk_tier", "worker.tiers"),
+    *("worker.cpu_choice", "worker.canary", "worker.constrained", "worker.start_messages", "engine", "server", "frontend"),
+    "fleet",
 )
 CIRCLES: dict[tuple[str, ...], str] = {}  # of imports that are left, to be removed: why
 

@@ -11,11 +11,13 @@ import sysconfig
 import zipfile
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError
+from slipstream.hub import list_cached
 from slipstream.kernels import build, native
 
 ROOT = Path(__file__).parents[1]
@@ -118,6 +120,15 @@ def installed(wheel: Path, folder: Path) -> Path:
     return python
 
 
+def installed_alone(wheel: Path, folder: Path) -> Path:
+    """The Python of a fresh environment that has the wheel, and from the package index what it depends on."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    plain = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), "install", "-q", str(wheel)], check=True, env=plain)
+    return python
+
+
 def answer_of(python: Path, path: str, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": path, "HOME": str(cache), "XDG_CACHE_HOME": str(cache)}
     return subprocess.run(
@@ -125,6 +136,15 @@ def answer_of(python: Path, path: str, cache: Path, *arguments: str) -> subproce
     )
 
 
+EMULATOR = shutil.which("qemu-x86_64-static") or shutil.which("qemu-x86_64")
+EVERY_SET = """
+from slipstream.kernels import native
+from slipstream.worker.cpu_choice import _steps
+for isa in native.instruction_sets():
+    for step in _steps(isa, "int8", 2):
+        step()
+    print(isa, flush=True)
+"""
 RUN = f"""
 from slipstream import LLM, SamplingParams
 with LLM({str(TINY)!r}, load_format="dummy", skip_tokenizer_init=True, device="cpu", max_model_len=64) as llm:
@@ -135,20 +155,49 @@ with LLM({str(TINY)!r}, load_format="dummy", skip_tokenizer_init=True, device="c
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_wheel_brings_the_kernels_to_a_machine_without_a_compiler(tmp_path):
+def test_a_wheel_brings_the_kernels_to_a_machine_without_a_compiler_and_without_torch(tmp_path, tiny_model, tiny_encoder):
     wheel = make_wheel(tmp_path / "dist")
     assert wheel.name.startswith("slipstream-0")
     assert "-py3-none-" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     assert f"slipstream/kernels/{native.LIBRARY}" in names
     assert not [n for n in names if n.split("/")[0] not in ("slipstream", wheel.name.split("-py3")[0] + ".dist-info")]
-    path, python = slim_path(tmp_path / "bin"), installed(wheel, tmp_path / "venv")
-    told = answer_of(python, path, tmp_path, "-m", "slipstream", "doctor", "--json")
-    found = json.loads(told.stdout)
+    path, python = slim_path(tmp_path / "bin"), installed_alone(wheel, tmp_path / "venv")
+    assert answer_of(python, path, tmp_path, "-c", "import torch").returncode == 1
+
+    def told(*arguments: str) -> dict[str, Any]:
+        ran = answer_of(python, path, tmp_path, "-m", "slipstream", *arguments, "--json")
+        assert ran.returncode == 0, ran.stderr
+        return json.loads(ran.stdout)
+
+    found = told("doctor")
     assert found["will_use"]["kernels"].startswith("cpu (C++, ")
+    (lacking,) = (m for m in found["missing"] if m["what"].startswith("torch"))
+    assert not lacking["needed"]
+    assert "slipstream[torch]" in lacking["command"]
     assert not [m for m in found["missing"] if "C++" in m["what"]]
+    models = {"decoder": tiny_model, "encoder": tiny_encoder} | {k: v for k, v in list_cached().items() if k == "smollm2"}
+    for name, model in models.items():
+        assert told("info", str(model))["needs_torch"] is None, name
+        if name == "encoder":
+            assert len(told("embed", str(model), "hello", "--device", "cpu")["embeddings"]) == 1
+        else:
+            assert told("run", str(model), "Hello", "--max-tokens", "4", "--device", "cpu")["text"]
     ran = answer_of(python, path, tmp_path, "-c", RUN)
     assert ran.stdout.startswith("cpu "), ran.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not native.has_cpu_kernels() or EMULATOR is None, reason="needs the C++ kernels and QEMU's user emulation")
+@pytest.mark.parametrize(("cpu", "sets"), [("Haswell", ["portable", "avx2"]), ("Nehalem", ["portable"])])
+def test_one_library_serves_older_processors(cpu, sets):
+    """It loads where AVX-512 or AVX2 is missing, and what it says that runs does."""
+    assert EMULATOR is not None
+    environment = {k: v for k, v in os.environ.items() if k in ("PATH", "PYTHONPATH")}
+    command = [EMULATOR, "-cpu", cpu, sys.executable, "-c", EVERY_SET]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=1500)
+    assert ran.stdout.split() == sets, ran.stderr
 
 
 @pytest.mark.slow

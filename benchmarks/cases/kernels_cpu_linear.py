@@ -4,7 +4,7 @@
 
 Each shape (rows x inputs) is measured with each number of tokens and each share of zeros, 2:4 among them. Dense and sparse
 take turns; the median of each counts. One round passes over so many copies of the weight that they do not fit the
-processor's caches. `SPARSE_FROM` of kernels/cpu.py follows from this.
+processor's caches. `SPARSE_FROM` of kernels/host_ops.py follows from this.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import common
 import torch
 
 from slipstream.kernels import native
-from slipstream.kernels.cpu import NativeLinear, NativeOps, add_linear
-from slipstream.kernels.native import Arena, Program
+from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.native import Arena, NativeLinear, Program
+from slipstream.kernels.programs import add_linear
 from slipstream.kernels.weights import ScaledLinear
 from slipstream.plan.hardware import available_cores
 
@@ -40,7 +41,7 @@ class Round:
     def __init__(self, ops: NativeOps, weight: ScaledLinear, tokens: int, cache_bytes: int) -> None:
         held, arena = ops.pack_weight(weight), Arena()
         (part,) = held.parts
-        self.num_bytes, self.tokens = part.data.numel(), tokens
+        self.num_bytes, self.tokens = part.data.size, tokens
         self.copies = max(2, -(-cache_bytes // self.num_bytes))
         self.program = Program(ops.pool)
         rows, inner = weight.weight.shape

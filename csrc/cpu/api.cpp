@@ -1,6 +1,10 @@
-// The C interface's remaining functions: instruction sets, weights, buffers, running. (Operators are added in program.cpp.)
+// The C interface: instruction sets, weights, buffers, running. Operators are added in program.cpp and experts.cpp.
 #include "pack.h"
 #include "program.h"
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 
 namespace {
 
@@ -9,7 +13,7 @@ struct Set {
     bool (*usable)();
 };
 
-// `count` rows in pieces, by an engine's threads. Each row has bytes of its own; pieces of whole panels share few lines of cache.
+// Packs `count` rows on an engine's threads. Each piece is whole panels, so that threads share few cache lines.
 template <class Pack>
 struct Pieces final : Job {
     Pieces(int64_t count, int64_t pieces, Pack pack) : count(count), each(round_up((count + pieces - 1) / pieces, PANEL)), pack(pack) {}
@@ -41,6 +45,9 @@ bool has_avx512() {
 bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 bool has_vbmi2() { return has_vnni() && __builtin_cpu_supports("avx512vbmi2"); }
 bool has_bf16() { return has_vbmi2() && __builtin_cpu_supports("avx512bf16"); }
+#elif defined(__aarch64__) && defined(__linux__)
+bool has_neon() { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
+bool has_i8mm() { return has_neon() && (getauxval(AT_HWCAP2) & HWCAP2_I8MM) && (getauxval(AT_HWCAP2) & HWCAP2_BF16); }
 #endif
 
 const Set sets[] = {
@@ -48,6 +55,8 @@ const Set sets[] = {
 #if defined(__x86_64__)
     {kernels_avx2, has_avx2},       {kernels_avxvnni, has_avxvnni}, {kernels_avx512, has_avx512},
     {kernels_avx512vnni, has_vnni}, {kernels_avx512vbmi2, has_vbmi2}, {kernels_avx512bf16, has_bf16},
+#elif defined(__aarch64__) && defined(__linux__)
+    {kernels_neon, has_neon},       {kernels_neoni8mm, has_i8mm},
 #endif
 };
 
@@ -72,6 +81,8 @@ ss_engine* ss_engine_create(int32_t num_threads, int32_t isa) {
     return (ss_engine*)new std::shared_ptr<Engine>(std::make_shared<Engine>(num_threads, sets[isa].kernels()));
 }
 void ss_engine_destroy(ss_engine* engine) { delete &shared(engine); }
+void ss_engine_use(ss_engine* engine, int32_t num_threads) { shared(engine)->pool.use(num_threads); }
+int64_t ss_engine_last_ns(ss_engine* engine) { return shared(engine)->pool.last_ns(); }
 
 int64_t ss_packed_bytes(int32_t kind, int64_t rows, int64_t inner) { return Layout(kind, rows, inner).bytes; }
 void ss_pack_dense(ss_engine* engine, int32_t kind, int64_t rows, int64_t inner, void* packed, const void* values, int32_t bf16,
@@ -109,6 +120,9 @@ int64_t ss_sparse_bytes(int64_t rows, int64_t inner, const void* packed) { retur
 void ss_pack_sparse(int64_t rows, int64_t inner, const void* packed, void* sparse) {
     pack_sparse(rows, inner, (const uint8_t*)packed, (uint8_t*)sparse);
 }
+void ss_unpack_sparse(int64_t rows, int64_t inner, const void* sparse, void* packed) {
+    unpack_sparse(rows, inner, (const uint8_t*)sparse, (uint8_t*)packed);
+}
 void ss_unpack_rows(int32_t kind, int64_t rows, int64_t inner, const void* packed, const int64_t* which, int64_t count, float* out) {
     for (int64_t i = 0; i < count; i++) unpack_row(kind, rows, inner, (const uint8_t*)packed, which[i], out + i * inner);
 }
@@ -131,6 +145,11 @@ void ss_begin(ss_program* program, ss_program* then, const ss_step* step) {
     if (step->num_tokens > 0) ((Program*)program)->begin_step(*step, (Program*)then);
 }
 void ss_wait(ss_program* program) { ((Program*)program)->wait(); }
+void ss_run_job(void* job) {
+    ss_step step{};
+    step.num_tokens = ((ss_job*)job)->num_tokens;
+    ss_run(((ss_job*)job)->program, nullptr, &step);
+}
 int32_t ss_profile(ss_program* program, int32_t clock, int64_t* ns, int32_t capacity) {
     return ((Program*)program)->profile(clock, ns, capacity);
 }

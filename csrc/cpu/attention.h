@@ -1,10 +1,11 @@
-// Attention over the paged cache, read in place. Two shapes: `decode` is one token of one sequence over a range of its keys, for
-// the query heads of one kv head; `prefill` is a tile of tokens over all that they see. Keys pass in tiles of 64 with a running
-// softmax (Milakov, Gimelshein: Online normalizer calculation for softmax, 2018).
+// Attention over the KV cache, which is read in place. Keys are read in tiles of 64 with a running softmax (Milakov, Gimelshein:
+// Online normalizer calculation for softmax, 2018).
 //
-// An 8-bit cache's scales never touch its numbers: the keys' goes into the scores' scale, the values' into the result.
+// 1. `decode` computes one token of a sequence over a range of its keys, for the query heads of one kv head.
+// 2. `prefill` computes a tile of tokens over all keys that they see.
 //
-// With latents a value is a part of its key, and narrower: both are read in the one row.
+// The scale of an 8-bit cache's keys multiplies the scores, and that of its values the result. In latent attention a value is a
+// part of its key's row.
 #pragma once
 #include <string.h>
 
@@ -14,7 +15,7 @@
 namespace ISA {
 
 constexpr int64_t KT = KEY_TILE;
-constexpr int64_t MOST_HEADS = 4;  // that pass a token's keys at once
+constexpr int64_t MOST_HEADS = 4;  // query heads that share one reading of the keys
 
 static inline int64_t element_bytes(int32_t cache) { return cache == CACHE_F32 ? 4 : cache == CACHE_BF16 ? 2 : 1; }
 
@@ -32,7 +33,7 @@ static inline float scalar_kv(int32_t cache, const uint8_t* p, int64_t i) {
     return f;
 }
 
-// Where keys key0 … key0 + n of a sequence stand, as offsets in bytes of the cache.
+// The byte offsets in the cache of a sequence's keys key0 … key0 + n − 1.
 static inline void find_keys(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t key0, int64_t n, int64_t* at) {
     const int64_t bytes = a.head_dim * element_bytes(a.cache), size = a.block_size;
     int64_t block = key0 / size, offset = key0 - block * size;
@@ -43,13 +44,13 @@ static inline void find_keys(const AttentionArgs& a, int64_t seq, int64_t kv_hea
     }
 }
 
-struct Running {  // softmax so far: the sum stays in lanes until the end
+struct Running {  // the softmax's running maximum and sum; the sum stays in lanes until the end
     float top;
     F sum;
 };
 
-// scores[0 … 63] of keys key0 … for a query at `position`: cap, slope, bias, mask, then the running softmax. What is left in `scores`
-// are weights relative to the new maximum. Returns what the values mixed before are worth now.
+// Applies cap, slope, bias and mask to the scores of keys key0 … key0 + 63 for a query at `position`, then the running softmax.
+// Leaves in `scores` the weights relative to the new maximum. Returns the factor of the values that were added before.
 static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, int64_t n, int64_t position, int64_t head,
                            Running* p) {
     int64_t low = a.window ? position - a.window + 1 - key0 : 0, high = a.causal ? position + 1 - key0 : n;
@@ -91,7 +92,7 @@ static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, 
     }
     for (int64_t j = 0; j < KT / 16; j++) x[j] = vexp(x[j] - set1(now));
     for (int64_t j = 0; j < KT / 16; j++) store(scores + 16 * j, x[j]);
-    if (masked) {  // exp of what is hidden is small, not 0: it is cut off at e⁻⁸⁷
+    if (masked) {  // vexp of a masked score is e⁻⁸⁷, not 0
         for (int64_t j = 0; j < low; j++) scores[j] = 0.0f;
         for (int64_t j = high; j < KT; j++) scores[j] = 0.0f;
         for (int64_t j = 0; j < KT / 16; j++) x[j] = load(scores + 16 * j);
@@ -100,15 +101,14 @@ static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, 
     return scale;
 }
 
-// A head's keys lie together in each block, and blocks anywhere: the hardware does not foresee the next one. So while a tile of keys
-// is computed, the next tile's keys and values are asked for, with each key `each` of them: a burst would fill the queue of
-// misses and be waited for like plain reads.
+// Prefetch of the next tile's keys and values. A head's keys lie together in a block, but blocks lie anywhere, so the hardware
+// can't foresee them. `each` rows are asked for with each key of the current tile: a burst would fill the queue of cache misses.
 struct Ahead {
     const uint8_t* rows;
     const int64_t* at;
     int64_t n, each, bytes;
 
-    // Inlined before the compiler can find that it changes nothing and leave it out.
+    // Always inlined: the compiler removes a call to a function without effects.
     __attribute__((always_inline)) inline void fetch(int64_t key) const {
         const int64_t end = (key + 1) * each < n ? (key + 1) * each : n;
         for (int64_t j = key * each; j < end; j++)
@@ -118,14 +118,14 @@ struct Ahead {
 
 // --- One token --------------------------------------------------------------------------------------------------------
 
-// What a token's heads, NH at a time, have to do with a tile of keys.
+// A tile of keys, for one token.
 struct KeyTile {
     int64_t key, n, position;
     const int64_t* at;
     Ahead keys, values;
 };
 
-// How a head's queries and a key are multiplied: in float32, or as pairs of bfloat16, for which queries are rounded, nothing else.
+// How a query and a key are multiplied: in float32, or as pairs of bfloat16, for which the query is rounded.
 template <int CACHE>
 struct InFloats {
     using Query = float;
@@ -146,7 +146,7 @@ struct InPairs {
     static inline F add(F s, B q, B k) { return dot_pairs(s, k, q); }
 };
 
-// Scores of NH heads, whose queries lie side by side, [NH][64]. ND vectors a head, or any number if 0.
+// Scores [NH][64] of NH heads whose queries lie side by side. A head has ND vectors; 0: any number.
 template <class How, int NH, int ND>
 static inline void decode_scores(const AttentionArgs& a, const typename How::Query* q, const int64_t* at, int64_t n,
                                  const Ahead& ahead, float* scores) {
@@ -204,8 +204,8 @@ static inline void decode_mix(const AttentionArgs& a, const float* weights, cons
         for (int v = 0; v < NV; v++) store(mixed + h * a.value_dim + d0 + 16 * v, acc[h][v]);
 }
 
-// The same with bfloat16 pairs, of two keys each: weights are rounded as well, for latents, whose many heads wait for arithmetic and
-// not for memory. NB: vectors of 32 values.
+// The same with pairs of bfloat16, of two keys each, for latents: their many heads are bound by arithmetic, not by memory. The
+// weights are rounded too. NB: vectors of 32 values.
 template <int NH, int NB>
 static inline void decode_mix_pairs(const AttentionArgs& a, const uint16_t* weights, const float* scales, const int64_t* at,
                                     int64_t n, int64_t d0, float* mixed) {
@@ -226,7 +226,7 @@ static inline void decode_mix_pairs(const AttentionArgs& a, const uint16_t* weig
         for (int v = 0; v < 2 * NB; v++) store(mixed + h * a.value_dim + d0 + 16 * v, acc[h][v]);
 }
 
-// Not inlined, nor is `decode_tile` then too long to be.
+// Not inlined, so that `decode_tile` stays short enough to be inlined.
 template <int NH>
 __attribute__((noinline)) static void decode_mix_latents(const AttentionArgs& a, const KeyTile& t, const float* scores,
                                                          const float* scales, float* mixed) {
@@ -278,7 +278,7 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
         int64_t coming = after;
         if (after > 0) {
             find_keys(a, seq, kv_head, key + n, after, next);
-        } else if (then) {  // what this thread does next
+        } else if (then) {  // this thread's next task
             coming = then->end - then->begin < KT ? then->end - then->begin : KT;
             find_keys(a, then->seq, then->kv_head, then->begin, coming, next);
         }
@@ -292,7 +292,7 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
             else if (left == 2) decode_tile<CACHE, 2>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * vd);
             else decode_tile<CACHE, 1>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * vd);
             h += left < MOST_HEADS ? left : MOST_HEADS;
-            t.keys.n = t.values.n = 0;  // asked for
+            t.keys.n = t.values.n = 0;  // the first heads have asked for them all
         }
     }
     for (int64_t h = 0; h < heads; h++) part[h] = {running[h].top, sum(running[h].sum)};
@@ -300,8 +300,8 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
         for (int64_t i = 0; i < heads * vd; i += 16) store(mixed + i, load(mixed + i) * set1(a.v_scale[kv_head]));
 }
 
-// mixed [heads of this kv head, V] is a sum of values times weights, to be divided by part[h].sum. head_dim, value_dim: multiples
-// of 16.
+// Writes to mixed [heads of this kv head, V] the sum of weight · value, still to be divided by part[h].sum. head_dim and value_dim
+// are multiples of 16.
 static void decode(const AttentionArgs& a, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed,
                    float* scratch) {
     if (a.cache == CACHE_F32) decode_cache<CACHE_F32>(a, range, then, part, mixed, scratch);
@@ -316,8 +316,8 @@ static int64_t decode_scratch(const AttentionArgs& a) {
 
 // --- Many tokens ------------------------------------------------------------------------------------------------------
 
-// Sixteen words of a key or a value of d numbers, from word `word` on: one float32 each, or with PAIRS two bfloat16. Beyond the
-// head they are 0.
+// Sixteen words of a key or value of d numbers, from word `word` on. A word is one float32, or with PAIRS two bfloat16. Words
+// beyond d are 0.
 template <bool PAIRS>
 static inline void words_of(const AttentionArgs& a, int64_t d, const uint8_t* row, int64_t word, uint32_t* to) {
     constexpr int64_t count = PAIRS ? 32 : 16;
@@ -337,8 +337,8 @@ static inline void words_of(const AttentionArgs& a, int64_t d, const uint8_t* ro
         memcpy(to, x, 64);
 }
 
-// A tile of keys as rows of dimensions, [D][64], and of values as rows of keys, [64][V]. PAIRS: in bfloat16, two dimensions
-// (two keys) side by side in 32 bits.
+// A tile's keys transposed, [D][64], and its values, [64][V]. PAIRS: in bfloat16, with two dimensions of a key, or a dimension of
+// two values, side by side in 32 bits.
 template <bool PAIRS>
 static inline void pack_keys(const AttentionArgs& a, const int64_t* at, int64_t n, float* keys) {
     uint32_t* k = (uint32_t*)keys;
@@ -448,7 +448,7 @@ static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
         }
         for (int64_t i = 0; i < vp; i += 16) store(mixed + r * vp + i, zero());
         running[r] = {-INFINITY, zero()};
-        if (a.sinks) {  // a key without a value, seen by all
+        if (a.sinks) {  // a key without a value, which all tokens see
             const float once[16] = {1.0f};
             running[r] = {a.sinks[kv_head * heads + r % heads], load(once)};
         }
@@ -462,7 +462,7 @@ static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
         find_keys(a, seq, kv_head, key, n, at);
         pack_keys<PAIRS>(a, at, n, keys);
         pack_values<PAIRS>(a, at, n, values);
-        int64_t r0 = a.causal ? (key - (first + token0)) * heads : 0;  // rows before this one see none of these keys
+        int64_t r0 = a.causal ? (key - (first + token0)) * heads : 0;  // the first row that sees one of these keys
         for (r0 = r0 < 0 ? 0 : r0; r0 < rows; r0 += ROWS) {
             const int64_t count = rows - r0 < ROWS ? rows - r0 : ROWS;
             float scales[ROWS];

@@ -1,4 +1,4 @@
-// What a thread can do at most, with nothing else to do: the ceilings that operators are held against.
+// The most that a thread reads and multiplies when it does nothing else: the roofline's ceilings.
 #pragma once
 #include "kernels.h"
 
@@ -9,16 +9,16 @@ static constexpr int kCeilingTokens = kFullTiles ? 6 : 2;
     _Pragma("GCC unroll 6") for (int t = 0; t < kCeilingTokens; t++)   \
         _Pragma("GCC unroll 2") for (int p = 0; p < 2; p++)
 
-// A tile of a product over and over: two panels by as many tokens as the registers hold, whose operands lie in the nearest cache.
-// What came out is returned, or the compiler would leave it out.
+// Multiplies one tile of a product again and again: two panels by as many tokens as the registers hold. The operands lie in the
+// nearest cache. The result is returned, since the compiler would otherwise remove the loop.
 template <int WHAT>
 static float multiply(const uint8_t* data, int64_t rounds) {
-    constexpr int T = kCeilingTokens;  // loops over them are unrolled, or the accumulators would not be registers
+    constexpr int T = kCeilingTokens;  // loops over tokens are unrolled, so that the accumulators are registers
     I whole[T][2];
     F acc[T][2];
     EVERY_ACCUMULATOR whole[t][p] = izero(), acc[t][p] = zero();
     for (int64_t r = 0; r < rounds; r++) {
-        __asm__ volatile("" ::: "memory");  // the operands may be others now: nothing can be done once for all rounds
+        __asm__ volatile("" ::: "memory");  // the compiler may not hoist anything out of the loop
         const B w[2] = {load_b(data), load_b(data + 64)};
         const F f[2] = {load((const float*)data), load((const float*)data + 16)};
         EVERY_ACCUMULATOR {

@@ -1,4 +1,4 @@
-// Functions of sixteen lanes, and writing a row in the form that the next product reads.
+// Functions over sixteen lanes, and writing a row in the form that the next product reads.
 #pragma once
 #include <math.h>
 
@@ -50,7 +50,7 @@ static inline F gate_with(const Activated& a, F gate, F up) {
     return gate * sigmoid(gate * set1(a.alpha)) * (up + set1(1.0f));
 }
 
-// 32 values as group `g` of the row at `out` of `size` values.
+// Writes 32 values as group `g` of the row `out`, which has `size` values.
 static inline void emit_group(int32_t form, uint8_t* out, int64_t size, int64_t g, const float* v) {
     const F a = load(v), b = load(v + 16);
     if (form == FORM_F32) {
@@ -75,7 +75,7 @@ static inline void emit_group(int32_t form, uint8_t* out, int64_t size, int64_t 
     }
 }
 
-// A whole row; v may be written up to the next multiple of 32.
+// Writes a whole row. v is padded with zeros up to the next multiple of 32.
 static inline void emit_row(int32_t form, uint8_t* out, int64_t size, float* v) {
     if (form == FORM_F32) {
         for (int64_t i = 0; i < size; i++) ((float*)out)[i] = v[i];

@@ -1,13 +1,13 @@
-// The operators of a mixture of experts. Rows, one for each of a token's experts, stand in the order of experts, so that an expert's
-// weights are read once for all its tokens; nothing of the work depends on how the others chose.
+// The operators of a mixture of experts. Token–expert pairs are rows sorted by expert, so that an expert's weights are read once
+// for all its tokens. A pair's result does not depend on other tokens' choices.
 #include <cmath>
 
 #include "ops.h"
 
 namespace {
 
-constexpr float LEAST_WEIGHT = 1e-20f;  // added to the sum that weights are divided by: logistic functions may all be 0
-constexpr int64_t FEW_ROWS = 4;         // an expert's product of fewer rows costs what its weights do
+constexpr float LEAST_WEIGHT = 1e-20f;  // added to the sum that weights are divided by, since all logistic functions may be 0
+constexpr int64_t FEW_ROWS = 4;         // with fewer rows an expert's product takes as long as reading its weights
 constexpr int64_t TASKS_PER_THREAD = 8;
 
 struct Route : RowOp {
@@ -18,17 +18,18 @@ struct Route : RowOp {
     const float* correction;             // may be null
     int64_t num_groups, num_chosen_groups;  // of experts; 0: none
     bool best_two;
+    int64_t first, held;  // the experts that are here
 
     int chunks(Program& p) override {
         Routing& r = p.routing;
-        r.num_experts = num_experts, r.each = each;
+        r.num_experts = held, r.first = first, r.each = each;
         r.chosen.resize(p.step().num_tokens * each);
         r.weights.resize(p.step().num_tokens * each);
         return RowOp::chunks(p);
     }
     int64_t scratch_floats(Program&) override { return 2 * num_experts + num_groups; }
 
-    // The largest of x, the first of equals; −1 if none is left.
+    // The index of the largest of x, the first of equals; −1 if all are −∞.
     static int64_t best(const float* x, int64_t n) {
         int64_t found = -1;
         for (int64_t i = 0; i < n; i++)
@@ -65,21 +66,46 @@ struct Route : RowOp {
                 if (found >= 0) groups[found] = -INFINITY;
             }
             for (int64_t i = 0; i < n; i++)
-                if (groups[i / members] > -INFINITY) merits[i] = -INFINITY;  // not of a chosen one
+                if (groups[i / members] > -INFINITY) merits[i] = -INFINITY;  // its group was not chosen
         }
         int32_t* chosen = p.routing.chosen.data() + t * each;
         float *weights = p.routing.weights.data() + t * each, total = LEAST_WEIGHT;
         for (int64_t j = 0; j < each; j++) {
-            chosen[j] = (int32_t)std::max<int64_t>(0, best(merits, n));  // of numbers that are none (NaN), any
+            chosen[j] = (int32_t)std::max<int64_t>(0, best(merits, n));  // if all are NaN, the first
             merits[chosen[j]] = -INFINITY;
             weights[j] = scores[chosen[j]];
             total += weights[j];
         }
-        for (int64_t j = 0; j < each; j++) weights[j] = (normalize ? weights[j] / total : weights[j]) * weight_scale;
+        for (int64_t j = 0; j < each; j++) {
+            const bool here = chosen[j] >= first && chosen[j] < first + held;
+            weights[j] = here ? (normalize ? weights[j] / total : weights[j]) * weight_scale : 0.0f;
+        }
     }
 };
 
-// The rows that the experts read. Before them: which row is whose, and what each expert got.
+// The experts that were chosen elsewhere: float32 [2 · each] of a token, its experts and then their weights.
+struct Choice : RowOp {
+    int32_t x;
+    int64_t num_experts, each;
+
+    int chunks(Program& p) override {
+        Routing& r = p.routing;
+        r.num_experts = num_experts, r.first = 0, r.each = each;
+        r.chosen.resize(p.step().num_tokens * each);
+        r.weights.resize(p.step().num_tokens * each);
+        return RowOp::chunks(p);
+    }
+    void row(Program& p, int64_t t, float*) override {
+        const float* from = (const float*)p.row(x, t);
+        for (int64_t j = 0; j < each; j++) {
+            p.routing.chosen[t * each + j] = (int32_t)from[j];
+            p.routing.weights[t * each + j] = from[each + j];
+        }
+    }
+};
+
+// Sorts the pairs by expert, counts them, and writes the rows that the experts read. Pairs of experts that are not here come last, and
+// have no rows.
 struct Gather : RowOp {
     int32_t x, out, form;
     int64_t size;
@@ -90,21 +116,26 @@ struct Gather : RowOp {
         const ss_step& s = p.step();
         const int64_t n = s.num_tokens * r.each;
         rows_a_token = r.each;
-        r.begin.assign(r.num_experts + 1, 0);
+        r.begin.assign(r.num_experts + 2, 0);
         r.token.resize(n), r.place.resize(n);
-        for (int64_t i = 0; i < n; i++) r.begin[r.chosen[i] + 1]++;
-        for (int64_t e = 0; e < r.num_experts; e++) r.begin[e + 1] += r.begin[e];
-        for (int64_t i = 0; i < n; i++) {  // each expert's end moves to where the next begins, and back
-            const int32_t row = r.begin[r.chosen[i]]++;
+        auto bin = [&](int64_t i) {
+            const int64_t own = r.chosen[i] - r.first;
+            return own < 0 || own >= r.num_experts ? r.num_experts : own;
+        };
+        for (int64_t i = 0; i < n; i++) r.begin[bin(i) + 1]++;
+        for (int64_t e = 0; e <= r.num_experts; e++) r.begin[e + 1] += r.begin[e];
+        for (int64_t i = 0; i < n; i++) {  // begin[e] moves to the end of expert e, and is moved back below
+            const int32_t row = r.begin[bin(i)]++;
             r.place[i] = row, r.token[row] = (int32_t)(i / r.each);
         }
-        for (int64_t e = r.num_experts; e > 0; e--) r.begin[e] = r.begin[e - 1];
+        for (int64_t e = r.num_experts + 1; e > 0; e--) r.begin[e] = r.begin[e - 1];
         r.begin[0] = 0;
         if (int64_t* counted = counts < 0 ? nullptr : (int64_t*)p.row(counts, 0))
-            for (int64_t i = 0; i < n; i++) counted[r.chosen[i]] += s.groups->slots[i / r.each] >= s.block_size;  // below: padding
+            for (int64_t i = 0; i < n; i++) counted[r.chosen[i]] += s.groups->slots[i / r.each] >= s.block_size;  // slots of the null block are padding
         return RowOp::chunks(p);
     }
     void row(Program& p, int64_t i, float*) override {
+        if (i >= p.routing.begin[p.routing.num_experts]) return;
         p.kernels().convert((float*)p.row(x, p.routing.token[i]), size, form, p.row(out, i));
     }
 };
@@ -138,8 +169,9 @@ struct ExpertLinear : Op {
             const int64_t cuts = std::min(pairs, (cost(e) + share - 1) / share), each = (pairs + cuts - 1) / cuts;
             for (int64_t pair = 0; pair < pairs; pair += each) tasks.push_back({(int32_t)e, pair, std::min(pairs, pair + each)});
         }
-        per_chunk = ((int64_t)tasks.size() + MAX_CHUNKS - 1) / MAX_CHUNKS;
-        return (int)(((int64_t)tasks.size() + per_chunk - 1) / per_chunk);
+        const int64_t count = std::max<int64_t>(1, (int64_t)tasks.size());  // none is here if all tokens chose experts of other ranks
+        per_chunk = (count + MAX_CHUNKS - 1) / MAX_CHUNKS;
+        return (int)((count + per_chunk - 1) / per_chunk);
     }
     int64_t scratch_floats(Program&) override { return linear_scratch(args.linear); }
     void run(Program& p, int chunk, int thread) override {
@@ -156,7 +188,7 @@ struct ExpertLinear : Op {
     }
 };
 
-struct Combine : RowOp {  // a token's experts in the order of its choices
+struct Combine : RowOp {  // the weighted sum over a token's experts, in the order of its choices
     int32_t x, out, shared, shared_weight;
     int64_t size;
     bool accumulate;
@@ -167,7 +199,8 @@ struct Combine : RowOp {  // a token's experts in the order of its choices
         auto join = [&](const float* from, float weight) {
             for (int64_t i = 0; i < size; i++) to[i] += weight * from[i];
         };
-        for (int64_t j = t * r.each; j < (t + 1) * r.each; j++) join((const float*)p.row(x, r.place[j]), r.weights[j]);
+        for (int64_t j = t * r.each; j < (t + 1) * r.each; j++)
+            if (r.place[j] < r.begin[r.num_experts]) join((const float*)p.row(x, r.place[j]), r.weights[j]);
         if (shared < 0) return;
         join((const float*)p.row(shared, t), shared_weight < 0 ? 1.0f : 1.0f / (1.0f + std::exp(-*(const float*)p.row(shared_weight, t))));
     }
@@ -176,11 +209,18 @@ struct Combine : RowOp {  // a token's experts in the order of its choices
 }  // namespace
 
 void ss_add_route(ss_program* p, int32_t logits, int64_t num_experts, int64_t each, int32_t sigmoid, int32_t normalize,
-                  float weight_scale, const float* correction, int64_t num_groups, int64_t num_chosen_groups, int32_t best_two) {
+                  float weight_scale, const float* correction, int64_t num_groups, int64_t num_chosen_groups, int32_t best_two,
+                  int64_t first, int64_t held) {
     auto* op = add<Route>(p);
     op->logits = logits, op->num_experts = num_experts, op->each = each, op->sigmoid = sigmoid, op->normalize = normalize;
     op->weight_scale = weight_scale, op->correction = correction;
     op->num_groups = num_groups, op->num_chosen_groups = num_chosen_groups, op->best_two = best_two;
+    op->first = first, op->held = held;
+}
+
+void ss_add_choice(ss_program* p, int32_t x, int64_t num_experts, int64_t each) {
+    auto* op = add<Choice>(p);
+    op->x = x, op->num_experts = num_experts, op->each = each;
 }
 
 void ss_add_gather(ss_program* p, int32_t x, int32_t out, int32_t form, int64_t size, int32_t counts) {

@@ -1,16 +1,16 @@
-// How weights and activations lie in memory. Shared by every instruction set: one packing serves them all.
+// The layout of weights and activations in memory. It is the same for every instruction set.
 //
-// A weight [rows, inner] is cut into panels of 16 rows; a panel holds, for 64 bytes at a time, 16 rows side by side:
+// A weight [rows, inner] is cut into panels of 16 rows. A panel is a list of 64-byte lines, with some inputs of all 16 rows each:
 //   F32         1 input  × 16 rows × 4 bytes
 //   BF16        2 inputs × 16 rows × 2 bytes
 //   I8 Q8       4 inputs × 16 rows × 1 byte
 //   4 to 6 bits 8 inputs × 16 rows: inputs j … j+3 in the low nibbles, j+16 … j+19 in the high ones, j = 0, 4, 8, 12 of each 32.
-//               Of 5 bits 64 bytes more for each 32 inputs: bit t of a byte belongs to inputs 4t … 4t+3. Of 6 bits 128 more: bits
-//               2t and 2t+1 to the inputs 4t … 4t+3 of the first 16, then of the last 16.
-//   2, 3 bits   16 inputs × 16 rows: bits 2t and 2t+1 of a byte belong to inputs 4t … 4t+3 of these. Of 3 bits, after each 32
-//               inputs, 64 bytes more as of 5.
-// Inputs are padded with zeros to a multiple of 32, rows to one of 16. A number is (code − from) · scale + minimum; after all
-// panels' codes come the scales, a panel's together, and then, where they are apart, the minima laid out like them:
+//               5 bits have 64 bytes more for each 32 inputs: bit t of a byte belongs to inputs 4t … 4t+3. 6 bits have 128 more:
+//               bits 2t and 2t+1 belong to inputs 4t … 4t+3 of the first 16, then of the last 16.
+//   2, 3 bits   16 inputs × 16 rows: bits 2t and 2t+1 of a byte belong to inputs 4t … 4t+3 of these. 3 bits have 64 bytes more
+//               after each 32 inputs, as 5 bits have.
+// Inputs are padded with zeros to a multiple of 32, rows to one of 16. A number is (code − from) · scale + minimum. The scales of
+// all panels follow the codes, a panel's together. Minima that do not stand among the scales follow in the same layout:
 //   kind          bits from  scale and minimum, each for 16 rows side by side
 //   I8            8    128   one float32 a row
 //   Q8 Q4 Q5      8 4 5 128 8 16  a float16 for every 32 inputs
@@ -18,18 +18,19 @@
 //   Q4K Q5K       4 5  0     for every 256 inputs two float16 d, e; then for each 32 of them two bytes s, m: s · d, m · e
 //   Q6K           6    32    for every 256 inputs a float16 d; then for each 16 of them a signed byte s: s · d
 //   Q3K           3    4     the same
-//   Q2K           2    0     for every 256 inputs two float16 d, e; then for each 16 of them a byte of two halves s, m: s · d, m · e
+//   Q2K           2    0     for every 256 inputs two float16 d, e; then for each 16 of them a byte of two nibbles s, m: s · d, m · e
 //   W4 W4M        4    8 0   a float32 for every 128 inputs; W4M: a minimum too
 //   W4M32         4    0     both for every 32
 //   MX            4    12    for every 32 inputs a byte, the float32 exponent of the scale. Codes stand for `MX_NUMBERS`
 //
-// S8 is I8 without its zeros. First, for every panel and once more for the end, where it begins (int64, bytes from the start of
-// the weight); then the scales, one float32 a row; then the panels: a mask of 64 bits for each 64 bytes that I8 has, bit i set if
-// byte i is not a zero, and after all masks the bytes that are not, in the same order. A panel is padded to a multiple of 64 bytes
-// and the weight by 64 more, which may be read.
+// S8 is I8 without its zeros:
+// 1. The offset of each panel, and of the end (int64, bytes from the start of the weight).
+// 2. The scales, one float32 a row.
+// 3. The panels. First a mask of 64 bits for each line of I8, bit i set if byte i is not a zero; then those bytes, in order. A panel
+//    is padded to a multiple of 64 bytes, and the weight by 64 more, which may be read.
 //
-// Activations are float32 between operators. What a product reads is one of three forms: float32, bfloat16, or 8 bits with a
-// scale for every 32 (`QGroup`).
+// Activations are float32 between operators. A product reads them in one of three forms: float32, bfloat16, or 8 bits with a scale
+// for every 32 (`QGroup`).
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -39,7 +40,7 @@ enum Kind : int32_t {
     KIND_Q4K = 9, KIND_Q5K = 10, KIND_Q6K = 11, KIND_W4 = 12, KIND_W4M = 13, KIND_W4M32 = 14, KIND_MX = 15, KIND_Q2K = 16,
     KIND_Q3K = 17
 };
-// Tables that are only looked up keep their rows as torch has them.
+// Embedding tables keep torch's layout.
 enum Table : int32_t { ROWS_F32 = -1, ROWS_BF16 = -2 };
 enum Form : int32_t { FORM_F32 = 0, FORM_BF16 = 1, FORM_Q = 2 };
 enum Activation : int32_t { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3, ACT_RELU2 = 4, ACT_CLAMPED_SWIGLU = 5 };
@@ -50,21 +51,21 @@ constexpr int64_t PANEL = 16;  // rows
 constexpr int64_t GROUP = 32;  // inputs
 constexpr int64_t SUPER = 8;   // groups of a K kind that share d and e
 
-// What the codes of MX stand for: floats of 4 bits (e2m1), twice over, plus 12.
+// The values of MX's codes, floats of 4 bits (e2m1): twice the value, plus 12.
 alignas(16) static const uint8_t MX_NUMBERS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 struct QGroup {  // of 32 activations: value = code · scale
     float scale;
     float sum;          // of the values
     int16_t halves[2];  // sums of the first 16 codes and of the last
-    int32_t minus128;   // −128 times the sum of the codes: what codes that don't count from 0 add
+    int32_t minus128;   // −128 times the sum of the codes: the correction for weights stored as number + 128
 };
 
 constexpr bool by_halves(int32_t kind) { return kind == KIND_Q6K || kind == KIND_Q3K || kind == KIND_Q2K; }  // scales for 16
 constexpr bool is_k(int32_t kind) { return by_halves(kind) || kind == KIND_Q4K || kind == KIND_Q5K; }
 constexpr bool is_w4(int32_t kind) { return kind == KIND_W4 || kind == KIND_W4M || kind == KIND_W4M32; }
 constexpr bool scaled_by_row(int32_t kind) { return kind == KIND_I8 || kind == KIND_S8; }
-constexpr bool has_mins(int32_t kind) {  // apart from the scales
+constexpr bool has_mins(int32_t kind) {  // minima that do not stand among the scales
     return kind == KIND_Q4M || kind == KIND_Q5M || kind == KIND_W4M || kind == KIND_W4M32;
 }
 constexpr int code_bits(int32_t kind) {
@@ -91,7 +92,7 @@ constexpr int code_from(int32_t kind) {  // the code of number 0
     }
 }
 constexpr int64_t groups_a_scale(int32_t kind) { return kind == KIND_W4 || kind == KIND_W4M ? 4 : 1; }
-// Where in a panel's scales those of a group stand, and of a K kind its d and e.
+// The place of a group's scales among a panel's, and in a K kind that of its d and e.
 constexpr int64_t num_super(int32_t kind) { return kind == KIND_Q6K || kind == KIND_Q3K ? 1 : 2; }
 constexpr int64_t super_bytes(int32_t kind) { return num_super(kind) * 2 * PANEL + SUPER * 2 * PANEL; }
 constexpr int64_t super_at(int32_t kind, int64_t group) { return group / SUPER * super_bytes(kind); }
@@ -111,9 +112,9 @@ static inline int64_t form_bytes(int32_t form, int64_t inner) {  // of a row; a 
 
 struct Layout {
     int64_t panels, groups;
-    int64_t code_bytes;   // of a panel; of S8 the masks alone
+    int64_t code_bytes;   // of a panel; in S8 of its masks alone
     int64_t scale_bytes;  // of a panel
-    int64_t scales_at, mins_at, bytes;  // bytes: of S8 those before the first panel
+    int64_t scales_at, mins_at, bytes;  // bytes: in S8 those before the first panel
 
     Layout(int32_t kind, int64_t rows, int64_t inner) {
         panels = (rows + PANEL - 1) / PANEL;
@@ -133,7 +134,7 @@ struct Layout {
     }
 };
 
-// Of S8: where a panel's masks begin; its numbers follow at + Layout::code_bytes. Panel `panels` is the end.
+// Where a panel of S8 begins with its masks. Its numbers follow Layout::code_bytes later. Panel `panels` is the end.
 static inline int64_t sparse_panel(const uint8_t* packed, int64_t panel) {
     int64_t at;
     memcpy(&at, packed + 8 * panel, 8);

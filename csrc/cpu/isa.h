@@ -1,5 +1,5 @@
-// The kernels once more, for the instruction set that the including file was compiled for. `ISA` is a name of its own for each:
-// the linker must not merge functions of different ones.
+// The kernels for the instruction set that the including file is compiled for. `ISA` names a namespace of its own for each, so
+// that the linker does not merge functions of different instruction sets.
 #include "attention.h"
 #include "ceiling.h"
 #include "linear.h"

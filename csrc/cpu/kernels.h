@@ -1,4 +1,4 @@
-// What one instruction set offers: functions over a part of an operator's work, to be called from several threads at once.
+// The table of functions that each instruction set has. A call computes a part of an operator; several threads call at once.
 #pragma once
 #include <stdint.h>
 
@@ -16,7 +16,7 @@ struct LinearArgs {
     bool accumulate;   // y += instead of y =
 };
 
-struct Activated {  // alpha, limit: of ACT_CLAMPED_SWIGLU
+struct Activated {  // ACT_CLAMPED_SWIGLU alone has alpha and limit
     int32_t kind;
     float alpha, limit;
 };
@@ -34,7 +34,7 @@ struct NormArgs {
     int64_t size;
     const float *x, *weight, *bias;
     int64_t x_stride;
-    float* residual;  // may be null: x is normed; else residual += x is
+    float* residual;  // null: x is normed; else residual += x, and the sum is normed
     int64_t residual_stride;
     float eps, offset;
     int32_t form;
@@ -55,10 +55,10 @@ struct ActivationArgs {
 
 struct AttentionArgs {
     int64_t num_heads, num_kv_heads, head_dim, block_size;
-    int64_t value_dim;  // head_dim, or less: values are a part of the keys' rows
-    float *qkv, *out;  // out may be a row's place in a wider buffer
+    int64_t value_dim;  // head_dim; or less, and values are parts of the keys' rows (latent attention)
+    float *qkv, *out;  // `out` may be columns of a wider buffer
     int64_t qkv_stride, out_stride;
-    uint8_t *k, *v;  // [B, K, block_size, D] of `cache`; of latents v points into the first key
+    uint8_t *k, *v;  // [B, K, block_size, D] of the type `cache`; with latents v points into the first key
     const float *k_scale, *v_scale;
     int32_t cache;
     const int32_t *block_table, *query_start_loc, *seq_lens;
@@ -79,8 +79,7 @@ struct AttentionArgs {
 
 static inline bool latent(const AttentionArgs& a) { return a.value_dim < a.head_dim; }
 
-// What latent attention asks and remembers of a token: `q` holds each head's plain numbers and its rotary ones, `row` the latent
-// and the rotary key.
+// A token in latent attention. `q` has nope_dim and rotary numbers for each head, `row` the latent and the rotary key.
 struct LatentArgs {
     const float *q, *row;
     int64_t q_stride, row_stride;
@@ -93,11 +92,11 @@ struct LatentArgs {
     int64_t plain_stride;
 };
 
-struct Partial {  // of one head's attention: softmax's running maximum and sum; the mixed values stand elsewhere
+struct Partial {  // the softmax's running maximum and sum of one head; the weighted values are stored elsewhere
     float top, sum;
 };
 
-struct KeyRange {  // keys of one sequence's kv head, for its one new token
+struct KeyRange {  // keys of a sequence and kv head that a decode task reads
     int64_t seq, kv_head, begin, end;
 };
 
@@ -121,7 +120,7 @@ struct Kernels {
     int64_t (*prefill_scratch)(const AttentionArgs&, int64_t tokens);
 };
 
-// Two pairs of panels of S8, laid out as I8 for many tokens.
+// Room for two pairs of panels of S8, unpacked to I8 for many tokens.
 static inline int64_t linear_scratch(const LinearArgs& a) {
     return a.kind == KIND_S8 ? 2 * Layout(KIND_I8, 2 * PANEL, a.inner).bytes / 4 : 0;
 }
@@ -136,4 +135,7 @@ const Kernels* kernels_avx512();
 const Kernels* kernels_avx512vnni();
 const Kernels* kernels_avx512vbmi2();
 const Kernels* kernels_avx512bf16();
+#elif defined(__aarch64__) && defined(__linux__)
+const Kernels* kernels_neon();
+const Kernels* kernels_neoni8mm();
 #endif

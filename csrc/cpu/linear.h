@@ -1,4 +1,4 @@
-// Products of activations and packed weights. A pair of panels (32 rows) stays in the nearest cache while all tokens pass.
+// Products of activations and packed weights. A pair of panels (32 rows) stays in the nearest cache for all tokens of the chunk.
 #pragma once
 #include <string.h>
 
@@ -19,7 +19,7 @@ static inline int32_t load4(const uint8_t* p) {
     return x;
 }
 
-// The loops over a tile's tokens and panels are unrolled, or its accumulators would not be registers.
+// The loops over a tile's tokens and panels are unrolled, so that its accumulators are registers.
 #define TOKENS _Pragma("GCC unroll 16") for (int t = 0; t < MR; t++)
 #define PANELS _Pragma("GCC unroll 2") for (int p = 0; p < NP; p++)
 
@@ -38,9 +38,9 @@ static inline void put(const LinearArgs& a, F (&acc)[MR][NP], int64_t panel, flo
     }
 }
 
-// With few tokens a product is as fast as its weights come. A panel's codes, scales and minima are three short streams, which the
-// processor's own look-ahead meets anew at each panel; so the next panels' bytes are asked for while the first tokens pass these
-// (`ahead`). Past the end it is harmless.
+// Prefetch of the next panels. With few tokens a product is bound by reading its weights, and the hardware's prefetcher loses the
+// streams of codes, scales and minima at the end of each panel. Only the first tokens of a panel prefetch (`ahead`). A prefetch
+// past the end is harmless.
 template <int KIND, int NP>
 static inline void ask_for_next(const Layout& at, int64_t g, const uint8_t* codes, const uint8_t* scales, const uint8_t* mins) {
     constexpr int64_t bytes = 64 * code_bits(KIND);
@@ -51,7 +51,7 @@ static inline void ask_for_next(const Layout& at, int64_t g, const uint8_t* code
     if (has_mins(KIND)) __builtin_prefetch(mins + NP * at.scale_bytes + scale_at(KIND, g));
 }
 
-// The codes of inputs 4T … 4T + 3 of a group, for a panel's rows: `group` is where the group's codes stand (S8: its masks).
+// The codes of inputs 4T … 4T + 3 of a group, for a panel's rows. `group` points at the group's codes (S8: at its masks).
 template <int KIND, int T>
 static inline B codes_of(const uint8_t* group, const uint8_t*& kept) {
     if (KIND == KIND_S8) return expand(load8(group + 8 * T), kept);
@@ -66,7 +66,7 @@ static inline B codes_of(const uint8_t* group, const uint8_t*& kept) {
     return KIND == KIND_MX ? look_up(w, MX_NUMBERS) : w;
 }
 
-// What the dot products of a group's codes begin with (of one of its halves, where scales are for 16).
+// The initial value of a group's dot products, or of one half's where 16 inputs share a scale.
 template <int KIND>
 static inline I before(const QGroup& q, int half) {
     constexpr int shift = code_from(KIND) == 16 ? 3 : code_from(KIND) == 8 ? 4 : 0;
@@ -75,7 +75,7 @@ static inline I before(const QGroup& q, int half) {
     return iset1(by_halves(KIND) ? -code_from(KIND) * q.halves[half] : q.minus128 >> shift);
 }
 
-// The scales of a group (of one of its halves).
+// The scales of a group, or of one of its halves.
 template <int KIND>
 static inline F scale_of(const uint8_t* scales, int64_t g, int half) {
     const uint8_t* at = scales + scale_at(KIND, g);
@@ -97,7 +97,7 @@ static inline F minimum_of(const uint8_t* scales, const uint8_t* mins, int64_t g
     return load_i8((const int8_t*)scales + scale_at(KIND, g) + PANEL) * e;
 }
 
-// MR tokens × NP panels of whole numbers. Each group's sum is exact in int32 and joins the rest in float32.
+// A tile of MR tokens × NP panels of integer codes. A group's sum is exact in int32; groups are added in float32.
 template <int KIND, int MR, int NP>
 static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, bool ahead, float* y, int64_t y_stride) {
     constexpr bool minima = has_mins(KIND) || KIND == KIND_Q4K || KIND == KIND_Q5K;
@@ -117,7 +117,7 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, b
         q[t] = (const QGroup*)(x[t] + at.groups * GROUP);
         PANELS acc[t][p] = zero();
     }
-    // Sparse panels lie one after the other; the next ones are taken to be as long as these.
+    // Sparse panels follow one another. For the prefetch the next ones are taken to be as long as these.
     const uint8_t* next = KIND == KIND_S8 ? a.packed + sparse_panel(a.packed, panel + NP) : nullptr;
     const int64_t step = KIND == KIND_S8 ? (next - codes[0] + at.groups - 1) / at.groups : 0;
     for (int64_t g = 0; g < at.groups; g++) {
@@ -159,7 +159,7 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, b
             MULTIPLY(4) MULTIPLY(5) MULTIPLY(6) MULTIPLY(7)
         } else if (code_bits(KIND) == 8) {
             MULTIPLY(0) MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4) MULTIPLY(5) MULTIPLY(6) MULTIPLY(7)
-        } else {  // what shares its bytes, side by side
+        } else {  // the codes that share bytes are computed together
             MULTIPLY(0) MULTIPLY(4) MULTIPLY(1) MULTIPLY(5) MULTIPLY(2) MULTIPLY(6) MULTIPLY(3) MULTIPLY(7)
         }
         JOIN(1)
@@ -214,8 +214,8 @@ static inline void tile_float(const LinearArgs& a, int64_t panel, int64_t token,
     put<MR, NP>(a, acc, panel, y, y_stride);
 }
 
-// Not inlined: `linear` and `gated` share it, and the library is built in half the time. Each result is touched once, a line or two
-// in each token's row, which nothing foresees: they are asked for before the work that ends in them.
+// Not inlined: `linear` and `gated` share it, which halves the time to compile. The results are prefetched before they are
+// computed: each lies in a row of its own, which the hardware can't foresee.
 template <int KIND, int MR, int NP>
 __attribute__((noinline)) static void tile(const LinearArgs& a, int64_t panel, int64_t token, bool ahead, float* y,
                                            int64_t y_stride) {
@@ -225,12 +225,12 @@ __attribute__((noinline)) static void tile(const LinearArgs& a, int64_t panel, i
 }
 
 template <int KIND>
-struct Tiles {  // the most tokens at once that the registers hold beside two panels
+struct Tiles {  // the most tokens whose accumulators fit into the registers beside two panels
     static constexpr int MAX = kFullTiles ? (KIND >= KIND_I8 ? 6 : 12) : 4;
     static constexpr int NP = kFullTiles ? 2 : 1;
 };
 
-// y points at the first of these tokens and rows. `count` is at most Tiles::MAX.
+// Computes up to Tiles::MAX of the `left` tokens, and returns how many. y points at the first token's first result.
 template <int KIND, int NP>
 static inline int some_tokens(const LinearArgs& a, int64_t panel, int64_t token, int64_t left, bool ahead, float* y,
                               int64_t stride) {
@@ -250,7 +250,7 @@ static inline int pair_of_panels(const LinearArgs& a, int64_t panel, int64_t pan
     return done;
 }
 
-// One or two panels of S8 as a weight of their own of the kind I8, in `scratch`: what many tokens pass.
+// One or two panels of S8, unpacked into `scratch` as a weight of the kind I8. It pays off with many tokens.
 static inline LinearArgs unfolded(const LinearArgs& a, int64_t panel, int64_t count, uint8_t* scratch) {
     const Layout from(KIND_S8, a.rows, a.inner);
     LinearArgs found = a;
@@ -283,8 +283,8 @@ static void linear_kind(const LinearArgs& a, int64_t pair0, int64_t pair1, int64
     }
 }
 
-// The activation of `count` tokens' gate and up, as group `pair` of their rows. Its own function for SiLU: the choice between
-// activations, made for every sixteen numbers, takes as long as they do.
+// Writes the activation of `count` tokens' gate and up as group `pair` of their rows. SiLU has an instance of its own, since to
+// choose the function for every sixteen numbers takes as long as to compute it.
 template <bool SILU>
 static inline void put_gated(const GatedArgs& g, int64_t pair, int64_t token, int count, float* gate, const float* up) {
     for (int i = 0; i < count; i++) {
@@ -297,7 +297,7 @@ static inline void put_gated(const GatedArgs& g, int64_t pair, int64_t token, in
     }
 }
 
-// Gate and up of 32 inner features at a time: their activation is one group of the next product's inputs.
+// Computes gate and up of 32 hidden numbers at a time: their activation is one group of the next product's inputs.
 template <int KIND>
 static void gated_kind(const GatedArgs& g, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1, float* scratch) {
     const LinearArgs& a = g.linear;

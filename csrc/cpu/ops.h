@@ -1,11 +1,11 @@
-// What the operators of a program are made of.
+// Base classes and helpers of a program's operators.
 #pragma once
 #include "program.h"
 
-constexpr int CHUNKS_PER_THREAD = 4;  // so that a thread that is held up leaves its share to others
+constexpr int CHUNKS_PER_THREAD = 4;  // so that others take the chunks of a thread that is delayed
 constexpr int64_t MAX_CHUNKS = 4096;
 
-// Rows of the step, some at a time: its tokens, or `rows_a_token` for each.
+// An operator that computes row by row. The step has `rows_a_token` rows for each token.
 struct RowOp : Op {
     int64_t rows_a_token = 1, num_rows = 0, per_chunk = 1;
     int chunks(Program& p) override {

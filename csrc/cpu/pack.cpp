@@ -6,6 +6,8 @@
 #define ISA isa_pack
 #include "vec_portable.h"
 
+#include "round4.h"
+
 using isa_pack::half_to_float;
 using isa_pack::widen_bf16;
 
@@ -24,7 +26,7 @@ struct Place {  // one row of a packed weight
           lane(row % PANEL) {}
 
     uint8_t& byte(int64_t k) { return codes[k / 4 * 64 + lane * 4 + k % 4]; }
-    // 32 codes of up to 6 bits, and one of them. Four codes at a time, a byte each, are a row's in one step of a product.
+    // Writes a group's 32 codes of up to 6 bits, or one of them. A step of a product reads four codes of a row.
     void put(int bits, int64_t group, const uint8_t* code) {
         uint8_t* at = codes + group * 64 * bits + lane * 4;
         uint32_t four[8], planes[2] = {0, 0}, third = 0;
@@ -56,7 +58,7 @@ struct Place {  // one row of a packed weight
         if (bits == 6) found |= (at[256 + 64 * (t / 4)] >> 2 * (t % 4) & 3) << 4;
         return found;
     }
-    // Of a group: its float16 or float32 in `of`; of a K kind its superblock's d (0) or e (1), and its bytes
+    // A group's float16 or float32 in `of`; in a K kind its superblock's d (0) or e (1), and its own bytes.
     uint16_t& half(uint8_t* of, int64_t group) { return ((uint16_t*)of)[group * PANEL + lane]; }
     float& single(int32_t kind, uint8_t* of, int64_t group) { return ((float*)(of + scale_at(kind, group)))[lane]; }
     uint16_t& super(int32_t kind, int64_t group, int which) {
@@ -66,7 +68,8 @@ struct Place {  // one row of a packed weight
     uint8_t& small(int32_t kind, int64_t group, int which) { return scales[scale_at(kind, group) + which * PANEL + lane]; }
 };
 
-// For each 64 bytes of panel `panel` of an I8 weight: which are numbers other than 0, and which 64 they are. Padding counts as 0.
+// Calls back for each 64 bytes of panel `panel` of an I8 weight with the mask of numbers other than 0, and the bytes. Padding
+// counts as 0.
 template <class Each>
 void each_mask(const Layout& at, int64_t rows, int64_t inner, const uint8_t* packed, int64_t panel, Each each) {
     const int64_t lanes = rows - panel * PANEL < PANEL ? rows - panel * PANEL : PANEL;
@@ -99,9 +102,29 @@ void pack_dense(int32_t kind, int64_t rows, int64_t inner, uint8_t* packed, cons
         } else if (kind == KIND_BF16) {
             for (int64_t k = 0; k < inner; k++)
                 ((uint16_t*)place.codes)[k / 2 * 32 + place.lane * 2 + k % 2] = bf16 ? h[k] : to_bf16(f[k]);
+        } else if (kind == KIND_Q4M || kind == KIND_W4M) {
+            const int64_t each = groups_a_scale(kind) * GROUP;
+            float numbers[Round4::MOST];
+            Round4 rounded;
+            for (int64_t k = 0; k < inner; k += each) {
+                for (int64_t j = 0; j < each; j++) numbers[j] = value(k + j);
+                if (each == 32) rounded.of_32(numbers, true);
+                else rounded.of_128(numbers, false);
+                for (int64_t g = k / GROUP; g < (k + each) / GROUP; g++) {
+                    place.put(4, g, rounded.codes + g * GROUP - k);
+                    if (kind == KIND_Q4M) {
+                        place.half(place.scales, g) = to_half(rounded.scale), place.half(place.mins, g) = to_half(rounded.minimum);
+                    } else {
+                        place.single(kind, place.scales, g) = rounded.scale, place.single(kind, place.mins, g) = rounded.minimum;
+                    }
+                }
+            }
         } else {
             float most = 0.0f;
-            for (int64_t k = 0; k < inner; k++) most = std::fmax(most, std::fabs(value(k)));
+            for (int64_t k = 0; k < inner; k++) {  // not std::fmax: gcc 12 for ARM dies of it
+                const float size = std::fabs(value(k));
+                most = size > most ? size : most;
+            }
             const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
             for (int64_t k = 0; k < inner; k++) place.byte(k) = (uint8_t)(std::lrintf(value(k) * inverse) + 128);
             ((float*)place.scales)[place.lane] = most / 127.0f;
@@ -119,7 +142,7 @@ void pack_codes(int64_t rows, int64_t inner, uint8_t* packed, const int8_t* code
     }
 }
 
-static uint16_t exact_half(float f) {  // of a number that is float16's
+static uint16_t exact_half(float f) {  // f is a float16 number
     uint32_t x;
     memcpy(&x, &f, 4);
     const uint16_t sign = (uint16_t)(x >> 16 & 0x8000);
@@ -127,7 +150,7 @@ static uint16_t exact_half(float f) {  // of a number that is float16's
     return (uint16_t)(sign | (((x >> 23 & 255) - 112) << 10) | (x >> 13 & 1023));
 }
 
-static uint8_t half_of_power(float f) {  // of a power of two, whose exponent it is: MX_NUMBERS are twice what the codes say
+static uint8_t half_of_power(float f) {  // the exponent of f / 2, f a power of two: MX_NUMBERS are twice the codes' values
     uint32_t x;
     memcpy(&x, &f, 4);
     const uint32_t exponent = x >> 23 & 255;
@@ -169,7 +192,7 @@ static void pack_block(int32_t kind, Place& place, int64_t g, const uint8_t* blo
         }
         return;
     }
-    if (code_bits(kind) == 4) {  // two codes a byte as here
+    if (code_bits(kind) == 4) {  // the file packs two codes into a byte in the same order
         for (int64_t t = 0; t < 4; t++) {
             memcpy(&four, block + 4 * t, 4);
             store4(place.codes + g * 256 + 64 * t + place.lane * 4, four);
@@ -186,7 +209,7 @@ static void pack_block(int32_t kind, Place& place, int64_t g, const uint8_t* blo
     place.put(5, g, codes);
 }
 
-// The same of 2 or 3 bits: a scale, and of 2 bits a minimum, for every 16 numbers.
+// A block of Q2_K or Q3_K: 16 numbers share a scale and, in Q2_K, a minimum.
 static void pack_small(int32_t kind, Place& place, int64_t g, const uint8_t* block) {
     const bool three = kind == KIND_Q3K;
     const uint8_t *third = block, *scales = three ? block + 96 : block, *twos = block + (three ? 32 : 16), *super = block + (three ? 108 : 80);
@@ -205,7 +228,7 @@ static void pack_small(int32_t kind, Place& place, int64_t g, const uint8_t* blo
         place.put(code_bits(kind), g + j, codes);
         for (int64_t i = 2 * j; i < 2 * j + 2; i++) {
             uint8_t scale = scales[i % (three ? 8 : 16)];
-            if (three) {  // six bits: a nibble of the first eight bytes, and two bits of the last four; 32 is 0
+            if (three) {  // a scale has six bits: a nibble in the first eight bytes, and two bits in the last four; 32 means 0
                 scale = (uint8_t)((scale >> (i / 8 * 4) & 15) | (scales[8 + i % 4] >> 2 * (i / 4) & 3) << 4);
                 scale = (uint8_t)(scale - 32);
             }
@@ -214,7 +237,7 @@ static void pack_small(int32_t kind, Place& place, int64_t g, const uint8_t* blo
     }
 }
 
-// One of GGUF's blocks of 256, groups g … g + 7.
+// One of GGUF's blocks of 256: groups g … g + 7.
 static void pack_super(int32_t kind, Place& place, int64_t g, const uint8_t* block) {
     if (code_bits(kind) < 4) return pack_small(kind, place, g, block);
     uint8_t codes[GROUP];
@@ -240,7 +263,8 @@ static void pack_super(int32_t kind, Place& place, int64_t g, const uint8_t* blo
             if (kind == KIND_Q5K) codes[k] |= (uint8_t)((fifth[k] >> j & 1) << 4);
         }
         place.put(code_bits(kind), g + j, codes);
-        // Six bits each: of the first four groups side by side, of the others in nibbles and the first ones' upper bits.
+        // Scales and minima have six bits. The first four groups' are whole bytes' lower bits; the others' are nibbles, with two
+        // bits more in the first ones' upper bits.
         const int64_t i = j % 4;
         place.small(kind, g + j, 0) = (uint8_t)(j < 4 ? six[i] & 63 : (six[8 + i] & 15) | six[i] >> 6 << 4);
         place.small(kind, g + j, 1) = (uint8_t)(j < 4 ? six[4 + i] & 63 : six[8 + i] >> 4 | six[4 + i] >> 6 << 4);
@@ -307,6 +331,21 @@ void pack_sparse(int64_t rows, int64_t inner, const uint8_t* packed, uint8_t* sp
         place = round_up(kept - sparse, 64);
     }
     memcpy(sparse + 8 * to.panels, &place, 8);
+}
+
+void unpack_sparse(int64_t rows, int64_t inner, const uint8_t* sparse, uint8_t* packed) {
+    const Layout from(KIND_S8, rows, inner), to(KIND_I8, rows, inner);
+    memcpy(packed + to.scales_at, sparse + from.scales_at, from.panels * from.scale_bytes);
+    for (int64_t p = 0; p < from.panels; p++) {
+        const uint8_t *masks = sparse + sparse_panel(sparse, p), *kept = masks + from.code_bytes;
+        uint8_t* codes = packed + p * to.code_bytes;
+        for (int64_t i = 0; i < from.code_bytes; i += 8, codes += 64) {
+            uint64_t mask;
+            memcpy(&mask, masks + i, 8);
+            memset(codes, 128, 64);
+            for (; mask; mask &= mask - 1) codes[__builtin_ctzll(mask)] = *kept++;
+        }
+    }
 }
 
 static void unpack_sparse_row(int64_t rows, int64_t inner, const uint8_t* packed, int64_t row, float* out) {

@@ -1,4 +1,4 @@
-// Norms, activations, rotation and the cache's writes, a row at a time. All arithmetic is float32.
+// Norms, activations, rotary embedding and writes to the KV cache, row by row. All arithmetic is float32.
 #pragma once
 #include <string.h>
 
@@ -106,7 +106,7 @@ static inline void write_cache(const AttentionArgs& a, uint8_t* cache, const flo
     }
 }
 
-// q is left in its place in qkv, rotated; k and v go to the cache.
+// Rotates q in place in qkv, and writes k, rotated, and v to the cache.
 static void rope_and_cache(const AttentionArgs& a, int64_t token, float* scratch) {
     (void)scratch;
     float* row = a.qkv + token * a.qkv_stride;
@@ -122,8 +122,9 @@ static void rope_and_cache(const AttentionArgs& a, int64_t token, float* scratch
     }
 }
 
-// Latent attention: the key's row [rotated, normed latent] goes to the cache, the heads' rotated numbers to their queries, and what
-// is to be multiplied into the latents' space to `plain`. scratch: a key, and all heads' plain numbers, padded.
+// A token of latent attention. Writes the key's row [rotary numbers, normed latent] to the cache, the heads' rotated numbers to
+// their queries, and their nope_dim numbers, which a product will take to the latents' space, to `plain`. `scratch` has room for a
+// key and all heads' nope_dim numbers, padded.
 static void latent_row(const AttentionArgs& a, const LatentArgs& l, int64_t token, float* scratch) {
     const int64_t rotary = a.rotary_dim, width = l.nope_dim + rotary;
     const float *q = l.q + token * l.q_stride, *row = l.row + token * l.row_stride;

@@ -8,10 +8,10 @@
 
 namespace {
 
-constexpr int64_t QUERY_ROWS = 384;   // query tokens × heads of a kv head in a tile of prefill; fewer where a head is
-constexpr int64_t QUERY_DIM = 256;    // wider than this, so that queries and results stay in a core's own cache
-constexpr int64_t NEAR_BYTES = 768 << 10;  // inputs and results of a product's tokens that stay in a core's own cache (1 MB and more)
-constexpr int64_t SPLIT_KEYS = 128;   // of a decode make a task; not fewer with few sequences: a result must not depend on others
+constexpr int64_t QUERY_ROWS = 384;   // query tokens × heads of a kv head in a tile of prefill. There are fewer where a head
+constexpr int64_t QUERY_DIM = 256;    // is wider than this, so that queries and results stay in a core's own cache
+constexpr int64_t NEAR_BYTES = 768 << 10;  // a product's inputs and results that stay in a core's own cache (1 MB and more)
+constexpr int64_t SPLIT_KEYS = 128;   // keys of a decode in a task. It is fixed, so that an answer does not depend on its batch
 
 int64_t now_ns(int32_t clock) {
     timespec t;
@@ -74,7 +74,7 @@ struct Argmax : RowOp {
     void row(Program& p, int64_t t, float*) override { *(int64_t*)p.row(out, t) = p.kernels().argmax((float*)p.row(x, t), size); }
 };
 
-struct CeilingOp : Op {  // every thread does the same work, on a share of the data of its own
+struct CeilingOp : Op {  // every thread does the same work on its own share of the data
     int32_t what;
     const uint8_t* data;
     int64_t bytes, rounds;
@@ -89,8 +89,8 @@ struct CeilingOp : Op {  // every thread does the same work, on a share of the d
     }
 };
 
-// The size of chunks with which threads of one speed end their shares of `count` most nearly together: at most `most`, and not less
-// than half of it, since small chunks cost more than they even out.
+// The size of chunks with which equally fast threads finish `count` soonest. It is between most / 2 and `most`, since smaller
+// chunks cost more than they gain.
 int64_t even_chunk(int64_t count, int64_t threads, int64_t most) {
     int64_t best = most, least = count;
     for (int64_t size = most; size >= std::max<int64_t>(1, most / 2); size--) {
@@ -100,24 +100,29 @@ int64_t even_chunk(int64_t count, int64_t threads, int64_t most) {
     return best;
 }
 
-// Chunks are claimed in turns, and a chunk ends by asking for the weights that come next in memory: so that they are the same thread's,
-// chunk after chunk, each thread has a stretch of its own.
+// The chunk that a thread computes when it claims number `claimed`. A chunk ends with a prefetch of the weights that follow it in
+// memory, so each thread gets chunks that follow one another.
 int64_t in_turns(int64_t claimed, int64_t chunks, int64_t threads) {
     const int64_t each = chunks / threads;
     return claimed < each * threads ? claimed % threads * each + claimed / threads : claimed;
 }
 
-// A product: chunks of panels, and of tokens where there are few panels for many threads. Or one for each of `heads`, whose inputs,
-// weights and results stand so far apart.
+// A product, in chunks of panels, and of tokens where many threads have few panels. Or a product for each of `heads`, with the
+// given distances between their inputs, weights and results.
 struct Linear : Op {
     int32_t x, out;
     int64_t column = 0, heads = 1, x_step = 0, weight_step = 0, column_step = 0;
     bool gated = false;
     GatedArgs args;
+    int32_t kind = 0;  // of `packed`
+    const uint8_t *packed = nullptr, *dense = nullptr;
+    int64_t dense_from = 0;
     int64_t pairs_a_head = 0, pairs = 0, pairs_per_chunk = 0, tokens_per_chunk = 0, pair_chunks = 0;
 
     int chunks(Program& p) override {
         LinearArgs& a = args.linear;
+        const bool is_dense = dense && p.step().num_tokens >= dense_from;
+        a.kind = is_dense ? (int32_t)KIND_I8 : kind, a.packed = is_dense ? dense : packed;
         const int64_t tokens = p.step().num_tokens, wanted = (int64_t)p.threads() * CHUNKS_PER_THREAD;
         a.x = p.row(x, 0), a.x_stride = p.stride(x);
         if (gated) args.out = p.row(out, 0), args.out_stride = p.stride(out);
@@ -126,7 +131,7 @@ struct Linear : Op {
         pairs = heads * pairs_a_head;
         pairs_per_chunk = even_chunk(pairs, p.threads(), std::max<int64_t>(1, pairs / wanted));
         pair_chunks = (pairs + pairs_per_chunk - 1) / pairs_per_chunk;
-        // So many tokens that each thread has work, and no more than the cache holds while all weights pass.
+        // A chunk's tokens: few enough that each thread has work, and that the cache holds them while all weights are read.
         const int64_t for_all = std::min((wanted + pair_chunks - 1) / pair_chunks, (tokens + 23) / 24);
         const int64_t a_token = (a.x_stride + (gated ? args.out_stride : p.stride(out))) / std::min(heads, pair_chunks);
         const int64_t near = std::min((tokens * a_token + NEAR_BYTES - 1) / NEAR_BYTES, MAX_CHUNKS / pair_chunks);
@@ -134,7 +139,14 @@ struct Linear : Op {
         tokens_per_chunk = std::max<int64_t>(1, round_up((tokens + cuts - 1) / cuts, 12));
         return (int)(pair_chunks * ((tokens + tokens_per_chunk - 1) / tokens_per_chunk));
     }
-    int64_t scratch_floats(Program&) override { return linear_scratch(args.linear); }
+    int64_t scratch_floats(Program&) override {
+        LinearArgs largest = args.linear;
+        largest.kind = kind;
+        return linear_scratch(largest);
+    }
+    void weights(const LinearArgs& of, const void* as_dense, int64_t from) {
+        args.linear = of, kind = of.kind, packed = of.packed, dense = (const uint8_t*)as_dense, dense_from = from;
+    }
     void run(Program& p, int chunk, int thread) override {
         const int64_t pair0 = in_turns(chunk % pair_chunks, pair_chunks, p.threads()) * pairs_per_chunk;
         const int64_t token0 = chunk / pair_chunks * tokens_per_chunk;
@@ -151,7 +163,8 @@ struct Linear : Op {
     }
 };
 
-// Where a product's row is largest, without the row: each thread looks at a few results at a time, while they lie in its cache.
+// The index of the largest number in each row of a product that is never stored: each thread compares a few results while they
+// lie in its cache.
 struct LinearArgmax : Op {
     static constexpr int64_t PAIRS = 16, TOKENS = 48;
     static constexpr int64_t COLUMNS = PAIRS * 2 * PANEL;
@@ -191,13 +204,13 @@ struct LinearArgmax : Op {
                 p.kernels().linear(own, pair, end, 0, count, rest);
                 for (int64_t t = 0; t < count; t++) {
                     const float* y = results + t * COLUMNS;
-                    const float most = p.kernels().largest(y, columns);  // which seldom is more than what was found before
+                    const float most = p.kernels().largest(y, columns);  // seldom more than what was found before
                     if (most > best[token + t].value) best[token + t] = {most, row + p.kernels().argmax(y, columns)};
                 }
             }
         }
         if (left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-        for (int64_t t = 0; t < tokens; t++) {  // the chunk that ends last looks at all of them; of equals the first counts
+        for (int64_t t = 0; t < tokens; t++) {  // the last chunk to end compares them all; of equals the first counts
             Found most = found[t];
             for (int64_t i = 1; i < num_chunks; i++)
                 if (found[i * tokens + t].value > most.value) most = found[i * tokens + t];
@@ -209,7 +222,7 @@ struct LinearArgmax : Op {
 struct WithCache : RowOp {
     int32_t q, layer, group = 0;
     AttentionArgs args;
-    void look_up(Program& p) {
+    void read_step(Program& p) {
         const ss_step& s = p.step();
         const ss_layer_kv& kv = s.layers[layer];
         const ss_group& g = s.groups[group];
@@ -224,7 +237,7 @@ struct WithCache : RowOp {
 struct Rope : WithCache {
     int64_t scratch_floats(Program&) override { return args.head_dim; }
     int chunks(Program& p) override {
-        look_up(p);
+        read_step(p);
         return RowOp::chunks(p);
     }
     void row(Program& p, int64_t t, float* scratch) override { p.kernels().rope_and_cache(args, t, scratch); }
@@ -235,7 +248,7 @@ struct LatentQueries : WithCache {
     LatentArgs latents;
     int64_t scratch_floats(Program&) override { return padded(args.head_dim) + padded(args.num_heads * latents.nope_dim); }
     int chunks(Program& p) override {
-        look_up(p);
+        read_step(p);
         LatentArgs& l = latents;
         l.q = args.qkv, l.q_stride = args.qkv_stride;
         l.row = (float*)p.row(row_of, 0), l.row_stride = p.stride(row_of) / 4;
@@ -246,15 +259,15 @@ struct LatentQueries : WithCache {
     void row(Program& p, int64_t t, float* scratch) override { p.kernels().latent_row(args, latents, t, scratch); }
 };
 
-// A step's attention as tasks: tiles of prefill's tokens, the latest (which see most) first; then decodes, in ranges of keys. The
-// ranges of one sequence meet in the task that ends last.
+// A step's attention as tasks. First come tiles of prefill's tokens, the latest first, since they see most keys. Then come
+// decodes, in ranges of keys; the last range of a sequence to end combines them.
 struct Attention : WithCache {
     int32_t out;
 
     struct Task {
         int32_t seq, head;
-        int64_t begin, end;  // tokens, or keys of a decode
-        int32_t split, num_splits, first_partial;  // num_splits 0: tokens
+        int64_t begin, end;  // tokens of prefill, or keys of a decode
+        int32_t split, num_splits, first_partial;  // num_splits 0: prefill
     };
     std::vector<Task> tasks;
     int64_t per_chunk = 1;
@@ -274,12 +287,12 @@ struct Attention : WithCache {
     }
 
     int chunks(Program& p) override {
-        look_up(p);
+        read_step(p);
         args.out = (float*)p.row(out, 0), args.out_stride = p.stride(out) / 4;
         tasks.clear();
         const ss_step& s = p.step();
         const int64_t kv_heads = args.num_kv_heads;
-        const bool one_by_one = args.head_dim % 16 == 0 && args.value_dim % 16 == 0;  // else `prefill`, which pads heads, takes decodes too
+        const bool one_by_one = args.head_dim % 16 == 0 && args.value_dim % 16 == 0;  // else decodes go to `prefill`, which pads heads
         const int64_t num_decodes = one_by_one ? s.num_decodes : 0;
         for (int64_t i = num_decodes; i < s.num_seqs; i++) {
             const int64_t begin = s.query_start_loc[i], end = s.query_start_loc[i + 1];
@@ -292,7 +305,7 @@ struct Attention : WithCache {
         for (int64_t i = 0; i < num_decodes; i++) {
             const int64_t length = args.seq_lens[i], low = args.window ? std::max<int64_t>(0, length - args.window) : 0;
             const int64_t splits = std::max<int64_t>(1, (length - low + SPLIT_KEYS - 1) / SPLIT_KEYS);
-            // The heads of a range in turn: their keys lie side by side in each block.
+            // The heads of a range follow one another, since their keys lie side by side in each block.
             for (int64_t j = 0; j < splits; j++)
                 for (int64_t h = 0; h < kv_heads; h++)
                     tasks.push_back({(int32_t)i, (int32_t)h, low + j * SPLIT_KEYS, std::min(length, low + (j + 1) * SPLIT_KEYS),
@@ -322,7 +335,7 @@ struct Attention : WithCache {
         }
     }
 
-    void clear(const Task& t) {  // padding: any finite numbers will do
+    void clear(const Task& t) {  // padding may get any finite numbers
         const int64_t first = t.num_splits ? args.query_start_loc[t.seq] : t.begin, end = t.num_splits ? first + 1 : t.end;
         for (int64_t token = first; token < end; token++)
             memset(args.out + token * args.out_stride + t.head * heads() * args.value_dim, 0, heads() * args.value_dim * 4);
@@ -438,10 +451,10 @@ void ss_add_convert(ss_program* p, int32_t x, int32_t out, int32_t form, int64_t
 }
 
 void ss_add_linear(ss_program* p, int32_t x, int32_t out, int64_t column, int32_t kind, int64_t rows, int64_t inner,
-                   const void* packed, const float* bias, int32_t accumulate) {
+                   const void* packed, const float* bias, int32_t accumulate, const void* dense, int64_t dense_from) {
     auto* op = add<Linear>(p);
     op->x = x, op->out = out, op->column = column, op->args = {};
-    op->args.linear = linear_args(kind, rows, inner, packed, bias, accumulate);
+    op->weights(linear_args(kind, rows, inner, packed, bias, accumulate), dense, dense_from);
 }
 
 void ss_add_head_linear(ss_program* p, int32_t x, int32_t out, int64_t column, int64_t column_step, int64_t num_heads, int32_t kind,
@@ -449,14 +462,15 @@ void ss_add_head_linear(ss_program* p, int32_t x, int32_t out, int64_t column, i
     auto* op = add<Linear>(p);
     op->x = x, op->out = out, op->column = column, op->column_step = column_step, op->heads = num_heads, op->args = {};
     op->x_step = inner * code_bits(kind) / 8, op->weight_step = stride;
-    op->args.linear = linear_args(kind, rows, inner, packed, nullptr, false);
+    op->weights(linear_args(kind, rows, inner, packed, nullptr, false), nullptr, 0);
 }
 
 void ss_add_gated_linear(ss_program* p, int32_t x, int32_t out, int32_t form, int32_t activation, float alpha, float limit,
-                         int32_t kind, int64_t rows, int64_t inner, const void* packed, const float* bias) {
+                         int32_t kind, int64_t rows, int64_t inner, const void* packed, const float* bias, const void* dense,
+                         int64_t dense_from) {
     auto* op = add<Linear>(p);
     op->x = x, op->out = out, op->gated = true, op->args = {};
-    op->args.linear = linear_args(kind, rows, inner, packed, bias, false);
+    op->weights(linear_args(kind, rows, inner, packed, bias, false), dense, dense_from);
     op->args.activation = {activation, alpha, limit}, op->args.form = form;
 }
 

@@ -1,4 +1,4 @@
-// A step as a list of operators, run by the pool without coming back to the caller in between.
+// A step as a list of operators. The pool runs them all without returning to the caller in between.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -15,25 +15,26 @@ struct Engine {
     Pool pool;
 };
 
-// A program keeps its engine alive: whoever holds both may let go of them in any order.
+// A program keeps its engine alive, so both may be destroyed in any order.
 inline std::shared_ptr<Engine>& shared(ss_engine* engine) { return *(std::shared_ptr<Engine>*)engine; }
 
 class Program;
 
-// Which experts the tokens of a step go to, in the layer at hand: `ss_add_route` finds it, the operators after it read it.
+// The experts of a step's tokens in the current layer. The operator of `ss_add_route` writes it, the ones behind it read it.
 struct Routing {
-    int64_t num_experts = 0, each = 0;  // how many there are, how many a token has
+    int64_t num_experts = 0, each = 0;  // experts of the layer that are here, experts of a token
+    int64_t first = 0;                  // of all the layer's experts, the first that is here
     std::vector<int32_t> chosen;        // [tokens, each]
-    std::vector<float> weights;         // the same
-    std::vector<int32_t> begin;         // [experts + 1]: where an expert's rows begin, in the order of experts
-    std::vector<int32_t> token;         // [tokens · each]: whose row that is
-    std::vector<int32_t> place;         // [tokens, each]: its row
+    std::vector<float> weights;         // [tokens, each]
+    std::vector<int32_t> begin;         // [experts + 2]: an expert's first row, in the order of experts; then the others', and the end
+    std::vector<int32_t> token;         // [tokens · each]: the token of a row
+    std::vector<int32_t> place;         // [tokens, each]: the row of a token–expert pair
 };
 
 struct Op {
     virtual ~Op() = default;
-    virtual int64_t scratch_floats(Program&) { return 0; }  // that each thread needs
-    virtual int chunks(Program&) = 0;                       // just before the operator runs
+    virtual int64_t scratch_floats(Program&) { return 0; }  // for each thread
+    virtual int chunks(Program&) = 0;                       // called just before the operator runs
     virtual void run(Program&, int chunk, int thread) = 0;
 };
 
@@ -43,7 +44,7 @@ public:
     int32_t add_buffer(int64_t row_bytes, int64_t rows_a_token);
     void bind(int32_t buffer, void* data, int64_t row_bytes);
     ~Program() override { wait(); }
-    void begin_step(const ss_step& step, Program* then);  // returns at once; `then` follows over the same tokens
+    void begin_step(const ss_step& step, Program* then);  // returns at once; `then` runs next, over the same tokens
     void wait() { engine_->pool.wait(); }
     int32_t profile(int32_t clock, int64_t* ns, int32_t capacity);
 
@@ -54,7 +55,7 @@ public:
     int64_t stride(int32_t buffer) const { return buffers_[buffer].stride; }
     float* scratch(int thread) { return (float*)scratch_[thread].get(); }
 
-    // As a job: its operators, and those of the program that follows.
+    // The job: this program's operators, then those of `then_`.
     int num_ops() const override { return (int)ops.size() + (then_ ? (int)then_->ops.size() : 0); }
     int begin(int op) override { return own(op) ? ops[op]->chunks(*this) : then_->begin(op - (int)ops.size()); }
     void run(int op, int chunk, int thread) override {
@@ -79,13 +80,13 @@ private:
     void prepare(const ss_step& step);
 
     std::shared_ptr<Engine> engine_;
-    Program* then_ = nullptr;  // in the step at hand
+    Program* then_ = nullptr;  // of the current step
     ss_step step_{};
     std::vector<Buffer> buffers_;
-    int64_t capacity_ = 0;  // tokens that the program's own buffers have room for
+    int64_t capacity_ = 0;  // tokens that fit into the program's own buffers
     std::vector<std::unique_ptr<uint8_t, Free>> scratch_;  // one a thread
     int64_t scratch_floats_ = 0;
-    int32_t profile_ = 0;  // which clock: see ss_profile
+    int32_t profile_ = 0;  // the clock of ss_profile
     int64_t started_ = 0;
     std::vector<int64_t> ns_;
 };

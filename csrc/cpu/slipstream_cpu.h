@@ -1,8 +1,10 @@
 // The C interface of libslipstream_cpu: plain pointers and numbers, so that one binary serves every Python and every torch.
 //
-// An engine is a pool of threads and an instruction set. A program is a list of operators over buffers, made once for a model
-// and run for every step. Buffers hold a row a token; they are the program's own, or the caller's (`ss_bind`). Nothing here
-// checks shapes: the bindings (slipstream/kernels/native.py) do. Pointers that operators are given must outlive the program.
+// 1. An engine is a pool of threads and an instruction set.
+// 2. A program is a list of operators over buffers. It is made once for a model and runs for every step.
+// 3. A buffer has a row for each token. It is the program's own, or the caller's (`ss_bind`).
+// 4. The bindings (slipstream/kernels/native.py) check shapes; nothing here does.
+// 5. Pointers that operators are given must outlive the program.
 #pragma once
 #include <stdint.h>
 
@@ -19,19 +21,20 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 11  // changes with anything in this file
+#define SS_ABI 24  // changes with any declaration in this file
 SS_API int32_t ss_abi(void);
 
-// Instruction sets by number, from the plainest; which of them this machine can run.
+// Instruction sets by number, the plainest first, and whether this machine can run one.
 SS_API int32_t ss_num_isas(void);
 SS_API const char* ss_isa_name(int32_t isa);
 SS_API int32_t ss_isa_usable(int32_t isa);
 
 SS_API ss_engine* ss_engine_create(int32_t num_threads, int32_t isa);
 SS_API void ss_engine_destroy(ss_engine* engine);
+SS_API void ss_engine_use(ss_engine* engine, int32_t num_threads);  // of its threads; results stay the same
+SS_API int64_t ss_engine_last_ns(ss_engine* engine);                // that the last step took, after it was waited for
 
-// Weights: see formats.h for the kinds and pack.h for the functions. Rows are packed by the engine's threads; without one (null),
-// by the caller alone.
+// Weights. formats.h has the kinds, pack.h the functions. The engine's threads pack rows; without an engine (null) the caller does.
 SS_API int64_t ss_packed_bytes(int32_t kind, int64_t rows, int64_t inner);
 SS_API void ss_pack_dense(ss_engine*, int32_t kind, int64_t rows, int64_t inner, void* packed, const void* values, int32_t bf16,
                           int64_t stride, int64_t count, int64_t row0, const int32_t* to);
@@ -44,75 +47,84 @@ SS_API void ss_pack_codes4(ss_engine*, int32_t kind, int64_t rows, int64_t inner
 SS_API int64_t ss_num_zeros(int64_t rows, int64_t inner, const void* packed);
 SS_API int64_t ss_sparse_bytes(int64_t rows, int64_t inner, const void* packed);
 SS_API void ss_pack_sparse(int64_t rows, int64_t inner, const void* packed, void* sparse);
+SS_API void ss_unpack_sparse(int64_t rows, int64_t inner, const void* sparse, void* packed);  // packed: zeros
 SS_API void ss_unpack_rows(int32_t kind, int64_t rows, int64_t inner, const void* packed, const int64_t* which, int64_t count,
                            float* out);
 
 SS_API ss_program* ss_program_create(ss_engine* engine);
 SS_API void ss_program_destroy(ss_program* program);
-SS_API int32_t ss_buffer(ss_program* program, int64_t row_bytes, int64_t rows_a_token);  // row_bytes 0: to be bound
+SS_API int32_t ss_buffer(ss_program* program, int64_t row_bytes, int64_t rows_a_token);  // row_bytes 0: `ss_bind` gives its memory
 SS_API void ss_bind(ss_program* program, int32_t buffer, void* data, int64_t row_bytes);
 SS_API int64_t ss_form_bytes(int32_t form, int64_t size);
 
-// Operators, in the order of their running. x, out …: buffers. A negative buffer or null pointer: without.
+// Operators run in the order in which they are added. x, out and the like are buffers. A negative buffer or a null pointer means
+// that there is none. alpha and limit are those of the clamped SwiGLU.
 SS_API void ss_add_embed(ss_program*, int32_t out, int32_t by_position, int64_t offset, int32_t kind, int64_t rows, int64_t inner,
                          const void* packed, float scale, int32_t accumulate);
 SS_API void ss_add_norm(ss_program*, int32_t x, int32_t residual, int32_t out, int32_t form, int32_t layer, int64_t size,
                         const float* weight, const float* bias, float eps, float offset);
 SS_API void ss_add_convert(ss_program*, int32_t x, int32_t out, int32_t form, int64_t size, int64_t rows_a_token);
+// A weight of the kind S8 may also be there as I8, `dense` (else null), which steps of `dense_from` tokens and more read.
 SS_API void ss_add_linear(ss_program*, int32_t x, int32_t out, int64_t column, int32_t kind, int64_t rows, int64_t inner,
-                          const void* packed, const float* bias, int32_t accumulate);
-// alpha, limit: of the clamped SwiGLU.
-// num_heads products, of weights `stride` bytes apart (F32 or BF16) with inputs that stand side by side in x's row, [H · inner] in
-// the weights' form, into columns `column_step` apart.
+                          const void* packed, const float* bias, int32_t accumulate, const void* dense, int64_t dense_from);
+// num_heads products with weights `stride` bytes apart (F32 or BF16). Their inputs stand side by side in x's row, [H · inner] in the
+// weights' form; their results begin `column_step` columns apart.
 SS_API void ss_add_head_linear(ss_program*, int32_t x, int32_t out, int64_t column, int64_t column_step, int64_t num_heads,
                                int32_t kind, int64_t rows, int64_t inner, const void* packed, int64_t stride);
 SS_API void ss_add_gated_linear(ss_program*, int32_t x, int32_t out, int32_t form, int32_t activation, float alpha, float limit,
-                                int32_t kind, int64_t rows, int64_t inner, const void* packed, const float* bias);
+                                int32_t kind, int64_t rows, int64_t inner, const void* packed, const float* bias,
+                                const void* dense, int64_t dense_from);
 SS_API void ss_add_activation(ss_program*, int32_t x, int32_t out, int32_t form, int32_t activation, float alpha, float limit,
                               int32_t gated, int64_t size, int64_t rows_a_token);
-// A mixture of experts (`OpSet.moe`): each token's experts by the router's numbers; then the tokens' rows in the order of their
-// experts, products of these rows, and the sum over each token's. counts: a buffer for int64 [experts], bound if they are counted.
+// A mixture of experts (`OpSet.moe`) is four operators: choose each token's experts, sort the pairs by expert, their products, and
+// the weighted sum over each token's. counts: a buffer for int64 [experts], bound if tokens are counted. Weights
+// and biases are of the `held` experts from `first` on; the sum leaves the others out.
 SS_API void ss_add_route(ss_program*, int32_t logits, int64_t num_experts, int64_t each, int32_t sigmoid, int32_t normalize,
                          float weight_scale, const float* correction, int64_t num_groups, int64_t num_chosen_groups,
-                         int32_t best_two);
+                         int32_t best_two, int64_t first, int64_t held);
+// In the place of `route`, where the choice was made elsewhere: a row of x has the token's experts and then their weights, float32
+// [2 · each]. An expert below 0 is none.
+SS_API void ss_add_choice(ss_program*, int32_t x, int64_t num_experts, int64_t each);
 SS_API void ss_add_gather(ss_program*, int32_t x, int32_t out, int32_t form, int64_t size, int32_t counts);
-// The weights of all experts, [rows, inner] each, `stride` bytes apart, and their biases, `bias_stride` floats apart. form negative: y,
-// from `column` on; else gate and up, whose activation goes out in that form.
+// The experts' weights, [rows, inner] each, lie `stride` bytes apart, their biases `bias_stride` floats. form negative: the result
+// is y, from `column` on. Else the product is gate and up, and the result is their activation in that form.
 SS_API void ss_add_expert_linear(ss_program*, int32_t x, int32_t out, int64_t column, int32_t form, int32_t activation, float alpha,
                                  float limit, int32_t kind, int64_t rows, int64_t inner, const void* packed, int64_t stride,
                                  const float* bias, int64_t bias_stride);
-// shared: rows of the tokens' own, added as they are, or times the logistic function of shared_weight's one number.
+// shared: a row for each token that is added, if there is a shared_weight times the logistic function of its one number.
 SS_API void ss_add_combine(ss_program*, int32_t x, int32_t out, int64_t size, int32_t shared, int32_t shared_weight,
                            int32_t accumulate);
-// group: whose tables and slots are used (`ss_step.groups`).
+// group: the one of `ss_step.groups` whose table and slots are used.
 SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int32_t group, int64_t num_heads,
                                   int64_t num_kv_heads, int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved,
                                   const float* q_norm, const float* k_norm, float eps, float offset);
-// Latent attention (`OpSet.mla_queries`), but for the product: of q, float32 [H, nope_dim + rotary_dim], and row, float32
-// [rank + rotary_dim], the cache gets [rotary_dim rotated, rank normed]; the rotated first rotary_dim of each head's rotary_dim + rank
-// go to queries (float32), the plain numbers, which a product takes to the other ones, to plain, [H · nope_dim] in `form`.
+// Latent attention (`OpSet.mla_queries`) without its product. q is float32 [H, nope_dim + rotary_dim], row float32
+// [rank + rotary_dim].
+// 1. The cache gets the row as [rotary_dim rotated, rank normed].
+// 2. queries, float32 [H, rotary_dim + rank], get the heads' rotated numbers.
+// 3. plain, [H · nope_dim] in `form`, gets the numbers that the product takes to the queries' other rank numbers.
 SS_API void ss_add_latent_queries(ss_program*, int32_t q, int32_t row, int32_t queries, int32_t plain, int32_t form, int32_t layer,
                                   int64_t num_heads, int64_t nope_dim, int64_t rank, const float* norm, float eps,
                                   const float* cos_sin, int64_t rotary_dim, int32_t interleaved);
-// value_dim: head_dim, or less, if the values are parts of the keys' rows (`LayerKV.latent`).
+// value_dim: head_dim; or less if values are parts of the keys' rows (`LayerKV.latent`).
 SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer, int32_t group, int64_t num_heads,
                              int64_t num_kv_heads, int64_t head_dim, int64_t value_dim, float scale, int64_t window,
                              float softcap, const float* slopes, const float* sinks, const float* distance_bias,
                              int64_t bias_range, int32_t causal);
-// Every thread does nothing but read, or nothing but multiply and add (formats.h's Ceiling); `data` [bytes] is zeros.
+// Every thread only reads, or only multiplies and adds (formats.h's Ceiling). `data` [bytes] is zeros.
 SS_API void ss_add_ceiling(ss_program*, int32_t what, const void* data, int64_t bytes, int64_t rounds);
-SS_API int64_t ss_ceiling_macs(ss_engine*, int32_t what, int64_t rounds);  // multiplications of such an operator, all threads'
-// Where a row is largest, int64: the first of equals. Of a row there is, or of a product's, which is never written.
+SS_API int64_t ss_ceiling_macs(ss_engine*, int32_t what, int64_t rounds);  // multiplications of such an operator on all threads
+// The index of a row's largest number, int64, of equals the first. The second takes the row of a product, which is never stored.
 SS_API void ss_add_argmax(ss_program*, int32_t x, int32_t out, int64_t size);
 SS_API void ss_add_linear_argmax(ss_program*, int32_t x, int32_t out, int32_t kind, int64_t rows, int64_t inner, const void* packed,
                                  const float* bias);
 
 typedef struct {
-    void *k, *v;  // [B, K, block_size, D]; of latents v points into the first key
+    void *k, *v;  // [B, K, block_size, D]; with latents v points into the first key
     const float *k_scale, *v_scale;
 } ss_layer_kv;
 
-typedef struct {  // where a group of layers finds the sequences' keys and values
+typedef struct {  // the block tables and slots of a group of layers
     const int32_t *seq_lens, *block_table;
     int64_t table_stride;
     const int64_t* slots;
@@ -127,14 +139,22 @@ typedef struct {  // one step; see AttentionMetadata in slipstream/kernels/metad
     const ss_layer_kv* layers;
 } ss_step;
 
-SS_API void ss_run(ss_program* program, ss_program* then, const ss_step* step);  // `then`: another over the same tokens, or null
-// The same, in two calls: between them the engine's other threads compute. Packing, running, binding, profiling and destroying wait
-// first if they are called meanwhile; adding buffers and operators to these programs is not allowed. All calls are one thread's.
-// `step` is copied; what it and the programs point to must live until `ss_wait`.
+SS_API void ss_run(ss_program* program, ss_program* then, const ss_step* step);  // `then` runs next, over the same tokens; or null
+// The same in two calls. Between them the engine's other threads compute.
+// 1. Packing, running, binding, profiling and destroying wait for the step. Buffers and operators may not be added meanwhile.
+// 2. All calls come from one thread.
+// 3. `step` is copied; the memory that it and the programs point to must live until `ss_wait`.
 SS_API void ss_begin(ss_program* program, ss_program* then, const ss_step* step);
 SS_API void ss_wait(ss_program* program);
-// Nanoseconds that each operator took in all runs since the last call, which started a clock: 1 the wall's, 2 the processor time of
-// all threads (which a busy neighbour leaves alone), 0 none. Returns how many operators there are.
+// `ss_run` of operators that read of a step only the number of its tokens, as a function that a GPU's driver can call when the GPU
+// has come so far. `job` is an ss_job. Calls that follow one another in a stream may come from any thread.
+typedef struct {
+    ss_program* program;
+    int64_t num_tokens;
+} ss_job;
+SS_API void ss_run_job(void* job);
+// Writes the nanoseconds of each operator in all runs since the last call, and starts a clock: 1 wall time, 2 processor time of all
+// threads (which other processes do not change), 0 none. Returns the number of operators.
 SS_API int32_t ss_profile(ss_program* program, int32_t clock, int64_t* ns, int32_t capacity);
 
 #ifdef __cplusplus

@@ -1,12 +1,12 @@
-// What AVX2 and AVX-512 do alike. Spreading packed bytes by a mask where the machine has no instruction for it: eight at a time,
-// through a table of shuffles; the sum of bytes.
+// Functions that AVX2 and AVX-512 share: the sum of bytes, and spreading packed bytes by a mask where the machine has no
+// instruction for it. Eight bytes are spread at a time by a shuffle from a table.
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
 
 namespace ISA {
 
-struct Spread {  // at[mask][i]: which of the packed bytes goes to place i; above 127 none does, and a shuffle puts 0 there
+struct Spread {  // at[mask][i]: the packed byte that goes to place i. Above 127 there is none, and the shuffle writes 0
     alignas(64) uint8_t at[256][8];
     constexpr Spread() : at() {
         for (int mask = 0; mask < 256; mask++)
@@ -15,7 +15,7 @@ struct Spread {  // at[mask][i]: which of the packed bytes goes to place i; abov
 };
 static constexpr Spread kSpread{};
 
-// Numbers of bytes that are number + 128, so that what the shuffle leaves out is number 0.
+// The bytes are number + 128. Places that the shuffle leaves at 0 become number 0.
 static inline __m128i spread8(uint64_t mask, const uint8_t*& from) {
     const __m128i packed = _mm_xor_si128(_mm_loadl_epi64((const __m128i*)from), _mm_set1_epi8(-128));
     from += __builtin_popcountll(mask);
@@ -26,7 +26,7 @@ static inline __m128i spread16(uint64_t mask, const uint8_t*& from) {
     return _mm_unpacklo_epi64(low, spread8(mask >> 8, from));
 }
 
-// Of sixteen: they become number + 128, whose distances from 0 an instruction adds, eight at a time.
+// The sum of sixteen. 128 is added to each, and an instruction sums eight unsigned bytes.
 static inline int32_t sum_bytes(const int8_t* p) {
     const __m128i whole = _mm_xor_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8(-128));
     const __m128i eights = _mm_sad_epu8(whole, _mm_setzero_si128());

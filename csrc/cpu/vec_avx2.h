@@ -1,4 +1,4 @@
-// Sixteen lanes in two AVX2 registers; see vec_avx512.h for the words.
+// Sixteen lanes in two AVX2 registers. vec_avx512.h explains the names.
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
@@ -139,7 +139,7 @@ static inline I dot8(I s, B w, int32_t x) {
 }
 static inline I dot6(I s, B w, int32_t x) { return dot8(s, w, x); }
 #else
-static inline __m256i dot8_half(__m256i s, __m256i w, __m256i v) {  // maddubs would saturate: even and odd bytes apart
+static inline __m256i dot8_half(__m256i s, __m256i w, __m256i v) {  // even and odd bytes separately, since maddubs would saturate
     const __m256i low = _mm256_set1_epi16(255);
     __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, low), _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8));
     __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(v, 8));
@@ -165,13 +165,13 @@ static inline F dot_bf16(F s, B w, uint32_t x) {
     const __m256i v = _mm256_set1_epi32((int32_t)x);
     return dot_pairs(s, w, B{v, v});
 }
-static inline void zip16(B x, B y, B* to) {  // a register holds two quarters, whose halves stay among themselves
+static inline void zip16(B x, B y, B* to) {  // unpacking works within each 128-bit lane
     __m256i low = _mm256_unpacklo_epi16(x.a, y.a), high = _mm256_unpackhi_epi16(x.a, y.a);
     to[0] = {_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31)};
     low = _mm256_unpacklo_epi16(x.b, y.b), high = _mm256_unpackhi_epi16(x.b, y.b);
     to[1] = {_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31)};
 }
-// Sixteen rows of sixteen words: word i of row j goes to to[i * stride + j], for the first `count` of i.
+// Transposes sixteen rows of sixteen words: word i of row j goes to to[i * stride + j], for i below `count`.
 __attribute__((always_inline)) static inline void transpose16(const uint32_t* from, uint32_t* to, int64_t stride, int64_t count) {
     for (int64_t i = 0; i < count; i++)
         for (int64_t j = 0; j < 16; j++) to[i * stride + j] = from[16 * j + i];

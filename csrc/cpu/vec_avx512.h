@@ -1,5 +1,5 @@
-// Sixteen lanes in one AVX-512 register. The same names stand in vec_avx2.h and vec_portable.h: the kernels are written
-// once, in terms of
+// Sixteen lanes in one AVX-512 register. vec_avx2.h and vec_portable.h define the same names, so that each kernel is written once
+// in terms of
 //   F  16 float32      I  16 int32      B  64 bytes: 16 rows of 4 values, or 16 rows of 2 bfloat16
 #pragma once
 #include <immintrin.h>
@@ -28,7 +28,7 @@ static inline F operator+(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
 static inline F operator-(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
 static inline F operator*(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
 static inline F operator/(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
-static inline F inverse(F a) {  // of numbers in the normal range: 14 bits and one step of Newton's
+static inline F inverse(F a) {  // for normal numbers: an estimate of 14 bits and one step of Newton's method
     const __m512 r = _mm512_rcp14_ps(a.v);
     return {_mm512_mul_ps(r, _mm512_fnmadd_ps(a.v, r, _mm512_set1_ps(2.0f)))};
 }
@@ -46,7 +46,7 @@ static inline I nearest(F a) { return {_mm512_cvtps_epi32(a.v)}; }  // ties to e
 static inline F pow2(I n) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))}; }
 static inline void store_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a.v)); }
 static inline F load_i8(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
-// Sixteen bytes: their low or high halves; the float32 that has them as its exponent and nothing else.
+// From sixteen bytes: their low nibbles, their high nibbles, and the float32 with them as exponents.
 static inline F load_u4(const uint8_t* p, bool high) {
     const __m128i v = _mm_loadu_si128((const __m128i*)p);
     return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_and_si128(high ? _mm_srli_epi16(v, 4) : v, _mm_set1_epi8(15))))};
@@ -73,11 +73,12 @@ static inline void store_bf16(uint16_t* p, F a) {
 static inline B load_b(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 static inline void store_b(uint8_t* p, B a) { _mm512_storeu_si512(p, a.v); }
 static inline B bzero() { return {_mm512_setzero_si512()}; }
-static inline B look_up(B codes, const uint8_t* table) {  // of 16
+static inline B look_up(B codes, const uint8_t* table) {  // the table has 16 entries
     return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), codes.v)};
 }
-// 64 bytes: those marked stand at `from`, one after the other; the others are 128, which is number 0. Moves `from` on; up to 64
-// bytes are read. On Zen 5 an expansion waits for what its register held before (5 cycles instead of 1), if that is not fresh.
+// 64 bytes. Those that the mask marks are read from `from`, one after the other; the others are 128, which is number 0. `from`
+// moves on, and up to 64 bytes are read. On Zen 5 an expansion into a register depends on its old contents (5 cycles instead of 1),
+// unless these are fresh.
 static inline B expand(uint64_t mask, const uint8_t*& from) {
 #if defined(__AVX512VBMI2__)
     const __m512i found = _mm512_mask_expand_epi8(_mm512_set1_epi8(-128), mask, _mm512_loadu_si512(from));
@@ -93,13 +94,13 @@ static inline B expand(uint64_t mask, const uint8_t*& from) {
 }
 static inline B low4(B a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 static inline B high4(B a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
-// a | (b shifted left by LEFT, or right, & mask) in each byte; what the mask keeps comes from the byte itself.
+// a | (b << LEFT & mask) in each byte; a negative LEFT shifts right. The mask keeps no bit of a neighbouring byte.
 template <int LEFT>
 static inline B with_bits(B a, B b, uint8_t mask) {
     const __m512i moved = LEFT >= 0 ? _mm512_slli_epi16(b.v, LEFT >= 0 ? LEFT : 0) : _mm512_srli_epi16(b.v, LEFT < 0 ? -LEFT : 0);
     return {_mm512_ternarylogic_epi64(a.v, moved, _mm512_set1_epi8((char)mask), 0xf8)};
 }
-// a + the sum over each row's 4 unsigned bytes of w times the 4 signed bytes in x. dot6: w is below 64.
+// a + Σ over each row's 4 unsigned bytes of w times the 4 signed bytes in x. dot6: w is below 64.
 #if defined(__AVX512VNNI__)
 // In assembly, since gcc 12 copies the accumulator before and after each of its own intrinsics (half the speed of a tile).
 static inline I dot8(I a, B w, int32_t x) {
@@ -119,7 +120,7 @@ static inline I dot6(I a, B w, int32_t x) {
     return {_mm512_add_epi32(a.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
 }
 #endif
-// a + the sum over each row's 2 bfloat16 of w times the 2 in x.
+// a + Σ over each row's 2 bfloat16 of w times the 2 in x.
 #if defined(__AVX512BF16__)
 constexpr bool kHasBf16 = true;
 static inline F dot_pairs(F a, B w, B x) {
@@ -138,7 +139,7 @@ static inline F dot_pairs(F a, B w, B x) {
 static inline F dot_bf16(F a, B w, uint32_t x) { return dot_pairs(a, w, B{_mm512_set1_epi32((int32_t)x)}); }
 #endif
 
-// 32 halves of a and of b in turn, a first, as two registers.
+// The 16-bit words of a and b interleaved, a's first, in two registers.
 static inline void zip16(B a, B b, B* to) {
     const __m512i turn = _mm512_set_epi32(0x002f000f, 0x002e000e, 0x002d000d, 0x002c000c, 0x002b000b, 0x002a000a, 0x00290009,
                                           0x00280008, 0x00270007, 0x00260006, 0x00250005, 0x00240004, 0x00230003, 0x00220002,
@@ -147,8 +148,8 @@ static inline void zip16(B a, B b, B* to) {
     to[1] = {_mm512_permutex2var_epi16(a.v, _mm512_add_epi16(turn, _mm512_set1_epi16(16)), b.v)};
 }
 
-// Sixteen rows of sixteen words: word i of row j goes to to[i * stride + j], for the first `count` of i. By pairs of rows, of pairs,
-// and so on: unpacked within each quarter of a register, then the quarters change places.
+// Transposes sixteen rows of sixteen words: word i of row j goes to to[i * stride + j], for i below `count`. Rows are unpacked in
+// pairs within each quarter of a register, then pairs of pairs; then the quarters change places.
 __attribute__((always_inline)) static inline void transpose16(const uint32_t* from, uint32_t* to, int64_t stride, int64_t count) {
     __m512i a[16], b[16];
     for (int i = 0; i < 16; i++) a[i] = _mm512_load_si512(from + 16 * i);

@@ -1,12 +1,8 @@
-// Sixteen lanes in plain C++, for any machine; see vec_avx512.h for the words. The compiler makes of it what it can (SSE2,
-// NEON). On ARM with the dot product instructions the integer products use those (compiled, never run by us: untested).
+// Sixteen lanes in plain C++, for any machine. vec_avx512.h explains the names. The compiler vectorises them (SSE2, NEON).
 #pragma once
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__ARM_FEATURE_DOTPROD)
-#include <arm_neon.h>
-#endif
 
 #define EACH for (int i = 0; i < 16; i++)
 
@@ -100,8 +96,8 @@ static inline B load_b(const uint8_t* p) { B r; memcpy(r.v, p, 64); return r; }
 static inline void store_b(uint8_t* p, B a) { memcpy(p, a.v, 64); }
 static inline B bzero() { B r; memset(r.v, 0, 64); return r; }
 static inline B look_up(B codes, const uint8_t* table) { for (int i = 0; i < 64; i++) codes.v[i] = table[codes.v[i]]; return codes; }
-// 64 bytes: those marked stand at `from`, one after the other; the others are 128, which is number 0. Moves `from` on; up to 64
-// bytes are read.
+// 64 bytes. Those that the mask marks are read from `from`, one after the other; the others are 128, which is number 0. `from`
+// moves on, and up to 64 bytes are read.
 static inline B expand(uint64_t mask, const uint8_t*& from) {
     B r;
     for (int i = 0; i < 64; i++) r.v[i] = 128;
@@ -121,16 +117,7 @@ static inline I dot8(I a, B w, int32_t x) {
     EACH a.v[i] += w.v[4 * i] * v[0] + w.v[4 * i + 1] * v[1] + w.v[4 * i + 2] * v[2] + w.v[4 * i + 3] * v[3];
     return a;
 }
-#if defined(__ARM_FEATURE_DOTPROD)
-static inline I dot6(I a, B w, int32_t x) {  // below 64 a byte is the same signed and unsigned
-    const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(x));
-    for (int i = 0; i < 4; i++)
-        vst1q_s32(a.v + 4 * i, vdotq_s32(vld1q_s32(a.v + 4 * i), vreinterpretq_s8_u8(vld1q_u8(w.v + 16 * i)), v));
-    return a;
-}
-#else
 static inline I dot6(I a, B w, int32_t x) { return dot8(a, w, x); }
-#endif
 static inline F dot_pairs(F a, B w, B x) {
     EACH {
         uint16_t p[2], q[2];
@@ -149,7 +136,7 @@ static inline F dot_bf16(F a, B w, uint32_t x) {
 static inline void zip16(B a, B b, B* to) {
     for (int i = 0; i < 64; i++) to[i / 32].v[i % 32 / 2 * 4 + i % 2] = a.v[i], to[i / 32].v[i % 32 / 2 * 4 + 2 + i % 2] = b.v[i];
 }
-// Sixteen rows of sixteen words: word i of row j goes to to[i * stride + j], for the first `count` of i.
+// Transposes sixteen rows of sixteen words: word i of row j goes to to[i * stride + j], for i below `count`.
 __attribute__((always_inline)) static inline void transpose16(const uint32_t* from, uint32_t* to, int64_t stride, int64_t count) {
     for (int64_t i = 0; i < count; i++)
         for (int64_t j = 0; j < 16; j++) to[i * stride + j] = from[16 * j + i];

@@ -15,8 +15,10 @@ _PUBLIC = {
     "EngineConfig": "slipstream.config",
     "SamplingParams": "slipstream.types",
     "StructuredOutputsParams": "slipstream.types",
-    "RequestOutput": "slipstream.types",
-    "CompletionOutput": "slipstream.types",
+    "LoRARequest": "slipstream.types",
+    "BeamSearchParams": "slipstream.types",
+    "RequestOutput": "slipstream.outputs",
+    "CompletionOutput": "slipstream.outputs",
     "SlipstreamError": "slipstream.errors",
 }
 
@@ -25,13 +27,16 @@ if TYPE_CHECKING:
     from slipstream.engine.async_llm import AsyncLLM
     from slipstream.engine.llm import LLM
     from slipstream.errors import SlipstreamError
-    from slipstream.types import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
+    from slipstream.outputs import CompletionOutput, RequestOutput
+    from slipstream.types import BeamSearchParams, LoRARequest, SamplingParams, StructuredOutputsParams
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
     "SlipstreamError",

@@ -8,6 +8,7 @@
     ├── DownloadError          a model could not be fetched
     ├── BudgetError            a compression costs more than was allowed
     ├── RequestError           one request is wrong (an HTTP 400); the engine is unharmed
+    │   ├── AdapterError            an adapter can't be loaded, or does not fit the model
     │   └── ContextLengthError      prompt and answer do not fit in the context
     └── EngineError            the engine cannot go on
         ├── OutOfMemoryError        weights or KV cache do not fit
@@ -66,6 +67,10 @@ class RequestError(SlipstreamError, ValueError):
     text: int | None = None
 
 
+class AdapterError(RequestError):
+    """An adapter can't be loaded: its files, or what the model, the settings or the memory allow."""
+
+
 class ContextLengthError(RequestError):
     """The prompt, or the prompt with the answer asked for, is longer than the context."""
 
@@ -88,3 +93,11 @@ class EngineAsleepError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine process died. Requests that were in flight are lost; new ones wait for the restart."""
+
+
+def as_error(kind: str, message: str, field: str | None) -> SlipstreamError:
+    """Another process's error, as an exception of this one."""
+    known = globals().get(kind)
+    if isinstance(known, type) and issubclass(known, SlipstreamError):
+        return known(message, field=field)
+    return EngineError(f"{kind}: {message}")

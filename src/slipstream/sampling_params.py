@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from slipstream.arguments import suggesting_init
 from slipstream.errors import RequestError
 
 MAX_LOGPROBS = 20
@@ -17,7 +18,23 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 """The largest `n` (OpenAI's limit)."""
 
+SAMPLERS = (
+    *("penalties", "dry", "no_repeat_ngram", "temperature", "top_n_sigma", "min_p", "top_k", "typ_p", "top_p", "xtc"),
+)
+"""The samplers by llama.cpp's names, in our order. `no_repeat_ngram` is ours."""
 
+TRUNCATING = ("top_n_sigma", "min_p", "top_k", "typ_p", "top_p", "xtc")
+"""Those that leave fewer tokens, in whose place mirostat stands."""
+
+SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
+"""llama.cpp's for DRY."""
+
+
+MOST_PENALTY = 10
+"""Of a length: to its power even a million tokens are a number."""
+
+
+@suggesting_init
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """The form of the answer. Exactly one of these is given:
@@ -74,17 +91,29 @@ class StructuredOutputsParams:
                     raise refuse(f"{name} is for json and json_object", name)
 
 
+@suggesting_init
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token is chosen, and when generation ends.
 
-    A token is chosen in this order: structured_outputs, allowed_token_ids, bad_words and logit_bias, penalties, temperature,
-    min_p, top_k, top_p, then one draw.
+    A token is chosen in this order: structured_outputs, allowed_token_ids, bad_words and logit_bias, logits_processors,
+    penalties, dry, no_repeat_ngram_size, temperature, top_n_sigma, min_p, top_k, typical_p, top_p, xtc, then one draw.
 
     `temperature`: 0 is greedy.
     `top_k`, `top_p`: 0 and 1 switch these filters off.
     `repetition_penalty` counts tokens of prompt and answer (Keskar et al. 2019, CTRL); `presence_penalty` and
     `frequency_penalty` those of the answer (OpenAI).
+    `typical_p`: tokens whose surprise is nearest to the expected one, which hold this probability together (Meister et al.
+    2023). `top_n_sigma`: tokens at most so many standard deviations of the logits below the largest (Tang et al. 2024).
+    `xtc_probability`: how often, at a token, all but the least likely of the tokens with a probability of `xtc_threshold` or
+    more are left out. `dry_multiplier`: what is taken off a token that would repeat an earlier run longer, times `dry_base`
+    to the power of the run's tokens beyond `dry_allowed_length`. Runs end at `dry_sequence_breakers`; `dry_penalty_last_n`
+    tokens are looked at (−1: all). `no_repeat_ngram_size`: no run of so many tokens comes twice, prompt included.
+    `mirostat_mode=2`: tokens as surprising as `mirostat_tau` bits on average (Basu et al. 2021); `mirostat_eta` is how fast
+    it learns.
+    `samplers`: llama.cpp's list of the samplers that take part, in their order. What is not in it is off.
+    `logits_processors`: functions (prompt_token_ids, token_ids, logits) → logits, or their names "module:function". Logits are
+    a NumPy array float32 [V].
     `seed`: the draw at a position depends on the seed and the position alone.
     `logprobs`: the log-probabilities of the chosen token and of the k best, before temperature and filters;
     `prompt_logprobs` the same for the prompt.
@@ -93,7 +122,7 @@ class SamplingParams:
     `allowed_token_ids`: no other token is drawn.
     `truncate_prompt_tokens`: the prompt keeps its last k tokens; −1: as many as there is room for.
     `detokenize`: False leaves texts empty.
-    `best_of`: only the value of `n` is supported.
+    `best_of`: so many answers are drawn, and the `n` with the highest log-probability per token are given.
     `spaces_between_special_tokens` has no effect, since no tokenizer that we read adds such spaces.
     """
 
@@ -123,7 +152,23 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
     spaces_between_special_tokens: bool = True
-    best_of: int | None = None  # None after it was checked
+    best_of: int | None = None  # None after it was checked if it is n
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = SEQUENCE_BREAKERS
+    dry_breaker_token_ids: tuple[int, ...] = ()
+    no_repeat_ngram_size: int = 0
+    mirostat_mode: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    samplers: tuple[str, ...] | None = None
+    logits_processors: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         # As in other libraries, stop may be a string or a list, and -1 means no top_k.
@@ -133,34 +178,74 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
-        object.__setattr__(self, "logit_bias", {int(t): float(b) for t, b in (self.logit_bias or {}).items()})
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias or {}))
         for name in ("bad_words", "bad_words_token_ids"):
             object.__setattr__(self, name, _items(name, getattr(self, name) or ()))
         words = tuple(_items("bad_words_token_ids", word) for word in self.bad_words_token_ids)
         object.__setattr__(self, "bad_words_token_ids", words)
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _items("allowed_token_ids", self.allowed_token_ids))
+        for name in ("dry_sequence_breakers", "dry_breaker_token_ids", "logits_processors"):
+            object.__setattr__(self, name, _items(name, getattr(self, name) or ()))
+        if self.samplers is not None:
+            names = ("typ_p" if name == "typical_p" else name for name in _items("samplers", self.samplers))
+            object.__setattr__(self, "samplers", tuple(names))
         self._check()
-        object.__setattr__(self, "best_of", None)
+        self._check_samplers()
+        object.__setattr__(self, "best_of", None if self.best_of == self.n else self.best_of)
+
+    @property
+    def num_drawn(self) -> int:
+        """Answers that are drawn, of which `n` are given."""
+        return self.best_of or self.n
+
+    @property
+    def by_chain(self) -> bool:
+        """Whether a row is drawn by the chain of samplers (`worker/sampler_chain.py`) and not with the whole batch."""
+        return bool(
+            self.samplers is not None
+            or self.logits_processors
+            or self.mirostat_mode
+            or self.no_repeat_ngram_size
+            or self.dry_multiplier
+            or self.xtc_probability
+            or self.top_n_sigma > 0
+            or self.typical_p < 1.0
+        )
+
+    def takes(self, sampler: str) -> bool:
+        """Whether the sampler would leave tokens out, or change their logits."""
+        if self.samplers is not None and sampler not in self.samplers:
+            return False
+        values: dict[str, object] = {
+            "penalties": self.has_penalties,
+            "dry": self.dry_multiplier,
+            "no_repeat_ngram": self.no_repeat_ngram_size,
+            "temperature": self.temperature != 1.0,
+            "top_n_sigma": self.top_n_sigma > 0,
+            "min_p": self.min_p,
+            "top_k": self.top_k,
+            "typ_p": self.typical_p < 1.0,
+            "top_p": self.top_p < 1.0,
+            "xtc": self.xtc_probability,
+        }
+        return bool(values[sampler])
 
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    def _require(self, ok: bool, name: str, need: str) -> None:
+        if not ok:
+            raise RequestError(f"{name} must be {need}, got {getattr(self, name)!r}", field=name)
+
     def _check(self) -> None:
-        def require(ok: bool, name: str, need: str) -> None:
-            if not ok:
-                raise RequestError(f"{name} must be {need}, got {getattr(self, name)!r}", field=name)
-
-        def finite(value: float) -> bool:
-            return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-        def whole(value: object) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool)
-
+        require = self._require
+        finite, whole = _finite, _whole
         require(whole(self.n) and 1 <= self.n <= MAX_CHOICES, "n", f"a whole number from 1 to {MAX_CHOICES}")
         require(finite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "between 0 and 100")
-        require(whole(self.top_k) and self.top_k >= 0, "top_k", "a whole number ≥ 1, or 0 or -1 for no limit")
+        fits = whole(self.top_k) and 0 <= self.top_k < 2**31
+        require(fits, "top_k", "a whole number from 1 to 2147483647, or 0 or -1 for no limit")
         require(finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         require(finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1")
         require(finite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "above 0")
@@ -187,12 +272,8 @@ class SamplingParams:
         require(fits, "allowed_token_ids", "None, or at least one token id")
         fits = kept is None or (whole(kept) and (kept == -1 or kept >= 1))
         require(fits, "truncate_prompt_tokens", "−1 or a whole number ≥ 1")
-        if self.best_of not in (None, self.n):
-            raise RequestError(
-                f"best_of={self.best_of!r} is supported only when it equals n ({self.n}); for the best of several ask for n "
-                "answers with logprobs, and choose",
-                field="best_of",
-            )
+        fits = self.best_of is None or (whole(self.best_of) and self.n <= self.best_of <= MAX_CHOICES)
+        require(fits, "best_of", f"a whole number from n ({self.n}) to {MAX_CHOICES}")
         if self.stop and not self.detokenize:
             message = "stop strings are looked for in the text; leave detokenize on, or use stop_token_ids"
             raise RequestError(message, field="stop")
@@ -201,8 +282,110 @@ class SamplingParams:
             require(value is None or (whole(value) and 0 <= value <= MAX_LOGPROBS), name, f"from 0 to {MAX_LOGPROBS}")
 
 
+    def _check_samplers(self) -> None:
+        require = self._require
+        for name, low, high, need in (
+            ("typical_p", 0, 1, "above 0 and at most 1"),
+            ("dry_base", 0, 100, "above 0 and at most 100"),
+            ("mirostat_tau", 0, 100, "above 0 and at most 100"),
+            ("mirostat_eta", 0, 1, "above 0 and at most 1"),
+        ):
+            value = getattr(self, name)
+            require(_finite(value) and low < value <= high, name, need)
+        for name in ("xtc_probability", "xtc_threshold"):
+            require(_finite(value := getattr(self, name)) and 0 <= value <= 1, name, "between 0 and 1")
+        require(_finite(self.top_n_sigma), "top_n_sigma", "a number; 0 or less is off")
+        require(_finite(self.dry_multiplier) and 0 <= self.dry_multiplier <= 100, "dry_multiplier", "between 0 and 100")
+        for name, least in (("dry_allowed_length", 1), ("dry_penalty_last_n", -1), ("no_repeat_ngram_size", 0)):
+            require(_whole(value := getattr(self, name)) and least <= value < 2**31, name, f"a whole number ≥ {least}")
+        ids = self.dry_breaker_token_ids
+        require(all(isinstance(b, str) and b for b in self.dry_sequence_breakers), "dry_sequence_breakers", "made of texts")
+        require(all(_whole(t) and t >= 0 for t in ids), "dry_breaker_token_ids", "made of token ids")
+        require(_whole(self.mirostat_mode) and self.mirostat_mode in (0, 2), "mirostat_mode", "0 (off) or 2")
+        known, given = self.samplers is None or set(self.samplers) <= set(SAMPLERS), self.samplers or ()
+        require(known, "samplers", f"made of {', '.join(SAMPLERS)}")
+        require(len(set(given)) == len(given), "samplers", "without one named twice")
+        fits = all((isinstance(f, str) and ":" in f) or callable(f) for f in self.logits_processors)
+        require(fits, "logits_processors", 'made of functions or their names, "module:function"')
+        if self.mirostat_mode and (cuts := [name for name in TRUNCATING if self.takes(name)]):
+            name = {"typ_p": "typical_p", "xtc": "xtc_probability"}.get(cuts[0], cuts[0])
+            message = f"mirostat_mode=2 chooses by itself how many tokens may be drawn; leave {name} out"
+            raise RequestError(message, field="mirostat_mode")
+        for name, on in (("mirostat_mode", self.mirostat_mode), ("xtc_probability", self.takes("xtc"))):
+            if on and self.temperature == 0:
+                raise RequestError(f"{name} is for draws, and temperature=0 takes the likeliest token", field=name)
+
+
+def _finite(value: object) -> bool:
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _biases(given: Mapping[Any, Any]) -> dict[int, float]:
+    """`logit_bias` by token id. JSON has the ids as texts, in which "0" and "00" are one id."""
+    try:
+        made = {int(token): float(bias) for token, bias in given.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        message = f"logit_bias must be a map of token ids to finite numbers, got {given!r}"
+        raise RequestError(message, field="logit_bias") from None
+    if len(made) < len(given):
+        raise RequestError(f"logit_bias names a token twice: {sorted(map(str, given))}", field="logit_bias")
+    return made
+
+
 def _items(name: str, given: Any) -> tuple[Any, ...]:
     """The items of a list. A string is refused: its items are letters."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise RequestError(f"{name} must be a list, got {given!r}", field=name)
     return tuple(given)
+
+
+@suggesting_init
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How to search. The names are vLLM's, and transformers'.
+
+    `num_beam_groups` above 1 (Vijayakumar et al. 2018): so many groups of beams, one after another at each step; a token loses
+    `diversity_penalty` for each beam of an earlier group that has just taken it.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens", "num_beam_groups"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise RequestError(f"{name} must be a whole number above 0, got {value!r}", field=name)
+        if self.beam_width >= MAX_LOGPROBS:
+            raise RequestError(f"beam_width must be below {MAX_LOGPROBS}, got {self.beam_width}", field="beam_width")
+        penalty = self.length_penalty
+        if not isinstance(penalty, int | float) or isinstance(penalty, bool) or not abs(penalty) <= MOST_PENALTY:
+            raise RequestError(
+                f"length_penalty must be a number from -{MOST_PENALTY} to {MOST_PENALTY}, got {penalty!r}",
+                field="length_penalty",
+            )
+        if self.beam_width % self.num_beam_groups:
+            message = f"num_beam_groups must divide beam_width ({self.beam_width}), got {self.num_beam_groups}"
+            raise RequestError(message, field="num_beam_groups")
+        if not _finite(self.diversity_penalty) or not 0 <= self.diversity_penalty <= 100:
+            message = f"diversity_penalty must be between 0 and 100, got {self.diversity_penalty!r}"
+            raise RequestError(message, field="diversity_penalty")
+        if (self.num_beam_groups > 1) != (self.diversity_penalty > 0):
+            message = "num_beam_groups above 1 and a diversity_penalty above 0 go together"
+            raise RequestError(message, field="diversity_penalty")
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
+            raise RequestError(
+                f'early_stopping must be True, False or "never", got {self.early_stopping!r}', field="early_stopping"
+            )

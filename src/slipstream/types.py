@@ -1,4 +1,4 @@
-"""The messages between front end, engine core, scheduler and worker, and what a user gets. No torch.
+"""The messages between front end, engine core, scheduler and worker. No torch.
 
 1. They are made of plain Python values, so that msgpack can carry them.
 2. Requests, plans and results are frozen: nobody can change a request that the scheduler has.
@@ -10,14 +10,16 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Self, TypeAlias, TypedDict
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple, Required, TypeAlias, TypedDict
 
+from slipstream.errors import AdapterError
 from slipstream.sampling_params import MAX_CHOICES as MAX_CHOICES
 from slipstream.sampling_params import MAX_LOGPROBS as MAX_LOGPROBS
+from slipstream.sampling_params import BeamSearchParams as BeamSearchParams
 from slipstream.sampling_params import SamplingParams as SamplingParams
 from slipstream.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
@@ -34,7 +36,16 @@ class TextPrompt(TypedDict):
     prompt: str
 
 
-Prompt: TypeAlias = str | TokensPrompt | TextPrompt
+class PicturesPrompt(TypedDict, total=False):
+    """A prompt with pictures, as vLLM writes it: one of the first two, and {"image": a picture or a list of them}. A picture is
+    a file's bytes, a PIL image, or an array uint8 [height, width, 3]. The prompt has the model's placeholder for each."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    multi_modal_data: Required[dict[str, Any]]
+
+
+Prompt: TypeAlias = str | TokensPrompt | TextPrompt | PicturesPrompt
 
 
 class FinishReason(StrEnum):
@@ -46,6 +57,72 @@ class FinishReason(StrEnum):
     DEADLINE = "deadline"  # its deadline passed before it was done
     ERROR = "error"  # the engine failed
     INVALID = "invalid"  # what it asks for turned out to be impossible
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter to answer with: a folder that PEFT saved. An `id` (above 0) stands for one folder as long as the engine runs;
+    the name is for people. The fields can be read by vLLM's names, too."""
+
+    name: str
+    id: int
+    path: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise AdapterError(f"the name of an adapter is a text, got {self.name!r}", field="name")
+        if not isinstance(self.id, int) or isinstance(self.id, bool) or not 0 < self.id < 2**31:
+            raise AdapterError(f"the id of an adapter is a whole number above 0, got {self.id!r}", field="id")
+        object.__setattr__(self, "path", str(self.path))
+
+    @property
+    def lora_name(self) -> str:
+        return self.name
+
+    @property
+    def lora_int_id(self) -> int:
+        return self.id
+
+    @property
+    def lora_path(self) -> str:
+        return self.path
+
+
+Reserve: TypeAlias = Callable[[int, int], None]
+"""Told the tokens of a prompt and of the longest answer before a request is queued; it may raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of requests of one priority, owners get served tokens in proportion to their weights."""
+
+    owner: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSpan:
+    """A run of placeholders in a prompt, in whose place the embeddings of a picture stand, or of one of its tiles.
+
+    `key` is a hash of the pixels: spans with one key have the same embeddings. `pixels` are uint8 [height, width, 3], as large
+    as the image encoder reads them; none in a fork, which gets its parent's.
+    """
+
+    offset: int  # the first placeholder's position
+    rows: int  # of tokens; they stand row by row
+    columns: int
+    key: bytes
+    height: int
+    width: int
+    pixels: bytes = field(repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.rows * self.columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +144,39 @@ class EngineRequest:
     cache_salt: str = ""  # requests share cached prefixes only within one salt
     pooled: bool = False  # wanted is an embedding, or scores, and no token: max_tokens is 0
     encoder_token_ids: tuple[int, ...] = ()  # an encoder-decoder's prompt; prompt_token_ids then begin its answer
+    lora: LoRARequest | None = None
+    share: Share | None = None  # whose it is; None: nobody's in particular, who is one more owner of weight 1
+    answer_token_ids: tuple[int, ...] = ()  # of an answer that began elsewhere: it goes on behind them
+    images: tuple[ImageSpan, ...] = ()  # in the order of their offsets
+    beam_of: str | None = None  # a beam of the same search, itself if it is the first; `Scheduler.go_on` gives each token
+
+    @property
+    def parent(self) -> str | None:
+        """The request with whose tokens it begins, which has been admitted to the queue before it."""
+        return self.fork_of or (None if self.beam_of == self.request_id else self.beam_of)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamsRequest:
+    """A beam search. Its steps are requests of one token, which the engine core makes. `eos_token_ids` end a beam."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: BeamSearchParams
+    eos_token_ids: tuple[int, ...] = ()
+    arrival: float = 0.0
+    priority: int = 0
+    cache_salt: str = ""
+    lora: LoRARequest | None = None
+    share: Share | None = None
+
+
+class BeamStep(NamedTuple):
+    """How a beam goes on: with the tokens of `source`, which may be itself, and `token`."""
+
+    beam: str
+    source: str
+    token: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +212,9 @@ class NewRequest:
     pooled: bool = False
     encoder_token_ids: tuple[int, ...] = ()
     num_encoder_tokens: int = 0
+    lora: LoRARequest | None = None
+    mirostat_mu: float | None = None  # its sampler's state, if it was here before
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +239,7 @@ class ScheduledRequest(NamedTuple):
     The last `num_sampled` of these positions are sampled: none while a prompt is not complete, one for a decode, one more for
     each guess. `drafts` are the last of the tokens to compute; the worker has all others. Those behind which something is
     sampled are guesses: of what is sampled the tokens up to the first that is not the guess behind its position come back.
-    Those before are forced by a grammar, and known to be right.
+    Those before are forced by a grammar or chosen by a beam search, and known to be right.
     """
 
     request_id: str
@@ -135,6 +248,15 @@ class ScheduledRequest(NamedTuple):
     num_sampled: int
     table_updates: tuple[TableUpdate, ...] = ()
     drafts: tuple[int, ...] = ()
+
+
+class SharedPrefix(NamedTuple):
+    """The requests [first, end) of a step, decodes, begin with the same blocks, of `num_tokens` tokens. A kernel may read them
+    once for all."""
+
+    first: int
+    end: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +275,25 @@ class StepPlan:
     new: tuple[NewRequest, ...] = ()
     released: tuple[str, ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()
+    shared: tuple[SharedPrefix, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(s.num_tokens for s in self.scheduled)
+
+
+Place: TypeAlias = Literal["device", "host", "disk"]
+
+
+class BlockCopy(NamedTuple):
+    """A block of KV cache on its way between two tiers. `number` is the order's, which comes back when it is done."""
+
+    number: int
+    source: Place
+    target: Place
+    key: bytes  # what the block holds; on the disk its name
+    block: int = 0  # on the device
+    slot: int = 0  # in the host's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +302,7 @@ class TokenMask:
     machine's order: token t's is bit t % 32 of word t // 32."""
 
     positions: tuple[int, ...]  # of the N sampled ones, in plan order
-    bits: bytes
+    bits: bytes | bytearray
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +365,23 @@ class TextVectors:
     vectors: bytes
 
 
-Extra: TypeAlias = SampledLogprobs | PromptLogprobs | PooledVector | TextVectors
+@dataclass(frozen=True, slots=True)
+class SamplerState:
+    """Mirostat's state of a request, behind the token of this step."""
+
+    request_id: str
+    mirostat_mu: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """A function of the request's own failed; its token of this step is none."""
+
+    request_id: str
+    error: str
+
+
+Extra: TypeAlias = SampledLogprobs | PromptLogprobs | PooledVector | TextVectors | SamplerState | RequestFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +396,14 @@ class StepResult:
     token_ids: Sequence[int] = ()
     num_tokens: Sequence[int] | None = None
     extras: tuple[Extra, ...] = ()
+
+    @property
+    def tokens_of_each(self) -> list[tuple[int, ...]]:
+        """The new tokens of each request that sampled."""
+        if self.num_tokens is None:
+            return [(token,) for token in self.token_ids]
+        ends = [0, *accumulate(self.num_tokens)]
+        return [tuple(self.token_ids[begin:end]) for begin, end in pairwise(ends)]
 
 
 class TokenOutput(NamedTuple):
@@ -273,7 +434,28 @@ class VectorOutput:
     error: str | None = None
 
 
-EngineOutput: TypeAlias = TokenOutput | VectorOutput
+@dataclass(frozen=True, slots=True)
+class BeamAnswer:
+    """`score` is `logprob`, the sum over its tokens, with the length penalty. An end token counts and is not among them."""
+
+    token_ids: tuple[int, ...]
+    logprob: float
+    score: float
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class BeamsOutput:
+    """The end of a beam search: its answers, the best first."""
+
+    request_id: str
+    answers: tuple[BeamAnswer, ...] = ()
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason = FinishReason.STOP
+    error: str | None = None
+
+
+EngineOutput: TypeAlias = TokenOutput | VectorOutput | BeamsOutput
 
 
 def tokens_of(outputs: Iterable[EngineOutput]) -> list[TokenOutput]:
@@ -282,185 +464,3 @@ def tokens_of(outputs: Iterable[EngineOutput]) -> list[TokenOutput]:
 
 def vectors_of(outputs: Iterable[EngineOutput]) -> list[VectorOutput]:
     return [output for output in outputs if isinstance(output, VectorOutput)]
-
-
-# --- What a user gets ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """One alternative at one position, decoded."""
-
-    token_id: int
-    token: str
-    logprob: float
-    rank: int | None = None
-    token_bytes: bytes = b""  # what the token stands for, also where it is part of a character
-
-
-@dataclass(frozen=True, slots=True)
-class PositionLogprobs:
-    """The token at one position and its best alternatives."""
-
-    chosen: Logprob
-    top: tuple[Logprob, ...] = ()
-
-    def __getitem__(self, token_id: int) -> Logprob:
-        """By token id, as vLLM has it: `logprobs[i][token_id].logprob`. KeyError for a token that is not among them."""
-        for entry in (self.chosen, *self.top):
-            if entry.token_id == token_id:
-                return entry
-        raise KeyError(token_id)
-
-    def __contains__(self, token_id: object) -> bool:
-        return any(entry.token_id == token_id for entry in (self.chosen, *self.top))
-
-    def __iter__(self) -> Iterator[int]:
-        """The token ids, the chosen one first."""
-        return iter(dict.fromkeys(entry.token_id for entry in (self.chosen, *self.top)))
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One answer (of n). `stop_reason` is the stop string or stop token id that ended it, if one did."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[PositionLogprobs] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    num_drafted: int = 0  # tokens that speculative decoding guessed
-    num_accepted: int = 0  # and of them those that the model confirmed
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTimes:
-    """When things happened, in seconds of time.monotonic(); None for what has not."""
-
-    arrival: float
-    first_token: float | None = None
-    last_token: float | None = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """The state of a request. From `LLM.generate` it is complete; from `AsyncLLM.generate` each one is what is *new*."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
-    prompt_logprobs: list[PositionLogprobs | None] | None = None  # None for the first token, which nothing precedes
-    num_cached_tokens: int = 0
-    times: RequestTimes | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vectors:
-    """What a model says of the texts of one call, in their order. `data`: float32 [N, E] in the machine's order."""
-
-    prompts: list[str | None]
-    prompt_token_ids: list[list[int]]
-    data: bytes = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingOutput:
-    """A text as a vector. `data` holds it as float32 in the machine's order, as it goes over the wire in base64. Where tokens
-    were given, `prompt_token_ids` is the caller's own list: copies of many cost as much as a small encoder's products."""
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    data: bytes = field(repr=False)
-
-    @property
-    def embedding(self) -> list[float]:
-        return array("f", self.data).tolist()
-
-    @property
-    def outputs(self) -> Self:
-        """As vLLM has it: `outputs.embedding`."""
-        return self
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreOutput:
-    """How well two texts go together: the higher the better."""
-
-    score: float
-    num_tokens: int  # that were computed for it
-
-    @property
-    def outputs(self) -> Self:
-        """As vLLM has it: `outputs.score`."""
-        return self
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RerankResult:
-    """A document and how well it answers the query: the higher the better. `index`: its place among those given."""
-
-    index: int
-    document: str
-    relevance_score: float
-    num_tokens: int  # that were computed for it
-
-
-ExpertTokens: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
-"""For each layer that has experts its index, and how many tokens each of them was chosen for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    """The scheduler's state at a moment, and totals since it started. Counts of tokens and blocks."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_blocks: int = 0  # that sequences can hold
-    num_free_blocks: int = 0
-    kv_cache_usage: float = 0.0
-    prefix_queries: int = 0  # prompt tokens looked up
-    prefix_hits: int = 0  # of them found
-    num_preemptions: int = 0
-    kv_allocated_tokens: int = 0  # that the blocks in use have room for, each in the layers of its group
-    kv_wasted_tokens: int = 0  # of them allocated and not written
-    spec_num_drafts: int = 0  # runs of guessed tokens that steps verified
-    spec_draft_tokens: int = 0  # the tokens in them
-    spec_accepted_tokens: int = 0  # those that were right
-    spec_accepted_by_position: tuple[int, ...] = ()  # how often the first of a run was, the second, …
-    forced_tokens: int = 0  # that grammars forced, and for which nothing was sampled
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats(SchedulerStats):
-    """The scheduler's figures and the engine's own. `_s` are seconds. `expert_load` is there if it was asked for."""
-
-    num_steps: int = 0
-    last_step_age_s: float = 0.0
-    prompt_tokens_total: int = 0
-    generation_tokens_total: int = 0
-    uptime_s: float = 0.0
-    expert_load: ExpertTokens = ()
-    is_sleeping: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryResult:
-    """What a checkpoint's canary said at the start: how far this model, with these kernels and this form of the cache, is from
-    what was stored when the checkpoint was made (KL in nats, over `num_tokens`)."""
-
-    ok: bool
-    kl_mean: float
-    kl_max: float
-    top1_agreement: float
-    limit: float  # for kl_mean
-    num_tokens: int
-
-    def describe(self) -> str:
-        verdict = "sings as it should" if self.ok else "is dead: the model gives something else here than where it was made"
-        return (
-            f"the checkpoint's canary {verdict} (mean KL {self.kl_mean:.4g} nats, {self.limit:g} at most; the same likeliest "
-            f"token at {self.top1_agreement:.0%} of {self.num_tokens})"
-        )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.bench import power
 from slipstream.bench.power import Counter, EnergyMeter, Reading
+from slipstream.cli.main import main
+from slipstream.errors import ConfigError
 
 
 @pytest.fixture
@@ -37,6 +40,47 @@ def test_what_cannot_be_read_is_none(powercap, tmp_path):
     assert not [s for s in EnergyMeter(tmp_path / "none").sources if s.startswith("rapl")]
 
 
+def test_packages_and_gpus_that_are_not_in_use_do_not_count(powercap, monkeypatch):
+    (powercap / "intel-rapl:1" / "name").write_text("psys\n")
+    assert EnergyMeter(powercap).read().of("rapl").counters.keys() == {"rapl package-0"}, "psys has the packages in it"
+    (powercap / "intel-rapl:1" / "name").write_text("package-1\n")
+    monkeypatch.setattr(power, "packages_in_use", lambda: {"package-1"})
+    meter = EnergyMeter(powercap, devices=["cpu"])
+    assert (meter.counted, meter.sources) == ("rapl", ("rapl package-1",))
+    asked = []
+    monkeypatch.setattr(power, "_open_nvml", lambda numbers: asked.append(numbers) or (None, []))
+    meter = EnergyMeter(powercap, devices=["cuda:1"])
+    assert (asked, meter.sources) == ([[1]], ()), "a GPU that tells no energy is not told as the CPU's"
+
+
+def test_the_power_of_the_cpu_beside_a_gpu_is_told_apart(powercap, monkeypatch):
+    monkeypatch.setattr(power, "_open_nvml", lambda numbers: (None, []))
+    meter = EnergyMeter(powercap, devices=["cuda:0"])
+    before = Reading({"nvml 0": Counter(10.0), "rapl package-0": Counter(1.0)})
+    after = Reading({"nvml 0": Counter(40.0), "rapl package-0": Counter(5.0)})
+    energy = meter.energy(before, after, 2.0, 10)
+    assert (energy.joules, energy.watts, energy.joules_per_output_token, energy.cpu_watts) == (30.0, 15.0, 3.0, 2.0)
+
+
 def test_a_counter_without_a_known_end_does_not_wrap():
     assert Counter(3.0).until(Counter(5.0)) == 2.0
     assert Counter(8.0, 10.0).until(Counter(1.0, 10.0)) == 3.0
+
+
+def test_energy_of_a_run_and_of_each_token(powercap):
+    meter = EnergyMeter(powercap)
+    before, after = Reading({"a": Counter(10.0)}), Reading({"a": Counter(40.0)})
+    energy = meter.energy(before, after, 2.0, 60)
+    assert (energy.joules, energy.watts, energy.joules_per_output_token) == (30.0, 15.0, 0.5)
+    assert meter.energy(before, Reading({}), 2.0, 60) is None
+    assert meter.energy(before, after, 2.0, 0).joules_per_output_token is None
+
+
+def test_a_machine_that_tells_nothing_is_refused_by_name(monkeypatch, capsys):
+    monkeypatch.setattr(EnergyMeter, "read", lambda self: Reading({}))
+    with pytest.raises(ConfigError) as caught:
+        EnergyMeter.required()
+    assert caught.value.field == "energy"
+    assert main(["bench", "throughput", "no-such-model", "--energy", "--json"]) == 2
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:1", "--energy", "--json"]) == 2
+    assert '"field": "energy"' in capsys.readouterr().out

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))
-SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if path.name not in ("common.py", "hammer.py"))
+SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if path.name not in ("common.py", "hammer.py", "processes.py"))
 CASES = sorted((BENCHMARKS / "cases").glob("*.py"))
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(BENCHMARKS.glob("*.md"))]
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+[\w.+-]*")

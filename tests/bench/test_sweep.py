@@ -170,10 +170,10 @@ models = ["{config_only}"]
 lengths = [[8, 4]]
 batch_sizes = [1, 3]
 objectives = {{ttft_s = 60}}
-start_timeout_s = 30
+start_timeout_s = 120
 [[engines]]
 engine = "slipstream"
-parallel = ["tp1", "tp2"]
+parallel = ["tp1", "tp3"]
 settings = {toml(SMALL)}
 [[engines]]
 engine = "llamacpp"
@@ -196,7 +196,7 @@ models = ["no-such-model"]
     assert (found["num_rows"], found["num_failed"]) == (12, 10)
     errors = {(row["label"], row["parallel"], row["batch_size"]): row.get("error") for row in found["rows"]}
     assert errors["slipstream", "tp1", 3] is None
-    assert "tensor_parallel_size=2" in errors["slipstream", "tp2", 1]
+    assert "tensor_parallel_size: 3 ranks" in errors["slipstream", "tp3", 1]
     assert (
         errors["dying", "tp1", 1]
         == errors["dying", "tp1", 3]
@@ -285,7 +285,7 @@ def test_a_server_that_a_command_starts(tiny_model, tmp_path, capsys):
         "{batch_size}",
     ]
     (tmp_path / "s.toml").write_text(
-        BASE.replace('"m"', f'"{tiny_model}"')
+        BASE.replace('"m"', f'"{tiny_model}"').replace("[[8, 4]]", "[[8, 128]]")  # 4 tokens may come in one delivery
         + f'[[engines]]\nengine = "openai"\nsettings = {{command = {json.dumps(words)}}}'
     )
     found = sweep(capsys, tmp_path / "s.toml", "--no-ceilings")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -18,6 +19,13 @@ from slipstream.spec.autotune_table import Measured, TileTable, file_name, load_
 from slipstream.spec.description import read_spec
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+
+
+@pytest.fixture(autouse=True)
+def free_memory(monkeypatch):
+    """What other programs leave of this machine's memory decides nothing."""
+    for module in ("plan.hardware", "plan.estimate", "worker.device"):
+        monkeypatch.setattr(f"slipstream.{module}.host_memory", lambda: (64 * 2**30, 32 * 2**30))
 
 
 def test_info_llama_8b(capsys):
@@ -187,7 +195,7 @@ ALL = {"triton": "3", "huggingface-hub": "2"}
         ((), CPU_TORCH, ALL, True, [], False),
         ((), CUDA_TORCH, ALL, True, [], False),
         ((GPU,), CUDA_TORCH, ALL, True, [], False),
-        ((), None, ALL, True, ["torch"], True),
+        ((), None, ALL, True, ["torch, for compression"], False),
         ((GPU,), CPU_TORCH, ALL, True, ["CUDA build"], False),
         ((GPU,), BLIND_TORCH, ALL, True, ["torch can use"], False),
         ((GPU,), CUDA_TORCH, {}, True, ["triton", "hub"], False),
@@ -203,3 +211,21 @@ def test_what_is_missing(gpus, torch, packages, has_model, words, needed):
         assert word in item.what
         assert item.command
     assert doctor.exit_code(missing) == int(needed)
+
+
+def test_info_says_what_copying_layers_to_a_gpu_allows(capsys, monkeypatch):
+    monkeypatch.setattr("slipstream.plan.estimate.gpus", lambda: (GPU,))
+    monkeypatch.setattr("slipstream.cli.info.host_memory", lambda: (64 * 2**30, 32 * 2**30))
+    words = ["info", str(CONFIGS / "llama-3-8b"), "--device=cuda", "--weights-bytes=8GiB", "--max-model-len=4096"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["offload"]
+    assert found["read_rate"] == 55e9
+    assert found["read_bytes"] + found["resident_bytes"] > 15 * 2**30
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert f"{len(found['streamed'])} of 32 layers are read in each step" in out
+    assert f"at most {55e9 / found['read_bytes']:,.2f} steps a second (estimated), at 55 GB/s from host to GPU" in out
+    assert "(32.00 GiB) are free" in out
+    monkeypatch.setattr("slipstream.plan.estimate.gpus", lambda: (dataclasses.replace(GPU, name="a card"),))
+    assert main(words) == 0
+    assert "how fast that is is not known of a card" in capsys.readouterr().out

@@ -114,7 +114,7 @@ def test_a_misspelt_argument_is_answered_with_the_likely_one(capsys, words, mean
 def test_every_verb_is_listed_with_its_file():
     from slipstream.cli import __path__
 
-    others = {"__init__", "answer", "bench_serve", "console", "main", "measurements", "options", "roofline"}
+    others = {"__init__", "answer", "bench_folder", "bench_serve", "console", "main", "measurements", "options", "roofline"}
     files = {f.removesuffix(".py") for f in os.listdir(__path__[0]) if f.endswith(".py")}
     assert {module for module, _ in cli.VERBS.values()} == files - others
 

@@ -17,7 +17,7 @@ from slipstream.types import SamplingParams
 def parse(*words, **defaults):
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
-    options.add_engine_options(parser, without=("seed",))
+    options.add_engine_options(parser, without=("seed",), adapters=True)
     options.add_sampling_options(parser, **defaults)
     return parser.parse_args(["some-model", *words])
 
@@ -34,7 +34,16 @@ def test_nothing_given_means_the_defaults():
     assert options.sampling_params(parse()) == SamplingParams()
 
 
-@pytest.mark.parametrize("field", [f for f in dataclasses.fields(EngineArgs) if f.name not in ("model", "seed")])
+ELSEWHERE = ("model", "seed", "lora_modules")  # the last one is `serve --lora`
+
+
+def test_adapters_are_for_verbs_that_take_them():
+    parser = argparse.ArgumentParser()
+    options.add_engine_options(parser)
+    assert not any("lora" in flag for flag in parser.format_help().split())
+
+
+@pytest.mark.parametrize("field", [f for f in dataclasses.fields(EngineArgs) if f.name not in ELSEWHERE])
 def test_every_field_can_be_set(field):
     flag = "--" + field.name.replace("_", "-")
     if "bool" in str(field.type):

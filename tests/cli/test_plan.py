@@ -44,7 +44,7 @@ def test_devices_side_by_side(capsys, tmp_path):
     text = page.read_text()
     assert "NVIDIA H200" in text
     assert "<script" not in text
-    assert "http" not in text
+    assert "://" not in text
 
 
 def test_what_no_device_can_keep_is_told_with_the_nearest(capsys):
@@ -84,7 +84,10 @@ def test_a_load_beyond_the_devices(capsys):
         (["--gpu", "h200,l4", "--price", "1,2,3"], "price"),
         (["--gpu", "h200", "--measure"], "gpu"),
         (["--gpu", "h200", "--max-gpus", "0"], "max_gpus"),
-        (["--speculative-model", "ngram", "--num-speculative-tokens", "2"], "speculative_config"),
+        (["--gpu", "h200", "--tensor-parallel-size", "2"], "tensor_parallel_size"),
+        (["--speculative-model", "ngram", "--num-speculative-tokens", "2"], "draft_acceptance"),
+        (["--draft-acceptance", "0.5"], "draft_acceptance"),
+        (["--speculative-model", "ngram", "--draft-acceptance", "2"], "draft_acceptance"),
         (["--html", "/no/such/folder/x.html"], "html"),
     ],
 )

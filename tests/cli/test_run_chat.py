@@ -12,8 +12,8 @@ from slipstream import LLM, SamplingParams
 from slipstream.cli import chat, run
 from slipstream.cli.answer import measure
 from slipstream.cli.main import main
+from slipstream.outputs import CompletionOutput, RequestOutput, RequestTimes
 from slipstream.spec.description import read_spec
-from slipstream.types import CompletionOutput, RequestOutput, RequestTimes
 
 FAST = ["--device=cpu", "--dtype=float32", "--num-threads=1", "--kv-cache-bytes=16MiB", "--max-model-len=1024"]
 

@@ -61,7 +61,7 @@ def test_protected_text_stays_to_the_letter(tokenizer, unit):
     assert len(found.parts[1]) < len(TEXT)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.text(alphabet="ab é🙂\n.the ", max_size=40), st.booleans()), min_size=1, max_size=4),
     st.sampled_from(["token", "word", "sentence"]),

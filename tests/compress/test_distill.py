@@ -209,12 +209,12 @@ def test_attention_is_what_the_ops_compute(family, changes, tmp_path):
     model = load_dense(tmp_path, dtype=torch.float32, device=CPU)
     ops, batch, count = TappedOps(), SequenceBatch.of([WINDOWS[0], WINDOWS[1][:9]], CPU), 0
 
-    def tap(q, kv, meta, scoring):
+    def tap(q, kv, meta, params):
         nonlocal count
         ops.tap, count = None, count + 1
-        out = ops.attention(q, kv, meta, scoring).split(batch.lengths)
+        out = ops.attention(q, kv, meta, params).split(batch.lengths)
         ops.tap = tap
-        for i, weights in enumerate(attention_weights(q, kv, scoring, batch.lengths)):
+        for i, weights in enumerate(attention_weights(q, kv, params, batch.lengths)):
             values = kv.v[i, :, : batch.lengths[i]].repeat_interleave(q.shape[1] // kv.v.shape[1], 0)
             torch.testing.assert_close(torch.einsum("hnl,hld->nhd", weights, values), out[i], rtol=1e-4, atol=1e-5)
 

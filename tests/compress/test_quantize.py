@@ -29,7 +29,7 @@ MIXED = {
     "overrides": {"layers.1.attention.qkv": {"bits": 6, "group_size": "channel"}, "layers.1.mlp.down": {"bits": 2}},
 }
 RECIPES = {
-    **{name: preset(name) for name in PRESETS if name != "2:4" and not name.startswith("draft:")},
+    **{name: preset(name) for name in PRESETS if name not in ("2:4", "lora") and not name.startswith("draft:")},
     "int4-learned": [{"quantize": {**preset("int4-learned")[0]["quantize"], "num_steps": 3}}],
     "int8 plain": [{"quantize": {"bits": 8, "inputs": "int8"}}],
     "fp8 gptq": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8", "rounding": "gptq"}}],

@@ -83,7 +83,7 @@ class Page(html.parser.HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.urls += [value for name, value in attrs if name in ("src", "href")]
-        if tag != "meta":
+        if tag not in ("meta", "link"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
@@ -97,7 +97,7 @@ def test_the_page_is_whole_offline_and_escapes(report):
     text = page.render(report.document)
     found = Page(text)
     assert found.open == []
-    assert found.urls == []
+    assert found.urls == ["data:,"]  # an empty icon, so that none is asked for
     assert "script" not in found.tags
     assert "&lt;script&gt;alert(1)" in text
     assert found.tags.count("svg") == 3  # spread, layers, sizes; no speed

@@ -7,7 +7,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core.budget import MIN_CHUNK, PATIENCE_S, PROBE_EVERY, Pace, StepCost, StepSize
@@ -148,7 +148,7 @@ def timed(engine, times):
     return engine
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(
     requests=st.lists(
         st.tuples(st.integers(0, 12), st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=12

@@ -131,7 +131,7 @@ class Texts(RuleBasedStateMachine):
 
 
 TestTexts = Texts.TestCase
-TestTexts.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTexts.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_what_cannot_run_is_refused():

@@ -9,6 +9,7 @@ sees contents that are not its own.
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -47,6 +48,7 @@ class Worker:
         self.tables: dict[str, list[list[int]]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.pooled: set[str] = set()
+        self.beams: set[str] = set()  # whose tokens a search chooses
         self.texts: dict[str, tuple[int, ...]] = {}  # what an encoder read, by the name that choices share
         self.num_read: dict[str, int] = {}
 
@@ -92,9 +94,13 @@ class Worker:
         for s in plan.scheduled:
             tokens = self.tokens[s.request_id]
             start, end = s.num_computed_tokens, s.num_computed_tokens + s.num_tokens
+            drafts = s.drafts
+            if s.request_id in self.beams:  # its search's choice
+                tokens[end - len(drafts) : end] = drafts
+                drafts = ()
             known, right = list(tokens), 0
-            assert len(s.drafts) == max(0, s.num_sampled - 1)
-            for i, draft in enumerate(s.drafts):  # they stand behind the known tokens
+            assert len(drafts) == max(0, s.num_sampled - 1)
+            for i, draft in enumerate(drafts):  # they stand behind the known tokens
                 assert end - s.num_sampled + 1 == len(tokens)
                 right += right == i and draft == self.next_token(s.request_id, known)
                 known.append(draft)
@@ -107,7 +113,7 @@ class Worker:
                     assert slot not in written, "two sequences write one slot"
                     written.add(slot)
                     self.slots[slot] = hash((g, tuple(known[: position + 1])))
-        sampled, counts, vectors = [], [], []
+        sampled, counts, extras = [], [], []
         for s in plan.scheduled:
             tables, tokens = self.tables[s.request_id], self.tokens[s.request_id]
             if self.num_read[s.request_id]:
@@ -126,14 +132,16 @@ class Worker:
             pooled = s.request_id in self.pooled
             assert bool(s.num_sampled) == (end == len(known) and not pooled)
             if pooled and end == len(tokens):
-                vectors.append(PooledVector(s.request_id, s.request_id.encode()))
+                extras.append(PooledVector(s.request_id, s.request_id.encode()))
             if s.num_sampled:
                 new = [*known[len(tokens) : len(tokens) + right]]
                 new.append(self.next_token(s.request_id, [*tokens, *new]))
                 tokens += new
                 sampled += new
                 counts.append(len(new))
-        return StepResult(plan.step_id, sampled, counts if set(counts) != {1} else None, tuple(vectors))
+            if s.num_sampled and s.request_id in self.beams:
+                extras.append(SampledLogprobs(s.request_id, (TokenLogprobs(new[0], -1.0, 1, ()),)))
+        return StepResult(plan.step_id, sampled, counts if set(counts) != {1} else None, tuple(extras))
 
 
 def request(name, prompt, max_tokens=4, **kw):
@@ -158,7 +166,7 @@ class Engine:
 
     def decodes(self, s):
         """Whether a scheduled sequence has sampled before and waits for its next token, and nothing else."""
-        return s.num_tokens == 1 and s.num_computed_tokens >= self.scheduler._requests[s.request_id].num_prompt_tokens
+        return s.num_tokens == 1 and s.num_computed_tokens >= self.scheduler.requests.by_id[s.request_id].num_prompt_tokens
 
     def take(self, outputs):
         for o in outputs:
@@ -188,7 +196,7 @@ class Engine:
             singles = [s.num_tokens == 1 for s in plan.scheduled]
             assert singles == sorted(singles, reverse=True), "sequences of one token come first"
             for s in plan.scheduled:
-                own = self.scheduler._requests[s.request_id]
+                own = self.scheduler.requests.by_id[s.request_id]
                 for g in self.worker.own if s.num_computed_tokens >= own.num_prompt_tokens else ():
                     written = own.blocks[g][s.num_computed_tokens // BLOCK]
                     assert self.scheduler.pool.ref_counts[written] == 1, "it writes to what others hold"
@@ -209,6 +217,25 @@ class Engine:
                 assert wakeup is not None, "requests wait and nothing can run"
                 self.now = max(self.now, wakeup)
         raise AssertionError("requests starve")
+
+
+def test_a_request_that_has_ended_is_not_kept_until_its_deadline():
+    """It may have megabytes of pictures."""
+    engine = Engine(config())
+    spec = request("a", range(5), 2, deadline=1000.0)
+    before = sys.getrefcount(spec)
+    engine.scheduler.add(spec)
+    engine.run()
+    engine.step()
+    assert sys.getrefcount(spec) == before
+    assert engine.ends.pop("a") is FinishReason.LENGTH
+    engine.scheduler.add(request("a", range(5), 40, deadline=2000.0))  # the id is free again
+    engine.now = 1500.0
+    engine.step()
+    assert engine.scheduler.has_requests
+    engine.now = 2500.0
+    engine.step()
+    assert engine.ends["a"] is FinishReason.DEADLINE
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -251,7 +278,7 @@ def test_a_step_with_decodes_is_bounded_apart():
     engine.run()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     requests=st.lists(
         st.tuples(st.integers(0, 12), st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=12
@@ -280,7 +307,7 @@ def test_the_bound_holds_and_nothing_starves(requests, max_num_seqs, more, budge
         while arrivals and arrivals[0][0] <= step:
             _, length, max_tokens = arrivals.pop(0)
             scheduler.add(request(f"r{len(arrivals)}", range(length), max_tokens, arrival=float(step)))
-        live = list(scheduler._running)
+        live = list(scheduler.requests.running)
         decoding = {r.request_id for r in live if r.num_prompt_tokens <= r.num_computed_tokens < r.end - 1}
         prompts = [r for r in live if r.num_computed_tokens < r.num_prompt_tokens]
         single = decoding or any(r.num_prompt_tokens - r.num_computed_tokens == 1 for r in prompts)
@@ -434,7 +461,7 @@ def check_holders(scheduler: Scheduler) -> None:
     window group holds no more than its bound, and everything that a later token looks at."""
     pool, groups = scheduler.pool, scheduler.cache.groups
     holders: dict[int, list] = {}
-    for request in scheduler._requests.values():
+    for request in scheduler.requests.by_id.values():
         for g, table in enumerate(request.blocks):
             held = [(i, b) for i, b in enumerate(table) if b != NULL_BLOCK]
             for i, block in held:
@@ -450,7 +477,8 @@ def check_holders(scheduler: Scheduler) -> None:
                 step = scheduler.scheduling.max_num_batched_tokens
                 assert len(held) <= -(-(groups[g].window + step) // BLOCK) + 1, "held too long"
     for block in range(1, pool.num_blocks):
-        assert pool.ref_counts[block] == len(holders.get(block, ())), block
+        copied = 0 if scheduler.tiers is None else scheduler.tiers.holds(block)
+        assert pool.ref_counts[block] == len(holders.get(block, ())) + copied, block
     for found in holders.values():
         assert len({(g, i) for g, i, _ in found}) == 1, "one block in two places"
         ((group, index, first), *others) = found
@@ -564,10 +592,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num_drafts=st.integers(1, 6), num_right=st.integers(0, 6))
     def guess(self, data, num_drafts, num_right):
-        running = sorted(r.request_id for r in self.engine.scheduler._running)
+        running = sorted(r.request_id for r in self.engine.scheduler.requests.running)
         if running:
             name = data.draw(st.sampled_from(running))
-            self.engine.scheduler._requests[name].draft(self.engine.worker.guess(name, num_drafts, num_right))
+            self.engine.scheduler.requests.by_id[name].draft(self.engine.worker.guess(name, num_drafts, num_right))
 
     @rule()
     def forget_prefixes(self):
@@ -601,7 +629,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -664,6 +692,19 @@ def test_prefix_figures_do_not_count_a_prompt_again_after_preemption():
     assert stats.prefix_hits == 8
 
 
+def test_what_is_computed_again_after_preemption_is_cached_again():
+    """Its blocks were overwritten meanwhile. The next prompt that begins alike finds those of the second time."""
+    engine = Engine(config(num_blocks=7, max_num_seqs=2))
+    engine.scheduler.add(request("low", range(8), max_tokens=9, priority=5))
+    engine.step()
+    engine.scheduler.add(request("high", range(20, 28), max_tokens=17, priority=0))
+    engine.run()
+    assert engine.scheduler.stats().num_preemptions == 1
+    engine.scheduler.add(request("alike", range(10), max_tokens=1))
+    engine.step()
+    assert scheduled(engine.plans[-1]) == {"alike": 2}
+
+
 def test_a_prompt_that_choices_share_is_looked_up_once():
     engine = Engine(config(max_num_batched_tokens=32, num_blocks=40))
     engine.scheduler.add(request("a", range(9), max_tokens=2))
@@ -700,7 +741,7 @@ def test_a_prompt_cached_whole_in_all_the_blocks_there_are():
 
 
 def held(engine, name):
-    return [sum(b != NULL_BLOCK for b in table) for table in engine.scheduler._requests[name].blocks]
+    return [sum(b != NULL_BLOCK for b in table) for table in engine.scheduler.requests.by_id[name].blocks]
 
 
 def test_a_window_group_holds_its_window_and_no_more():
@@ -709,9 +750,9 @@ def test_a_window_group_holds_its_window_and_no_more():
     most = 0
     while engine.scheduler.has_requests:
         engine.step()
-        if "a" in engine.scheduler._requests:
+        if "a" in engine.scheduler.requests.by_id:
             full, windowed = held(engine, "a")
-            computed = engine.scheduler._requests["a"].num_computed_tokens
+            computed = engine.scheduler.requests.by_id["a"].num_computed_tokens
             assert full == -(-computed // BLOCK)
             assert windowed <= -(-(9 + 8) // BLOCK) + 1
             if computed > 110:
@@ -759,7 +800,7 @@ def test_what_a_window_released_is_still_cached():
     engine.scheduler.add(request("b", [*range(40), 99, 98], max_tokens=2))
     engine.step()
     assert scheduled(engine.plans[-1]) == {"b": 2}
-    tables = engine.scheduler._requests["b"].blocks
+    tables = engine.scheduler.requests.by_id["b"].blocks
     assert [b == NULL_BLOCK for b in tables[1]] == [True] * 8 + [False] * 3  # tokens 35 … are looked at
     assert NULL_BLOCK not in tables[0]
     engine.run()
@@ -772,7 +813,7 @@ def test_the_longest_hit_that_every_group_has(kept, hit):
     engine = Engine(config(num_blocks=80, groups=(FULL, window(6)), max_num_batched_tokens=64))
     engine.scheduler.add(request("a", range(42), max_tokens=9))
     engine.step()
-    tables = engine.scheduler._requests["a"].blocks
+    tables = engine.scheduler.requests.by_id["a"].blocks
     gone = [tables[1][i] for i in range(10) if i not in kept]
     engine.take(engine.scheduler.abort(["a"]))
     for block in gone:
@@ -786,7 +827,7 @@ def test_a_gap_in_the_full_group_ends_the_hit():
     engine = Engine(config(num_blocks=80, groups=(FULL, window(6)), max_num_batched_tokens=64))
     engine.scheduler.add(request("a", range(41), max_tokens=9))
     engine.step()
-    block = engine.scheduler._requests["a"].blocks[0][5]
+    block = engine.scheduler.requests.by_id["a"].blocks[0][5]
     engine.take(engine.scheduler.abort(["a"]))
     engine.scheduler.pool.forget(block)
     engine.scheduler.add(request("b", range(41), max_tokens=1))
@@ -801,7 +842,7 @@ def test_a_hit_needs_the_blocks_that_its_next_token_looks_at():
         engine = Engine(config(num_blocks=80, groups=(window(5),), max_num_batched_tokens=64))
         engine.scheduler.add(request("a", range(12), max_tokens=9))
         engine.step()
-        (table,) = engine.scheduler._requests["a"].blocks
+        (table,) = engine.scheduler.requests.by_id["a"].blocks
         blocks = [table[i] for i in gone]
         engine.take(engine.scheduler.abort(["a"]))
         for block in blocks:
@@ -831,11 +872,11 @@ def test_guesses_are_taken_up_to_the_first_wrong_one(num_right, accepted):
     engine.scheduler.add(request("a", range(6), max_tokens=20))
     engine.step()
     drafts = engine.worker.guess("a", 3, num_right)
-    engine.scheduler._requests["a"].draft(drafts)
+    engine.scheduler.requests.by_id["a"].draft(drafts)
     plan = engine.scheduler.schedule()
     (s,) = plan.scheduled
     assert (s.num_computed_tokens, s.num_tokens, s.num_sampled, s.drafts) == (6, 4, 4, tuple(drafts))
-    own = engine.scheduler._requests["a"]
+    own = engine.scheduler.requests.by_id["a"]
     num_blocks = len(own.blocks[0])
     assert engine.scheduler.schedule() is None  # nobody knows where it goes on
     finish_step(engine, plan)
@@ -851,10 +892,10 @@ def test_guesses_of_a_request_that_has_lost_its_blocks_meanwhile():
     engine.scheduler.add(request("high", range(4), max_tokens=9))
     engine.scheduler.add(request("low", range(9, 13), max_tokens=9, priority=1))
     engine.step()
-    engine.scheduler._requests["low"].draft(engine.worker.guess("low", 2, 1))
+    engine.scheduler.requests.by_id["low"].draft(engine.worker.guess("low", 2, 1))
     plans = [engine.scheduler.schedule()]
     results = [engine.worker.launch(plans[0])]
-    low = engine.scheduler._requests["low"]
+    low = engine.scheduler.requests.by_id["low"]
     while low.holds_blocks:  # until "high" wants a third block
         plans.append(engine.scheduler.schedule())
         results.append(engine.worker.launch(plans[-1]))
@@ -873,7 +914,7 @@ def test_an_end_among_several_tokens_cuts_the_rest():
     plan = engine.scheduler.schedule()
     engine.scheduler.update(plan, StepResult(plan.step_id, [1, 2]))
     for name in "ab":
-        engine.scheduler._requests[name].draft([0] * 4)
+        engine.scheduler.requests.by_id[name].draft([0] * 4)
     plan = engine.scheduler.schedule()
     assert {s.request_id: s.num_sampled for s in plan.scheduled} == {"a": 5, "b": 2}  # "b" has room for two
     counts = {s.request_id: s.num_sampled for s in plan.scheduled}
@@ -892,7 +933,7 @@ def test_guesses_give_way_to_other_decodes():
         engine.scheduler.add(request(name, range(ord(name), ord(name) + 6), max_tokens=9))
     engine.step()
     for name in "ab":
-        engine.scheduler._requests[name].draft([0] * 2)
+        engine.scheduler.requests.by_id[name].draft([0] * 2)
     plan = engine.scheduler.schedule()
     assert sorted((s.request_id, s.num_sampled) for s in plan.scheduled) == [("a", 3), ("b", 2), ("c", 1)]
     assert plan.scheduled[0].request_id == "c"  # of one token: first

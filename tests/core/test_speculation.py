@@ -22,7 +22,7 @@ from slipstream.core.speculation import (
     Speculation,
     StepCosts,
     _near,
-    seconds_at,
+    seconds_from,
 )
 from slipstream.types import EngineRequest, SamplingParams
 
@@ -148,10 +148,10 @@ def test_old_times_are_forgotten():
 
 
 def test_between_and_beyond_what_is_known():
-    assert seconds_at([(1, 1.0), (5, 2.0), (9, 4.0)], 3) == 1.5
-    assert seconds_at([(1, 1.0), (5, 2.0), (9, 4.0)], 9) == 4.0
-    assert seconds_at([(1, 1.0), (5, 3.0)], 7) == 4.0
-    assert 1.0 < seconds_at([(1, 1.0)], 2) < 1.1  # to be tried
+    assert next(seconds_from([(1, 1.0), (5, 2.0), (9, 4.0)], 3)) == 1.5
+    assert next(seconds_from([(1, 1.0), (5, 2.0), (9, 4.0)], 9)) == 4.0
+    assert next(seconds_from([(1, 1.0), (5, 3.0)], 7)) == 4.0
+    assert 1.0 < next(seconds_from([(1, 1.0)], 2)) < 1.1  # to be tried
 
 
 @given(st.integers(1, 5000))
@@ -185,6 +185,9 @@ def test_a_salts_answers_stay_with_it(monkeypatch):
 
     speculation.ended(ask("x", 7, 8, 9))
     assert ask("x", 7, 8).drafting.proposer.propose([1, 7, 8], 2).tokens == (9,)
+    speculation.forget_answers()
+    assert ask("x", 7, 8).drafting.proposer.propose([1, 7, 8], 2).tokens == ()
+    speculation.ended(ask("x", 7, 8, 9))
     assert ask("y", 7, 8).drafting.proposer.propose([1, 7, 8], 2).tokens == ()
     ask("z")
     assert ask("x", 7, 8).drafting.proposer.propose([1, 7, 8], 2).tokens == ()  # of three salts the oldest is gone

@@ -43,7 +43,7 @@ def corpus() -> str:
     """Half our own sources, half random mixtures of the lines above: words, runs of whitespace, digits, characters."""
     rng = random.Random(7)
     parts = [
-        (HERE.parent.parent / "src/slipstream" / name).read_text() for name in ("types.py", "errors.py", "config.py")
+        (HERE.parent.parent / "src/slipstream" / name).read_text() for name in ("types.py", "errors.py", "config/settings.py")
     ]
     words = [w for line in TEXTS for w in line.split(" ")]
     spaces = [" "] * 12 + [

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
+import time
 
 import pytest
 import pytest_asyncio
 
 from slipstream import LLM, AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
-from slipstream.engine.async_llm import collect
+from slipstream.engine.streams import collect
 from slipstream.errors import ConfigError, EngineDeadError, EngineOverloadedError, RequestError
 from tests import tiny_models
+from tests.waiting import PATIENCE_S
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PROMPT = {"prompt_token_ids": [5, 9, 200, 31, 7]}
-LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
-SETTINGS = dict(dtype="float32", device="cpu", max_num_seqs=4, max_model_len=1024, num_threads=1, max_queue=8)
+LONG = SamplingParams(temperature=0, max_tokens=16_000, ignore_eos=True)  # longer than until it is cancelled, or killed
+SETTINGS = dict(dtype="float32", device="cpu", max_num_seqs=4, max_model_len=16_384, num_threads=1, max_queue=8)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -26,7 +29,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    tiny_models.build_with_tokenizer(folder, max_position_embeddings=1024)
+    tiny_models.build_with_tokenizer(folder, max_position_embeddings=16_384)
     return folder
 
 
@@ -39,12 +42,13 @@ async def engine(path):
 
 async def settled(engine):
     """Stats once nothing runs (an abort is on its way)."""
-    for _ in range(200):
+    end = time.monotonic() + PATIENCE_S
+    while True:
         stats = await engine.stats()
         if stats.num_running == stats.num_waiting == 0:
             return stats
+        assert time.monotonic() < end, f"requests are left: {stats}"
         await asyncio.sleep(0.01)
-    raise AssertionError(f"requests are left: {stats}")
 
 
 async def test_the_stream_collected_is_the_offline_answer(engine, path):
@@ -81,7 +85,8 @@ async def test_leaving_the_stream_frees_the_request(engine):
 
 async def test_cancelling_the_task_frees_the_request(engine):
     task = asyncio.create_task(collect(engine.generate(PROMPT, LONG)))
-    await asyncio.sleep(0.05)
+    while engine.num_requests == 0:
+        await asyncio.sleep(0.001)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -89,8 +94,7 @@ async def test_cancelling_the_task_frees_the_request(engine):
 
 
 async def test_a_request_aborted_by_its_id_ends_its_stream(engine):
-    both = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, n=2)
-    stream = engine.generate(PROMPT, both, request_id="mine")
+    stream = engine.generate(PROMPT, dataclasses.replace(LONG, n=2), request_id="mine")
     first = await anext(stream)
     await engine.abort("mine")
     await engine.abort("unknown")
@@ -102,7 +106,7 @@ async def test_a_request_aborted_by_its_id_ends_its_stream(engine):
 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_cancelling_at_any_turn_of_the_loop_leaves_nothing(engine, n):
-    sampling = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, n=n)
+    sampling = dataclasses.replace(LONG, n=n)
     for turns in (*range(12), 50, 200):
         task = asyncio.create_task(collect(engine.generate(PROMPT, sampling)))
         for _ in range(turns):
@@ -117,9 +121,8 @@ async def test_cancelling_at_any_turn_of_the_loop_leaves_nothing(engine, n):
 async def test_an_idle_engine_sends_heartbeats(engine):
     await settled(engine)
     heard = engine._last_heard
-    for _ in range(2000):
-        if engine._last_heard > heard:
-            break
+    end = time.monotonic() + PATIENCE_S
+    while engine._last_heard <= heard and time.monotonic() < end:
         await asyncio.sleep(0.01)
     assert engine._last_heard > heard
 
@@ -133,7 +136,7 @@ async def test_a_deadline_ends_a_request(engine):
 async def test_a_full_queue_refuses(engine):
     streams = [engine.generate(PROMPT, LONG) for _ in range(24)]
     tasks = [asyncio.create_task(anext(s)) for s in streams]
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION, timeout=20)
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION, timeout=PATIENCE_S)
     assert any(isinstance(t.exception(), EngineOverloadedError) for t in done)
     for task in pending:
         task.cancel()
@@ -157,10 +160,10 @@ async def test_death_is_told_at_once_and_the_engine_comes_back(engine):
     with pytest.raises(EngineDeadError, match="signal 9"):
         async for _ in stream:
             pass
-    for _ in range(600):
-        if engine.is_alive:
-            break
+    end = time.monotonic() + PATIENCE_S
+    while not engine.is_alive:
         assert not engine.health().ok
+        assert time.monotonic() < end, "it does not come back"
         await asyncio.sleep(0.05)
     after = await collect(engine.generate(PROMPT, GREEDY))
     assert after.outputs[0].token_ids == before.outputs[0].token_ids

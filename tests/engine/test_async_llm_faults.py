@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -15,7 +16,6 @@ import pytest
 from slipstream import AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.engine import async_llm, core_client
-from slipstream.engine.async_llm import collect
 from slipstream.engine.core_client import MAX_FAST_DEATHS, ChildLink
 from slipstream.engine.core_process import (
     Abort,
@@ -28,12 +28,15 @@ from slipstream.engine.core_process import (
     Rejected,
     Stats,
 )
+from slipstream.engine.streams import collect
 from slipstream.errors import ConfigError, EngineDeadError, EngineError, EngineOverloadedError
 from slipstream.hub import machine_folder
 from slipstream.plan.memory import MemoryLedger
-from slipstream.types import EngineStats, FinishReason, TokenOutput, VectorOutput
+from slipstream.stats import EngineStats
+from slipstream.types import FinishReason, TokenOutput, VectorOutput
 from slipstream.worker.device import detect
 from tests import tiny_models
+from tests.waiting import PATIENCE_S
 
 PROMPT = {"prompt_token_ids": [5, 9, 31]}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -112,11 +115,10 @@ class World:
         return self.engine
 
     async def until(self, condition):
-        for _ in range(2000):
-            if condition():
-                return
+        end = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < end, "it never happened"
             await real_sleep(0)
-        raise AssertionError("it never happened")
 
     async def begin(self, **more):
         """A request that the child has been told of, and the task that collects its answer."""
@@ -237,7 +239,7 @@ async def test_no_process_outlives_a_shutdown_during_its_start(path, monkeypatch
     while len(children) < 2:
         await asyncio.sleep(0.01)
     await engine.shutdown()
-    assert all(child.process.poll() is not None and not os.path.exists(child._folder) for child in children)
+    assert all(child.process.poll() is not None and not os.path.exists(child._folder.path) for child in children)
 
 
 async def test_cancelling_the_end_of_a_hung_child_kills_it():
@@ -249,7 +251,7 @@ async def test_cancelling_the_end_of_a_hung_child_kills_it():
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not os.path.exists(child._folder)
+    assert not os.path.exists(child._folder.path)
     assert await asyncio.to_thread(child.process.wait, 60) == -signal.SIGKILL
 
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from slipstream.engine import chat_template
 from slipstream.engine.chat_template import MAX_SECONDS, render
 from slipstream.errors import RequestError
 
@@ -75,6 +76,10 @@ BAD = {
     "in": A + "{% for i in range(99999) %}{{ 'aab' in a }}{% endfor %}",
     "class": "{{ messages.__class__.__mro__ }}",
     "too long": "a" * (2**20 + 1),
+    "many words": "{{a}}" * 50_000,
+    "many blocks": "{%if a%}x{%endif%}" * 14_000,
+    "deep blocks": "{% for a in 'a' %}" * 5000 + "{% endfor %}" * 5000,
+    "many parentheses": "{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}",
 }
 
 
@@ -87,6 +92,17 @@ def test_a_hostile_template_is_stopped(name):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 * 1024  # KiB
     assert caught.value.field == "messages"
     assert len(str(caught.value)) < 700
+
+
+def test_what_is_wrong_with_a_template_is_found_out_once(monkeypatch):
+    parsed, environment = [], chat_template._environment()
+    from_string = environment.from_string
+    monkeypatch.setattr(environment, "from_string", lambda text: parsed.append(text) or from_string(text))
+    broken = "{{a}}" * 5_000 + "{% for %}"
+    for _ in range(2):
+        with pytest.raises(RequestError, match="broken"):
+            render(broken, VARIABLES)
+    assert parsed == [broken]
 
 
 def test_long_conversations_have_room():

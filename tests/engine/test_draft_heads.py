@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
+from slipstream.kernels import native
 from tests import draft_heads, tiny_models
 from tests.engine.test_speculation import PROMPTS, SETTINGS, SIZES, answers
 
@@ -36,7 +37,7 @@ class Setup:
             self.tensors = draft_heads.mtp(folder / "model")
         else:
             self.tensors = HEADS[kind](folder / "head")
-            self.config["model"] = str(folder / "head")
+            self.config |= {"model": str(folder / "head"), "quantization": "none"}
 
     def llm(self, *, plain=False, config=None, **more):
         return LLM(self.path, speculative_config=None if plain else config or self.config, **{**SIZES, **more})
@@ -184,6 +185,34 @@ def test_drafts_are_those_of_the_published_maths(any_setup, kernels):
         output = any_setup.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
         hidden = [h[0] for h in output.hidden_states]  # the last one is normed
         assert drafts == NAIVE[any_setup.kind](any_setup, hidden, tokens)[: len(drafts)]
+
+
+def test_chains_of_several_lengths_are_those_op_by_op(any_setup):
+    """On a CPU greedy chains are programs (`worker.host_chain`). Here requests want different numbers of drafts, and a prompt's
+    pairs come in the same step as a few of another's."""
+    if METHOD[any_setup.kind] == "medusa":
+        pytest.skip("all places in one pass")
+    found = []
+    for host in (True, False):
+        with any_setup.llm(config={**any_setup.config, "num_speculative_tokens": 5}, max_num_seqs=3) as llm:
+            draft = llm.core.executor.runner.draft
+            assert draft.host is not None
+            draft.host = draft.host if host else None
+            sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 16, 9, 12)]
+            found.append(proposals(llm, sampling, PROMPTS[:4]))
+    assert found[0] == found[1]
+    assert {len(drafts) for _, drafts in found[0]} >= {1, 2, 5}
+
+
+def test_a_head_is_rounded_on_a_cpu_unless_told_otherwise(tmp_path):
+    setup = Setup(tmp_path, "eagle3")
+
+    def forms(**changes):
+        with setup.llm(config={k: v for k, v in (setup.config | changes).items() if v is not None}) as llm:
+            return {part.kind for part in llm.core.executor.runner.draft.head.head.parts}
+
+    assert forms(quantization=None) == {native.I8}
+    assert forms(quantization="none") == {native.F32}
 
 
 # --- The answers ------------------------------------------------------------------------------------------------------
@@ -335,6 +364,29 @@ def test_other_heads_that_do_not_fit(tmp_path):
         LLM(path, speculative_config={"method": "mtp", "model": path}, **SIZES)
     with pytest.raises(ConfigError, match="needs 'model', a text"):
         LLM(path, speculative_config={"method": "eagle3"}, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 16}, (), "a head of DFlash"),
+        ({"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 4]}, "model_type": "qwen3"}, (), "a head of DFlash"),
+        ({"architectures": ["Eagle3LlamaForCausalLM"], "model_type": "llama", "pard_token": 9}, (), "P-EAGLE.*pard_token"),
+        ({"speculators_model_type": "peagle"}, (), "a head of P-EAGLE"),
+        ({"model_type": "llama"}, ("fc.weight", "midlayer.hidden_norm.weight", "mask_hidden"), "P-EAGLE.*mask_hidden"),
+        ({"architectures": ["EagleLlamaForCausalLM"], "model_type": "eagle"}, (), "EAGLE-1 or 2"),
+        ({"model_type": "llama"}, ("fc.weight", "layers.0.mlp.up_proj.weight"), "EAGLE-1 or 2"),
+    ],
+    ids=str,
+)
+def test_heads_of_other_kinds_are_named(tmp_path, config, tensors, message):
+    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    head = tmp_path / "head"
+    draft_heads.write(head, config, {name: torch.zeros(2, 2) for name in tensors or ("fc.weight", "hidden_norm.weight")}, "")
+    refused(str(tmp_path / "model"), head, message)
+    if "fc.weight" not in tensors:  # the config alone tells, so it is named though the weights are a pickle
+        (head / "model.safetensors").rename(head / "pytorch_model.bin")
+        refused(str(tmp_path / "model"), head, message)
 
 
 def test_layers_that_draft_are_left_out_without_the_method(tmp_path):

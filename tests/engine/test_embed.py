@@ -16,10 +16,11 @@ from torch.nn import functional as F
 
 from slipstream import LLM, SamplingParams
 from slipstream.engine import pooled
-from slipstream.engine.processor import whole_numbers
+from slipstream.engine.texts import whole_numbers
 from slipstream.errors import CheckpointError, ConfigError, ContextLengthError, RequestError, UnsupportedModelError
 from slipstream.spec.description import read_spec
 from tests import tiny_models
+from tests.waiting import PATIENCE_S
 
 SETTINGS = dict(device="cpu", dtype="float32", num_threads=1)
 TEXTS = ["the cat", "a", "", "sing the song of the long road ." * 4, "the cats are sitting", "x y z ?"]
@@ -131,13 +132,13 @@ def test_only_one_thread_reads_texts_at_a_time(llm, monkeypatch):
 
     def wait(plan):
         inside.set()
-        assert go_on.wait(20)
+        assert go_on.wait(PATIENCE_S)
         return launch(plan)
 
     monkeypatch.setattr(llm.core.executor.runner, "launch", wait)
     first = threading.Thread(target=lambda: found.extend(llm.embed(TEXTS)))
     first.start()
-    assert inside.wait(20)
+    assert inside.wait(PATIENCE_S)
     try:
         for call in (lambda: llm.embed("the"), lambda: llm.rerank("the", ["cat"])):
             with pytest.raises(RequestError, match="another thread's call"):

@@ -16,6 +16,7 @@ from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineOverloadedError, RequestError
 from slipstream.spec.description import read_spec
 from slipstream.types import EngineRequest, SamplingParams, ScheduledRequest, StepPlan, StructuredOutputsParams
+from tests.waiting import PATIENCE_S, wait_for
 
 END = 1
 
@@ -257,38 +258,41 @@ def test_compilations_that_are_stuck_hold_nobody_for_ever(tokenizer, monkeypatch
 
     def stuck(params):
         began.append(params)
-        assert release.wait(60)
+        assert release.wait(PATIENCE_S)
         return whole(params)
 
     grammars._compile = stuck
     several = [StructuredOutputsParams(regex=f"z{{{i + 1}}}") for i in range(grammar.MAX_STUCK + 2)]
     for i, params in enumerate(several[:3]):
         assert not grammars.begin(request(params, str(i)))
-    found = wait_for(grammars, 3)
+    found = compiled(grammars, 3)
     assert all("longer than" in error for _, error in found)
-    assert len(began) == 3  # the third got a place
+    wait_for(lambda: len(began) == 3, "the third got no place")
     grammars._compile = whole
+    monkeypatch.setattr(grammar, "MAX_SECONDS", PATIENCE_S)
     assert wait_for_one(grammars, several[-1]) is None  # it is not in their way
+    monkeypatch.setattr(grammar, "MAX_SECONDS", 0.05)
     grammars._compile = stuck
     assert not grammars.begin(request(several[3], "3"))
     assert not grammars.begin(request(several[4], "4"))  # it waits, or begins; the limit is reached either way
-    wait_for(grammars, 2)
+    compiled(grammars, 2)
     with pytest.raises(EngineOverloadedError, match="stuck"):
         grammars.begin(request(StructuredOutputsParams(regex="zzz+"), "5"))
     release.set()
     grammars._compile = whole
-    until = time.monotonic() + 30
+    monkeypatch.setattr(grammar, "MAX_SECONDS", PATIENCE_S)
+    until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:  # they have ended
         with contextlib.suppress(EngineOverloadedError):
             grammars.begin(request(StructuredOutputsParams(regex="zzz+"), "6"))
             break
-    assert wait_for(grammars, 1) == [("6", None)]
+    assert compiled(grammars, 1) == [("6", None)]
     grammars.clear()
 
 
-def wait_for(grammars, count):
+def compiled(grammars, count):
     found = []
-    until = time.monotonic() + 30
+    until = time.monotonic() + PATIENCE_S
     while len(found) < count:
         assert time.monotonic() < until
         found += grammars.compiled()
@@ -297,7 +301,7 @@ def wait_for(grammars, count):
 
 def wait_for_one(grammars, params):
     assert not grammars.begin(request(params, "one"))
-    ((_, error),) = wait_for(grammars, 1)
+    ((_, error),) = compiled(grammars, 1)
     return error
 
 
@@ -315,17 +319,24 @@ def test_one_compilation_for_all_who_ask_for_it(tokenizer):
     assert not grammars.begin(request(params, "4"))
 
 
-def test_what_compiles_too_long_is_refused(tokenizer, monkeypatch):
+@pytest.fixture
+def stuck(monkeypatch):
+    """A call that takes longer than it may, however late its timer is: it ends with the test."""
     monkeypatch.setattr(grammar, "MAX_SECONDS", 0.0)
-    monkeypatch.setattr(Grammars, "_compile", lambda self, params: time.sleep(0.05))
+    release = Event()
+    yield lambda *_: release.wait(PATIENCE_S)
+    release.set()
+
+
+def test_what_compiles_too_long_is_refused(tokenizer, monkeypatch, stuck):
+    monkeypatch.setattr(Grammars, "_compile", stuck)
     grammars = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
     with pytest.raises(GrammarError, match="longer than"):
         begin(grammars, StructuredOutputsParams(regex="x+"))
 
 
-async def test_a_check_that_takes_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr(grammar, "MAX_SECONDS", 0.0)
-    monkeypatch.setattr(grammar, "check", lambda params: time.sleep(0.05))
+async def test_a_check_that_takes_too_long_is_refused(monkeypatch, stuck):
+    monkeypatch.setattr(grammar, "check", stuck)
     with pytest.raises(RequestError, match="longer than"):
         await grammar.check_in_thread(StructuredOutputsParams(regex="x+"))
 

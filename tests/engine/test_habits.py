@@ -15,7 +15,7 @@ from tests import tiny_models
 def llm(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
     tiny_models.build_with_tokenizer(path)
-    with LLM(str(path), device="cpu", max_model_len=64, kv_cache_bytes=2**20) as llm:
+    with LLM(str(path), device="cpu", dtype="float32", max_model_len=64, kv_cache_bytes=2**20) as llm:
         yield llm
 
 
@@ -38,6 +38,7 @@ def test_log_probabilities_by_token(llm):
     answer = llm.generate("hello", SamplingParams(temperature=0, max_tokens=2, logprobs=2), progress=False)[0].outputs[0]
     for token, position in zip(answer.token_ids, answer.logprobs, strict=True):
         assert position[token].logprob == position.chosen.logprob
+        assert position[token].decoded_token == position.chosen.token
         assert token in position
         assert next(iter(position)) == token
         with pytest.raises(KeyError):
@@ -74,7 +75,7 @@ def test_bad_words(llm):
 
 def test_params_that_cannot_be_had(llm):
     for wrong, field in (
-        ({"best_of": 3}, "best_of"),
+        ({"best_of": 129}, "best_of"),
         ({"n": 2, "best_of": 1}, "best_of"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
@@ -85,11 +86,41 @@ def test_params_that_cannot_be_had(llm):
         ({"bad_words_token_ids": [[10**6, 1]]}, "bad_words_token_ids"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"detokenize": False, "stop": "x"}, "stop"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"top_k": 2**70}, "top_k"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"repetition_penalty": 10**400}, "repetition_penalty"),
+        ({"logit_bias": {"0": 1, "00": 2}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {5: 10**400}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
     ):
         with pytest.raises(RequestError) as caught:
             tokens_of(llm, **wrong)
         assert caught.value.field == field
     assert tokens_of(llm, n=1, best_of=1, spaces_between_special_tokens=False) == tokens_of(llm)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("temprature", "did you mean 'temperature'"), ("max_token", "did you mean 'max_tokens'"),
+        ("top_P", "did you mean 'top_p'"),
+        ("max_new_tokens", "the nearest is max_tokens"), ("guided_decoding", "the nearest is structured_outputs"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_parameter_is_answered_with_the_likely_one(name, meant):
+    with pytest.raises(TypeError, match=f"there is no argument '{name}'; {meant}"):
+        SamplingParams(**{name: 1})
+
+
+@pytest.mark.parametrize("method", ["generate", "chat", "embed", "encode", "score"])
+def test_so_is_a_misspelt_argument_of_a_call(llm, method):
+    known = {"chat": "use_tqdm", "generate": "use_tqdm"}.get(method, "progress")
+    with pytest.raises(TypeError, match=f"did you mean '{known}'"):
+        getattr(llm, method)("hello", **{known[:-1]: False})
+    with pytest.raises(TypeError, match=r"zzz'$"):
+        getattr(llm, method)("hello", zzz=1)
 
 
 def test_without_texts(llm):

@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import weakref
 
+import numpy as np
 import pytest
 import torch
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError, UnsupportedModelError
 from slipstream.kernels import native
 from slipstream.kernels.native import has_cpu_kernels
-from slipstream.model.program import compile_program
+from slipstream.model.step_program import compile_step
 from slipstream.plan.memory import kv_budget
 from slipstream.spec.description import read_spec
-from slipstream.worker import model_runner
+from slipstream.worker import host_runner
 from tests import tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -164,7 +166,8 @@ def test_greedy_tokens_are_the_same_with_and_without_the_logits(path):
     """Steps whose rows all want nothing but the likeliest token never compute the logits; one row that wants more changes that
     for all of its step, and nobody's tokens."""
     with make(path, num_threads=2) as llm:
-        way, found = llm.core.executor.runner.forwards.base, []
+        runner, found = llm.core.executor.runner, []
+        way = runner.program if has_cpu_kernels() else runner.forwards.base
         whole = way.logits
         way.logits = lambda hidden: found.append(len(hidden)) or whole(hidden)
         alone = llm.generate(PROMPTS, GREEDY)
@@ -186,7 +189,7 @@ def test_greedy_tokens_are_the_same_with_and_without_the_logits(path):
 def test_steps_that_are_under_way_change_no_answer(path, monkeypatch, most):
     """A few greedy decodes are computed while the host looks at the step before: with ends that nobody foresaw, requests that
     come, go and fail meanwhile."""
-    monkeypatch.setattr(model_runner, "RUN_AHEAD", most)
+    monkeypatch.setattr(host_runner, "RUN_AHEAD", most)
     with make(path, num_threads=2, max_num_seqs=3) as llm:
         if not has_cpu_kernels():
             pytest.skip("needs the C++ kernels")
@@ -242,15 +245,15 @@ def test_a_token_does_not_wait_for_another_prompt(path, monkeypatch):
 def test_scaled_and_capped_logits_are_made(path, monkeypatch):
     """Rounding could make equals of neighbours there, and a token would depend on what else is in its batch."""
     with make(path, num_threads=1) as llm:
-        decoder = llm.core.executor.runner.model.decoder
-        spec = decoder.spec
         if not has_cpu_kernels():
             pytest.skip("needs the C++ kernels")
-        hidden = torch.zeros(1, spec.hidden_size)
-        assert compile_program(decoder).greedy(hidden) is not None
+        decoder, pool = llm.core.executor.runner.model.decoder, llm.core.executor.runner.ops.pool
+        spec = decoder.spec
+        hidden = np.zeros((1, spec.hidden_size), np.float32)
+        assert compile_step(decoder, pool).greedy(hidden) is not None
         for changed in ({"logit_softcap": 30.0}, {"logit_scale": 0.3}):
             monkeypatch.setattr(decoder, "spec", dataclasses.replace(spec, **changed))
-            assert compile_program(decoder).greedy(hidden) is None
+            assert compile_step(decoder, pool).greedy(hidden) is None
 
 
 def test_logprobs_are_the_models_own(llm, hf):
@@ -318,6 +321,73 @@ def test_chat_uses_the_template(llm):
     assert output.prompt_token_ids == expected
 
 
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+CITY["additionalProperties"] = False
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "x", "parameters": CITY}}
+NOTE = {"type": "function", "function": {"name": "note", "parameters": {"type": "object", "properties": {}}}}
+TOOL_TEMPLATE = (
+    '{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{# <tool_call> {"name": #}'
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+    " calls {{ c.function.arguments.city }}{% endfor %}\n{% endfor %}"
+)
+ASK = [{"role": "user", "content": "Hi"}]
+
+
+def test_chat_gives_calls(path):
+    llm = make(path, max_model_len=256)
+    spaces = dict.fromkeys(llm.get_tokenizer().encode(" \n\r\t", add_special_tokens=False), -100.0)  # there is room for few
+    any_of, named = {"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "weather"}}}
+    for choice in (any_of, named):
+        sampling = SamplingParams(seed=1, max_tokens=120, logit_bias=spaces)
+        tools = [WEATHER] if choice is any_of else [WEATHER, NOTE]
+        (answer,) = llm.chat(ASK, sampling, tools=tools, **choice, parallel_tool_calls=False, chat_template=TOOL_TEMPLATE)
+        output = answer.outputs[0]
+        assert output.finish_reason == "tool_calls"
+        (call,) = output.message.tool_calls
+        assert call.name == "weather"
+        assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
+        assert output.message.content is None
+        assert "<tool_call>" in output.text
+        turn = [*ASK, output.message.to_dict(), {"role": "tool", "content": "sun", "tool_call_id": call.id}]
+        (following,) = llm.chat(turn, GREEDY, tools=[WEATHER], chat_template=TOOL_TEMPLATE)
+        prompt = llm.get_tokenizer().decode(following.prompt_token_ids)
+        assert f"calls {json.loads(call.arguments)['city']}" in prompt, "the template had the arguments as an object"
+
+
+def test_chat_parts_of_an_answer(llm):
+    (plain,) = llm.chat(ASK, GREEDY)
+    assert plain.outputs[0].message.to_dict() == {"role": "assistant", "content": plain.outputs[0].text}
+    thinks = TOOL_TEMPLATE + "{# </think> #}<think>"
+    wanted = StructuredOutputsParams(regex="so")
+    (answer,) = llm.chat(
+        ASK, SamplingParams(max_tokens=64, temperature=0, structured_outputs=wanted, ignore_eos=True), chat_template=thinks
+    )
+    message = answer.outputs[0].message
+    text, _, rest = answer.outputs[0].text.partition("</think>")
+    assert message.reasoning_content == (text.strip() or None)
+    assert message.content == rest.strip()
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"tools": [{"name": "f"}]}, "tools[0]"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function.name"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [WEATHER], "chat_template": "{{ messages }}"}, "tools"),
+        ({"tools": [WEATHER], "chat_template": "{{ messages }}{{ tools }}"}, "tools"),
+        ({"tools": [WEATHER], "tool_call_parser": "x"}, "tool_call_parser"),
+    ],
+)
+def test_tools_that_chat_refuses(llm, given, field):
+    with pytest.raises((RequestError, ConfigError)) as error:
+        llm.chat(ASK, GREEDY, **{"chat_template": TOOL_TEMPLATE, **given})
+    assert error.value.field == field
+
+
 def test_a_stream_that_is_left_frees_everything(llm):
     stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
     next(stream)
@@ -364,7 +434,8 @@ def test_a_bad_request_is_refused_by_name_and_leaves_nothing(llm, prompt, sampli
         ({"quantization": "int4", "kernels": "reference"}, ConfigError, "quantization"),  # 32 inputs, groups of 128
         ({"kv_cache_dtype": "fp8"}, ConfigError, "kv_cache_dtype"),
         ({"kv_cache_dtype": "bfloat16"}, ConfigError, "kv_cache_dtype"),
-        ({"tensor_parallel_size": 2}, ConfigError, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 3}, ConfigError, "tensor_parallel_size"),
+        ({"pipeline_parallel_size": 99}, ConfigError, "pipeline_parallel_size"),
         ({"device": "tpu"}, ConfigError, "device"),
         ({"dtype": "int3"}, ConfigError, "dtype"),
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs"),
@@ -436,6 +507,22 @@ def test_what_a_gpu_computes_in_16_bits_is_not_asked_for_in_32(path):
     assert caught.value.field == "dtype"
 
 
+def test_a_gpu_that_has_a_part_of_the_weights(path, tmp_path):
+    whole, part = on_a_gpu(path, quantization="int4"), on_a_gpu(path, quantization="int4", weights_bytes=2**20)
+    assert (whole.device.dense_copies, part.device.dense_copies) == (True, False)
+    assert (whole.scheduling.max_num_batched_tokens, part.scheduling.max_num_batched_tokens) == (8192, 16384)
+    rounded_but_for_one(tmp_path, weights={"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True})
+    assert on_a_gpu(tmp_path, weights_bytes=2**20).model.weights_bytes == 2**20
+    for settings, says in (
+        (dict(quantization="int4", dense_copies=True), "leave out dense_copies"),
+        (dict(tensor_parallel_size=2), "one device; leave tensor_parallel_size"),
+        (dict(enable_lora=True), "leave out enable_lora"),
+    ):
+        with pytest.raises(ConfigError, match=says) as caught:
+            on_a_gpu(path, weights_bytes=2**20, **settings)
+        assert caught.value.field == "weights_bytes"
+
+
 def rounded_but_for_one(folder, **group):
     """A checkpoint's config whose products are rounded by `group`, but for one of its layers."""
     tiny_models.build(folder, "llama", hidden_size=64, intermediate_size=192, head_dim=16)
@@ -487,6 +574,19 @@ def test_the_cache_takes_what_is_left_of_its_share(path):
     assert caught.value.field == "kv_cache_bytes"
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_shutdown_releases_what_nobody_holds_any_more(path, monkeypatch, kernels):
+    """On a GPU. When the device's unused memory is given back the model must be unused, though `llm` is still named."""
+    from slipstream.engine.engine_core import EngineCore
+
+    llm = make(path, kernels=kernels)
+    llm.generate(PROMPTS[:2], GREEDY)
+    runner, unused = weakref.ref(llm.core.executor.runner), []
+    monkeypatch.setattr(EngineCore, "release_gpu", property(lambda core: lambda: unused.append(runner() is None)))
+    llm.shutdown()
+    assert unused == [True]
+
+
 def test_the_signature_is_that_of_the_settings(path):
     ours = inspect.signature(LLM).parameters
     theirs = inspect.signature(EngineArgs).parameters
@@ -525,7 +625,8 @@ def test_an_interrupted_step_leaves_no_false_prefix(path, llm, monkeypatch):
         def interrupted(*_):
             raise KeyboardInterrupt
 
-        patch.setattr(fresh.core.executor.runner.forwards, "run", interrupted)
+        runner = fresh.core.executor.runner
+        patch.setattr(*((runner.program, "forward") if has_cpu_kernels() else (runner.forwards, "run")), interrupted)
         with pytest.raises(KeyboardInterrupt):
             fresh.generate([prompt], GREEDY)
         assert idle(fresh)

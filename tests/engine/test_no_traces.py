@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny_models
+from tests.waiting import PATIENCE_S, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +30,6 @@ def temporary():
         yield Path(folder)
 
 
-def until(condition, what, seconds=30):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize(("after_s", "front_ends"), [(0.0, 1), (0.3, 1), (60, 1), (0.3, 2)])
 def test_killed_while_it_starts(model, temporary, number, after_s, front_ends):
@@ -48,11 +42,11 @@ def test_killed_while_it_starts(model, temporary, number, after_s, front_ends):
         if after_s == 60:
             assert "serves" in process.stdout.readline()
         else:
-            until(lambda: [*temporary.glob("slipstream-*")] or process.poll() is not None, "no folder was made", 60)
+            wait_for(lambda: [*temporary.glob("slipstream-*")] or process.poll() is not None, "no folder was made")
             time.sleep(after_s)
         process.send_signal(number)
-        process.wait(60)
+        process.wait(PATIENCE_S)
     finally:
         process.kill()
         process.stdout.close()
-    until(lambda: not [*temporary.glob("slipstream-*")], "a folder was left")
+    wait_for(lambda: not [*temporary.glob("slipstream-*")], "a folder was left")

@@ -17,6 +17,7 @@ from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.errors import RequestError
 from slipstream.types import FinishReason
 from slipstream.worker.model_runner import InFlightStep, ModelRunner
+from tests.waiting import PATIENCE_S
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -225,7 +226,7 @@ def test_a_deadline_ends_a_request_whose_grammar_compiles(llm):
 def compiling(llm, regex, release, **more):
     """A request whose grammar compiles until `release` is set."""
     compile_now = llm.core.grammars._compile
-    llm.core.grammars._compile = lambda params: release.wait(60) and compile_now(params)
+    llm.core.grammars._compile = lambda params: release.wait(PATIENCE_S) and compile_now(params)
     try:
         request = llm._input.prepare("hello", sampling(StructuredOutputsParams(regex=regex), **more))
         llm.core.add(request.engine_requests)
@@ -327,7 +328,7 @@ def larger(inner):
 
 
 @given(schema=st.recursive(scalars, larger, max_leaves=5), seed=st.integers(0, 999))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_schema(llm, schema, seed):
     params = sampling(StructuredOutputsParams(json=schema, disable_any_whitespace=True), seed=seed)
     check_all(answers(llm, dataclasses.replace(params, temperature=seed % 3), PROMPTS[:2]), schema)

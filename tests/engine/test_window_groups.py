@@ -10,6 +10,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.block_pool import NULL_BLOCK
+from slipstream.kernels.native import address
 from slipstream.spec.description import read_spec
 from tests import tiny_models
 
@@ -80,7 +81,7 @@ def test_what_a_long_sequence_holds_is_bounded(model):
         update = scheduler.update
 
         def watched(plan, result):
-            for request in scheduler._requests.values():
+            for request in scheduler.requests.by_id.values():
                 for g, table in enumerate(request.blocks):
                     most[g] = max(most[g], sum(block != NULL_BLOCK for block in table))
             return update(plan, result)
@@ -91,7 +92,7 @@ def test_what_a_long_sequence_holds_is_bounded(model):
             assert count <= group.max_blocks(128, 4, 16)
             assert (count == -(-99 // 4)) == (group.kind == "full")
         assert sum(most) <= llm.ledger.blocks_per_sequence
-        places = {layer.k.data_ptr() for layer in llm.core.executor.runner.kv}
+        places = {address(layer.k) for layer in llm.core.executor.runner.kv}
         assert len(places) == max(len(group.layers) for group in groups)  # groups share their tensors
 
 

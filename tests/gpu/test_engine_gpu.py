@@ -41,6 +41,18 @@ def first_logprobs(llm):
     return torch.tensor(found)
 
 
+def test_an_engine_that_ended_leaves_its_memory_to_the_next(tmp_path):
+    """Also while a variable still names it, and if it was dropped without a word."""
+    tiny_models.build(tmp_path, "llama", **SHAPES["llama"])
+    with make(tmp_path, kv_cache_bytes=None, gpu_memory_utilization=0.6) as first:
+        pass
+    second = make(tmp_path, kv_cache_bytes=None, gpu_memory_utilization=0.6)
+    del second
+    with make(tmp_path, kv_cache_bytes=None, gpu_memory_utilization=0.6):
+        pass
+    del first
+
+
 @pytest.mark.parametrize("family", SHAPES)
 def test_log_probabilities_equal_the_reference(family, tmp_path):
     tiny_models.build(tmp_path, family, initializer_range=0.1, **SHAPES[family])

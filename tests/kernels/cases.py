@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
+from slipstream.kernels.native import Packed
 
 GARBAGE = 1000.0
 
@@ -246,3 +247,8 @@ def sampling_cases(max_rows: int = 5) -> st.SearchStrategy[tuple[Tensor, Samplin
         return logits, sampling(rows, **given)
 
     return build()
+
+
+def rows_of(part: Packed, which: Tensor) -> Tensor:
+    """Rows [n] of a packed weight, float32 [n, inner]."""
+    return torch.from_numpy(part.rows_of(which.numpy()))

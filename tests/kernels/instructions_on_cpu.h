@@ -135,7 +135,8 @@ static int on_cpu(int programs, int threads, unsigned seed, std::function<void()
 }
 struct Index { int x; };
 #define threadIdx (Index{now->index})
-#define blockIdx (Index{now->program})
+#define blockIdx (Index{now->program % CTAS})
+#define THIS_RANK (now->program / CTAS)  // ranks' programs lie one after the other
 
 // --- CUDA's own
 inline void __syncthreads() { pass(now->block->all, block_size); }
@@ -245,6 +246,8 @@ inline u64 evict_normal_policy() { return 0; }
 // --- counters in memory
 inline void release_add(u32* counter) { ++*counter; }
 inline u32 load_acquire(const u32* counter) { yield(); return *counter; }
+inline void release_add_system(u32* counter) { ++*counter; }
+inline u32 load_acquire_system(const u32* counter) { return load_acquire(counter); }
 inline void relaxed_add(u64* number) { ++*number; }
 inline u32 fetch_add(u32* counter) { return (*counter)++; }
 

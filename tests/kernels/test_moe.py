@@ -3,6 +3,7 @@ written out token by token."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -292,3 +293,29 @@ def test_choices_are_counted_but_for_padding(ops):
         ops.moe(x, logits, Experts(*prepared(ops, spec, up, down), spec), load=load)
     chosen = route(logits, spec)[1][slots >= 16]
     assert load.counts.tolist() == (2 * chosen.flatten().bincount(minlength=6)).tolist()
+
+
+@pytest.mark.parametrize("scheme", [None, "int8"])
+@pytest.mark.parametrize("num_tokens", [1, 3, 70])
+@pytest.mark.parametrize("ops", [REFERENCE, CpuOps(), TritonOps()], ids=lambda o: o.name)
+def test_experts_on_two_ranks_add_up(ops, num_tokens, scheme):
+    """Each has some of the experts; one of them may have none of a token's. Biases and counts go by experts, too."""
+    if scheme and ops.name == "torch":
+        pytest.skip("it has no rounded products")
+    spec = mixture(num_experts=5, top=2, size=64)
+    x, logits, up, down = case(num_tokens, spec, inner=64, skew=0.3)
+    biases = torch.randn(5 * 128) / 4, torch.randn(5 * 64) / 4
+    whole = ops.moe(x, logits, Experts(*prepared(ops, spec, up, down, scheme, biases), spec))
+    total = torch.zeros_like(whole)
+    for first, count in ((0, 2), (2, 3)):
+        own = dataclasses.replace(spec, held=(first, count))
+        rows = [slice(first * n, (first + count) * n) for n in (128, 64)]
+        parts = [w[r] for w, r in zip((up, down), rows, strict=True)]
+        held = [
+            ops.quantize_experts(w, SCHEMES[scheme] if scheme else None, b[r], num_experts=count)
+            for w, b, r in zip(parts, biases, rows, strict=True)
+        ]
+        counts = torch.zeros(5, dtype=torch.int64)
+        total += ops.moe(x, logits, Experts(*held, own), ExpertLoad(counts, torch.arange(16, 16 + num_tokens), 16))
+        assert counts.tolist() == route(logits, spec)[1].flatten().bincount(minlength=5).tolist()
+    torch.testing.assert_close(total, whole, rtol=1e-4, atol=1e-4)

@@ -10,14 +10,17 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
+from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.cpu_moe import NativeExperts
-from slipstream.kernels.quantize import E2M1, dequantize, round_linear
+from slipstream.kernels.host_experts import HostExpertOps
+from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.weights import GroupedLinear, Linear
 from slipstream.model.loader import load_model
 from slipstream.plan.memory import weights_bytes
+from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
-from slipstream.spec.scheme import SCHEMES
+from slipstream.spec.scheme import E2M1, SCHEMES
 from tests import tiny_models
 from tests.model.harness import CPU, load, run
 from tests.model.test_family_configs import CONFIGS
@@ -31,9 +34,16 @@ QUANTIZED = {
 
 @pytest.fixture(scope="module")
 def rounded(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mxfp4")
+    theirs = write_rounded(path)
+    with torch.no_grad():
+        return path, theirs(torch.tensor([TOKENS])).logits[0]
+
+
+def write_rounded(path, intermediate_size=64):
     """A checkpoint with random codes and scales for its experts; the transformers model with the numbers they stand for."""
-    path, rng = tmp_path_factory.mktemp("mxfp4"), torch.Generator().manual_seed(3)
-    theirs = tiny_models.build(path, "gpt_oss", hidden_size=64, intermediate_size=64)
+    rng = torch.Generator().manual_seed(3)
+    theirs = tiny_models.build(path, "gpt_oss", hidden_size=64, intermediate_size=intermediate_size)
     tensors = load_file(path / "model.safetensors")
     values = torch.tensor((*E2M1, *(-x for x in E2M1)))
     for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
@@ -47,8 +57,7 @@ def rounded(tmp_path_factory):
             theirs.get_parameter(name).copy_(dense.mT)
     save_file(tensors, path / "model.safetensors")
     edit(path, quantization_config=QUANTIZED)
-    with torch.no_grad():
-        return path, theirs(torch.tensor([TOKENS])).logits[0]
+    return theirs
 
 
 def edit(path, **changes):
@@ -75,6 +84,16 @@ def test_a_checkpoint_with_blocks(rounded, ops):
         assert model.weights_bytes - own < scales + 2**20 // 8  # scales are of the model's type; positions beside
     else:
         assert type(up) is Linear
+
+
+def test_blocks_that_the_host_computes_beside_a_gpu(rounded):
+    """Triton's ops, in its interpreter, choose the experts."""
+    path, expected = rounded
+    ops = HostExpertOps(TritonOps(), NativeOps(1), platform_of(CPU))
+    model = load_model(path, ops=ops, device=CPU, dtype=torch.float32, host_experts=2)
+    assert {form.name for form in model.forms} == {"float32", "MXFP4 of the host"}
+    ours = run(model, TOKENS, (5, 1, 2))
+    assert (ours - expected).abs().max() / expected.abs().max() < 0.03
 
 
 @pytest.mark.parametrize("problem", ["missing", "misshapen", "nan"])

@@ -9,6 +9,7 @@ import hashlib
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,14 +21,17 @@ from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.token_shape import match_layers
 from slipstream.kernels.triton import TritonOps, one_token
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
+from slipstream.model.layers import Partition
 from slipstream.model.loader import load_model
 from slipstream.model.one_token import compile_one_token
 from slipstream.model.trace import named_decoder, trace
 from slipstream.spec.model import GroupLimit
+from slipstream.spec.parallel import Shard
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import SCHEMES
 from tests import one_token_steps, tiny_models
 from tests.model.harness import CPU, Paged, fast
+from tests.model.parallel_ranks import Meeting, ThreadGroup
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
 
@@ -248,10 +252,11 @@ def test_order_of_the_table():
 PROGRAMS = 5
 """Two for each of two kv heads, so that there are parts of a head's keys to put together, and one that does not attend."""
 RUN = """
-extern "C" int run(int programs, int threads, void** a) {
-    return on_cpu(programs, threads, *(unsigned*)a[12], [a] {
+extern "C" int run(int programs, int threads, unsigned seed, void** of_ranks) {
+    return on_cpu(programs * RANKS, threads, seed, [of_ranks] {
+        void** a = of_ranks + THIS_RANK * 13;
         one_token((u16*)a[0], (u64*)a[1], (u16*)a[2], (u16*)a[3], (float*)a[4], (float*)a[5], (u32*)a[6], (float*)a[7],
-                  (long long*)a[8], (int*)a[9], (int*)a[10], *(int*)a[11]);
+                  (long long*)a[8], (int*)a[9], (int*)a[10], (u64*)a[11], *(int*)a[12]);
     });
 }
 """
@@ -260,12 +265,15 @@ extern "C" int run(int programs, int threads, void** a) {
 class OnCpu(one_token.OneTokenStep):
     seed = 0
     """Of the order of warps (`instructions_on_cpu.h`)."""
+    meeting = None
+    """Of the ranks, if they are several."""
 
     def compiled(self, definitions):
         """One library for equal sources and definitions, in the session's folder."""
         kernel = "".join(source.read_text() for source in one_token.SOURCES[1:])
         text = Path(__file__).with_name("instructions_on_cpu.h").read_text() + kernel + RUN
-        names = [f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={int(v)}" for k, v in definitions.items()]
+        given = {k: v for k, v in definitions.items() if k != "THIS_RANK"}  # there it is that of the running program
+        names = [f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={int(v)}" for k, v in given.items()]
         options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", *names]
         library = self.folder.parent / (hashlib.sha256(repr((text, options)).encode()).hexdigest() + ".so")
         if not library.exists():
@@ -274,25 +282,38 @@ class OnCpu(one_token.OneTokenStep):
         run = ctypes.CDLL(str(library)).run
 
         def launch(programs, threads, arguments):
-            numbers = [ctypes.c_int(a) for a in (*arguments, self.seed) if isinstance(a, int)]
-            pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)] + [ctypes.addressof(n) for n in numbers]
-            assert run(programs, threads, (ctypes.c_void_p * len(pointers))(*pointers)) == 0, "its programs wait for good"
+            *tensors, count = arguments
+            number = ctypes.c_int(count)
+            own = [*(t.data_ptr() for t in tensors), ctypes.addressof(number)]
+            if self.meeting is None:
+                every = own
+            else:  # the first rank runs the programs of all
+                self.meeting.given[self.rank] = own
+                self.meeting.barrier.wait()
+                every = [pointer for of_rank in self.meeting.given for pointer in of_rank]
+            if self.rank == 0:
+                stuck = run(programs, threads, self.seed, (ctypes.c_void_p * len(every))(*every))
+                assert not stuck, "its programs wait for good"
+            if self.meeting is not None:
+                self.meeting.barrier.wait()
 
         return launch
 
 
 class OnCpuOps(ReferenceOps):
-    def __init__(self, folder):
+    def __init__(self, folder, meeting=None, seed=0, programs=PROGRAMS):
         super().__init__()
-        self.folder = folder
+        self.folder, self.meeting, self.seed, self.programs = folder, meeting, seed, programs
 
     def values_by_dim(self, dtype):
         return dtype.itemsize == 1
 
-    def one_token(self, shape, layers, product, cos_sin):
+    def one_token(self, shape, layers, product, cos_sin, group=None):
         assert one_token.refusal(shape, product, None if cos_sin is None else cos_sin.shape[1]) is None
-        step = OnCpu(shape, layers, product, cos_sin, programs=PROGRAMS, shared_bytes=232448)
-        step.folder = self.folder
+        shared = () if group is None else group.share(one_token.shared_size(shape, group.size))
+        how = dict(programs=self.programs, shared_bytes=232448, group=group, shared=shared)
+        step = OnCpu(shape, layers, product, cos_sin, **how)
+        step.folder, step.meeting, step.seed = self.folder, self.meeting, self.seed
         return step
 
 
@@ -351,6 +372,49 @@ def test_steps_equal_the_reference(tmp_path, family, overrides, scheme, cache):
     assert not isinstance(fast(ours.decoder).one_token, Reason)
     expected = steps(exact, cache)
     ours_off, theirs_off = (((steps(m, cache) - expected).norm() / expected.norm()).item() for m in (ours, theirs))
+    print(f"{ours_off:.4f}, the reference {theirs_off:.4f}")
+    assert ours_off < 1.2 * theirs_off + 2e-3
+
+
+def answered(model):
+    """Logits of tokens one by one, from an empty cache, which is the same on all ranks."""
+    paged = Paged(model, 1, 128, block_size=16)
+    return torch.cat([paged.step([(0, [token])])[0] for token in (9, 200, 31, 77)]).float()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("family", "overrides", "scheme", "size", "seed"),
+    [
+        ("qwen3", SMALL, None, 2, 0),
+        ("qwen3", {**SMALL, "num_hidden_layers": 3}, "fp8", 2, 7),
+        ("opt", {"hidden_size": 256, "ffn_dim": 1024, "word_embed_proj_dim": 256, "num_attention_heads": 4}, "int8", 2, 5),
+        ("llama", {**SMALL, "head_dim": 32, "num_key_value_heads": 4}, None, 4, 3),
+    ],
+    ids=lambda x: str(x) if isinstance(x, str | int | None) else "",
+)
+def test_several_ranks(tmp_path, family, overrides, scheme, size, seed):
+    """As near to float32 as the reference of one rank is, and all ranks the same."""
+    tiny_models.build(tmp_path, family, **overrides)
+    named = SCHEMES[scheme] if scheme else None
+    exact, theirs = (
+        load_model(tmp_path, ops=ReferenceOps(), device=CPU, dtype=dtype, scheme=named)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    meeting = Meeting(size)
+
+    def run(rank):
+        group = ThreadGroup(rank, size, meeting)
+        ops, part = OnCpuOps(tmp_path, meeting, seed, programs=6 // size), Partition(Shard(rank, size, tensor=True), group)
+        model = load_model(tmp_path, ops=ops, device=CPU, dtype=torch.bfloat16, scheme=named, partition=part)
+        assert not isinstance(fast(model.decoder).one_token, Reason)
+        return answered(model)
+
+    expected = answered(exact)
+    with ThreadPoolExecutor(size) as pool:
+        ours = list(pool.map(run, range(size)))
+    assert all(torch.equal(ours[0], x) for x in ours[1:])
+    ours_off, theirs_off = (((x - expected).norm() / expected.norm()).item() for x in (ours[0], answered(theirs)))
     print(f"{ours_off:.4f}, the reference {theirs_off:.4f}")
     assert ours_off < 1.2 * theirs_off + 2e-3
 

@@ -161,7 +161,7 @@ def attention_by_loops(case, scale, window, softcap, alibi_slopes, sinks, distan
     return out.float()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_attention(data: st.DataObject) -> None:
     shape = data.draw(edge_shapes(max_sequences=2, block_sizes=(4,)))
@@ -211,7 +211,7 @@ def test_uniform_is_uniform_and_independent() -> None:
 history = st.lists(st.integers(0, 9), min_size=1, max_size=15)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_bias_and_penalties_against_loops(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 3))
@@ -265,7 +265,7 @@ def kept_by_loops(logits: list[float], top_k: int, top_p: float, min_p: float) -
     return kept
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     # Multiples of a quarter: ties are common, and equal logits give equal probabilities in any arithmetic.
     logits=st.lists(st.integers(-12, 12).map(lambda n: n / 4), min_size=1, max_size=30),

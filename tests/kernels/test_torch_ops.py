@@ -22,7 +22,6 @@ from slipstream.kernels.cpu_torch import CpuOps, PackedLinear
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.kernels.reference import draw as reference_draw
 from slipstream.kernels.select import select_ops
 from slipstream.spec.scheme import SCHEMES
 from tests.kernels.cases import (
@@ -98,7 +97,7 @@ def test_norms_and_activations(dtype: torch.dtype) -> None:
         assert torch.equal(x, before)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_rope_and_cache(data: st.DataObject) -> None:
     shape = data.draw(edge_shapes(block_sizes=(4, 16)))
@@ -131,7 +130,7 @@ def test_rope_and_cache(data: st.DataObject) -> None:
         assert torch.equal(ours.v, theirs.v)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_attention(data: st.DataObject) -> None:
     shape = data.draw(edge_shapes())
@@ -185,7 +184,7 @@ def test_what_was_derived_does_not_outlive_its_step() -> None:
 # --- Sampling -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(case=sampling_cases())
 def test_sample(case: tuple[Tensor, SamplingTensors]) -> None:
     logits, params = case
@@ -215,31 +214,6 @@ def test_greedy_takes_the_lowest_of_equals(dtype: torch.dtype) -> None:
     assert CpuOps().sample(logits, sampling(4, temperature=0.0)).tolist() == [0, 255, 700, 1023]
 
 
-def test_draw_never_returns_a_dropped_token() -> None:
-    weights = torch.zeros(1, 4096)
-    weights[0, 300], weights[0, 3000:3010] = 1.0, 1e-30  # beyond float64's reach: 300 is where every draw ends
-    for u in (1e-7, 0.5, 1 - 2**-24):
-        assert cpu.draw(weights, torch.tensor([u])).item() == 300
-    halves = torch.zeros(1, 512)
-    halves[0, 0] = halves[0, 256] = 1.0  # u · total is reached at the end of a chunk, exceeded in the next
-    assert cpu.draw(halves, torch.tensor([0.5])).item() == 256
-    torch.manual_seed(5)
-    weights = torch.rand(512, 320) * (torch.rand(512, 320) < 0.02)
-    weights[:, 17] += 1e-3
-    u = torch.rand(512)
-    drawn = cpu.draw(weights, u)
-    assert (weights.gather(1, drawn[:, None]) > 0).all()
-    assert torch.equal(drawn, reference_draw(weights, u))
-
-
-@settings(max_examples=50, deadline=None)
-@given(vocab=st.sampled_from([1, 7, 64, 97, 1200]), k=st.integers(1, 80), seed=st.integers(0, 99))
-def test_largest(vocab: int, k: int, seed: int) -> None:
-    x = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
-    k = min(k, vocab)
-    assert torch.equal(cpu.largest(x, k), x.sort(dim=-1, descending=True).values[:, :k])
-
-
 def test_a_seeded_row_does_not_depend_on_the_others() -> None:
     torch.manual_seed(6)
     logits = torch.randn(9, 4096) * 2
@@ -256,3 +230,19 @@ def test_what_torch_has_no_product_for(monkeypatch: pytest.MonkeyPatch, built: b
     monkeypatch.setattr(cpu, "has_cpu_kernels", lambda: built)
     with pytest.raises(ConfigError, match=f"no int8 product: use kernels='reference', or {advice}"):
         CpuOps().quantize_weight(torch.zeros(32, 32), None, SCHEMES["int8"])
+
+
+def test_packed_attention_of_parts_of_any_length():
+    """Pictures and windows: each token sees its own part."""
+    lengths = (1, 7, 7, 64, 3, 1)
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+    parts = []
+    for n in sorted(set(lengths)):
+        own = [torch.arange(s, s + n) for s, length in zip(starts.tolist(), lengths, strict=True) if length == n]
+        parts.append((n, torch.cat(own)))
+    q, k, v = torch.randn(3, sum(lengths), 3, 10).unbind(0)
+    found = CpuOps().packed_attention(q, k, v, parts, scale=0.3)
+    torch.testing.assert_close(found, ReferenceOps().packed_attention(q, k, v, parts, scale=0.3), atol=1e-5, rtol=1e-4)
+    whole = [(len(q), None)]
+    found = CpuOps().packed_attention(q, k, v, whole, scale=0.3)
+    torch.testing.assert_close(found, ReferenceOps().packed_attention(q, k, v, whole, scale=0.3), atol=1e-5, rtol=1e-4)

@@ -80,7 +80,7 @@ def step_of(lengths, num_tokens):
     return lay_out(inputs, num_tokens, len(lengths), block_size=block_size, longest=max(lengths), pairs=False)[1]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
     lengths=st.lists(st.sampled_from([1, 1, 2, 15, 16, 31, 32, 33, 65]), min_size=1, max_size=4),

@@ -12,7 +12,8 @@ import torch
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
-from slipstream.model.loader import LoadedModel, load_model
+from slipstream.model.loaded import LoadedModel
+from slipstream.model.loader import load_model
 from slipstream.model.one_token import compile_one_token
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.reason import Reason
@@ -65,7 +66,7 @@ class Paged:
         dtype = model.decoder.dtype
         self.kv = [
             LayerKV(*cache_tensors(layer.attention, len(ids) + 1, block_size, lambda shape: torch.randn(shape).to(dtype)))
-            for layer in model.spec.layers
+            for layer in (model.spec.layers[i] for i in model.spec.held)
         ]
         self.computed = [0] * num_seqs
 
@@ -92,7 +93,8 @@ class Paged:
         )
         tokens = torch.tensor([t for _, part in ordered for t in part], dtype=torch.int32)
         way = fast(self.model.decoder)
-        logits = way.logits(way.forward(tokens, self.kv, meta)).split(lengths)
+        hidden = way.forward(tokens, self.kv, meta)
+        logits = (way.logits(hidden) if self.model.spec.has_last else hidden).split(lengths)
         for s, t in ordered:
             self.computed[s] += len(t)
         result: list[torch.Tensor] = [logits[0]] * len(parts)

@@ -61,7 +61,7 @@ def entry(monkeypatch):
             return self.given
 
     def give(*given):
-        monkeypatch.setattr(families, "entry_points", lambda group: [Entry(g) for g in given])
+        monkeypatch.setattr(families, "_entries", lambda: [Entry(g) for g in given])
         families.families.cache_clear()
 
     yield give

@@ -21,6 +21,7 @@ from slipstream.plan.estimate import estimate
 from slipstream.plan.memory import weights_bytes
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
+from tests.kernels.cases import rows_of
 from tests.model.harness import run
 
 SIZES = dict(hidden_size=64, intermediate_size=192, head_dim=16)
@@ -99,7 +100,7 @@ def check_cpu_holds(folder, form, scheme=None):
     for a, b in zip(ours.decoder.layers, exact.decoder.layers, strict=True):
         pairs = ((a.attention.qkv, b.attention.qkv), (a.attention.out, b.attention.out), (a.mlp.up, b.mlp.up))
         for x, y in (*pairs, (a.mlp.down, b.mlp.down)):
-            held, given = x.parts[0].rows_of(torch.arange(x.out_features)), dequantize(y)
+            held, given = rows_of(x.parts[0], torch.arange(x.out_features)), dequantize(y)
             # By 32, 8 scales are taken off of a code's, which float32 rounds where the scale has all of its bits.
             torch.testing.assert_close(held, given, rtol=0, atol=1e-6 * float(given.abs().max()) if form == "int4 by 32" else 0)
     tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]
@@ -177,13 +178,14 @@ def test_gptq_is_the_same_as_rounding_at_load(tmp_path):
         assert caught.value.field == f"{stem}.{part}"
 
 
-@pytest.mark.parametrize("size", [32, 128])
-def test_awq_computes_what_its_definition_says(tmp_path, size):
-    """(code − zero) · scale, of codes packed by the columns' order 0 2 4 6 1 3 5 7: against the same numbers unrounded."""
-    tiny_models.build(tmp_path, "llama", **{**SIZES, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32})
-    file = tmp_path / "model.safetensors"
+AWQ_SIZES = {**SIZES, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+
+
+def compress_awq(folder, size):
+    """Rewrite a tiny checkpoint as AWQ's tools would, of random codes and zero points. Returns the tensors with the same
+    numbers unrounded."""
+    file, rng = folder / "model.safetensors", torch.Generator().manual_seed(1)
     dense, tensors = load_file(file), load_file(file)
-    rng = torch.Generator().manual_seed(1)
 
     def pack(codes):  # [rows, out]
         words = sum(codes[:, column::8].to(torch.int64) << 4 * i for i, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
@@ -198,13 +200,29 @@ def test_awq_computes_what_its_definition_says(tmp_path, size):
         spread = (t.repeat_interleave(size, dim=0) for t in (zeros, scales))
         dense[name] = ((codes - next(spread)) * next(spread)).T.contiguous()
         tensors.update({f"{stem}.qweight": pack(codes), f"{stem}.qzeros": pack(zeros), f"{stem}.scales": scales})
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return dense
+
+
+@pytest.mark.parametrize("size", [32, 128])
+def test_awq_computes_what_its_definition_says(tmp_path, size):
+    """(code − zero) · scale, of codes packed by the columns' order 0 2 4 6 1 3 5 7: against the same numbers unrounded."""
+    tiny_models.build(tmp_path, "llama", **AWQ_SIZES)
+    file, path = tmp_path / "model.safetensors", tmp_path / "config.json"
+    written = json.loads(path.read_text())
+    dense = compress_awq(tmp_path, size)
+    tensors, config = load_file(file), path.read_text()
+    given = json.loads(config)["quantization_config"]
     save_file(dense, file, metadata={"format": "pt"})
+    path.write_text(json.dumps(written))
     expected = log_probabilities(tmp_path)
     save_file(tensors, file, metadata={"format": "pt"})
-    path = tmp_path / "config.json"
-    written = json.loads(path.read_text())
-    given = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
-    path.write_text(json.dumps({**written, "quantization_config": given}))
+    path.write_text(config)
     assert log_probabilities(tmp_path) == pytest.approx(expected, abs=1e-3)
     check_cpu_holds(tmp_path, "int4 by 32" if size == 32 else "int4 with zero points")
     del tensors["model.layers.0.mlp.up_proj.qzeros"]

@@ -16,7 +16,12 @@ from safetensors.torch import load_file
 from slipstream import LLM, SamplingParams
 from slipstream.errors import UnsupportedModelError
 from slipstream.kernels import native
+from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.cpu_torch import CpuOps, PackedLinear
+from slipstream.kernels.host_experts import HostExpertOps
 from slipstream.kernels.positions import rope_table
+from slipstream.model.loader import load_model
+from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
 from slipstream.spec.families import find_gguf_family
 from slipstream.spec.gguf import GGUFFile
@@ -24,7 +29,7 @@ from slipstream.spec.model import Llama3Scaling, RopeSpec
 from slipstream.spec.parameters import parameters
 from tests import tiny_models
 from tests.kernels.test_cpu_ops import any_blocks
-from tests.model.harness import Paged, is_program, load, run
+from tests.model.harness import CPU, Paged, is_program, load, run
 from tests.model.test_gguf import resident_kib
 
 ROOT = Path(__file__).parents[2]
@@ -701,6 +706,12 @@ def test_experts_are_used_as_they_are(tmp_path, kinds):
     tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]
     a, b = run(ours, tokens), run(exact, tokens)
     assert 0 < (a - b).abs().max() / b.abs().max() < 0.05
+    ops = HostExpertOps(CpuOps(), NativeOps(2), platform_of(CPU))  # the others are torch's
+    hosted = load_model(tmp_path / "model.gguf", ops=ops, device=CPU, dtype=torch.float32, host_experts=2)
+    own = hosted.decoder.layers[1].mlp
+    assert [p.kind for p in own.up.parts + own.down.parts] == [native.BLOCK_KINDS[kind] for kind in kinds]
+    assert isinstance(hosted.decoder.layers[1].attention.qkv, PackedLinear)
+    assert (run(hosted, tokens) - b).abs().max() / b.abs().max() < 0.05
 
 
 def test_a_token_does_not_depend_on_what_else_is_in_the_batch(tmp_path):

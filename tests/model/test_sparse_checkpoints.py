@@ -127,7 +127,7 @@ def test_zeros_are_found_at_load_and_left_out(tmp_path, dtype):
     """With quantization='int8' the products become sparse, the ledger says so and counts what
     they take."""
     tiny_models.build(tmp_path, "llama", **{**SIZES, "hidden_size": 128, "intermediate_size": 256})
-    settings = dict(kernels="cpu", dtype=dtype, quantization="int8")
+    settings = dict(kernels="cpu", dtype=dtype, quantization="int8", max_num_seqs=8)  # with more they are held dense, too
     with LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, max_model_len=64, **settings) as llm:
         dense = {form.name: form for form in llm.ledger.forms}
     assert (set(dense), dense["int8"].num_products) == ({"int8", dtype}, 8)

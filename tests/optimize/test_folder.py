@@ -18,6 +18,7 @@ from slipstream.config.engine_folder import Machine, read_engine_folder
 from slipstream.engine import folder as of_engine
 from slipstream.engine.folder import settled, this_machine
 from slipstream.errors import ConfigError
+from slipstream.kernels.host_ops import HostOps
 from slipstream.optimize.folder import build_folder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -58,16 +59,13 @@ def test_a_folder_needs_nothing_else_and_is_not_packed_twice(built, tiny_model, 
 
 def test_packed_weights_are_read(built, monkeypatch):
     """A start from the folder rounds nothing."""
-
-    from slipstream.kernels.cpu import NativeOps
-
-    real = NativeOps.quantize_weight
+    real = HostOps.quantize_weight
 
     def refuse(ops, weight, bias, scheme):
         assert scheme is None, "a weight was rounded"
         return real(ops, weight, bias, scheme)
 
-    monkeypatch.setattr(NativeOps, "quantize_weight", refuse)
+    monkeypatch.setattr(HostOps, "quantize_weight", refuse)
     LLM(str(built), device="cpu", num_threads=1).shutdown()
     shutil.rmtree(built / "packed")
     with pytest.raises(AssertionError, match="was rounded"):
@@ -82,7 +80,10 @@ def test_weights_that_were_changed_are_packed_anew(built):
     stat = weights.stat()
     weights.write_bytes(data)
     os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    LLM(str(built), device="cpu", num_threads=1).shutdown()
+    with LLM(str(built), device="cpu", num_threads=1) as llm:
+        writer = llm.core.executor.runner.model.writer
+        assert writer is not None
+        writer.join()
     (again,) = (built / "packed").iterdir()
     assert again.name != packed.name
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.optimize.candidates import Candidate, Result
 from slipstream.optimize.page import render
 from slipstream.optimize.run import as_row
-from slipstream.optimize.search import Candidate, Result
 from tests.browser import Browser
 
 
@@ -39,4 +39,17 @@ def test_every_point_is_seen_and_every_failure_told(tmp_path, width):
         assert "KL 0.4 </script><b>" in browser.run("return document.body.innerText")
         assert "int8 max_num_seqs=8 (chosen)" in browser.run("return document.body.innerText")
         assert browser.run("return document.documentElement.scrollWidth") <= width
+        assert browser.errors() == []
+
+
+def test_guesses_are_called_so(tmp_path):
+    row = result("int8", 20.0)
+    row["figures"] |= {"perplexity_ratio": None, "not_measured": "random weights"}
+    document = {"front": [row], "results": [row], "chosen": row, "why_ended": "the budget is over"}
+    (tmp_path / "page.html").write_text(render(document, "m"), encoding="utf-8")
+    with Browser.start(tmp_path) as browser:
+        browser.open(tmp_path / "page.html", width=1280, height=800)
+        text = browser.run("return document.body.innerText")
+        assert "0.0100 (a guess: random weights)" in text
+        assert "not measured" in text
         assert browser.errors() == []

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from slipstream.cli.main import main
+from slipstream.cli.optimize import _cells, _line
 from slipstream.config import EngineArgs
-from slipstream.errors import ConfigError, EngineError
+from slipstream.errors import ConfigError, EngineError, SlipstreamError
+from slipstream.evals.tasks import TaskResult
 from slipstream.optimize import run
-from slipstream.optimize.prior import NOTHING, bits_of, simulated_prior
+from slipstream.optimize.candidates import NOTHING, Candidate, Result, Space
+from slipstream.optimize.prior import bits_of, guessed_kl, simulated_prior
 from slipstream.optimize.run import Measurer, QualityLoss, parse_quality_loss, parse_seconds
-from slipstream.optimize.search import Candidate, Result, Space
 from slipstream.optimize.traffic import Traffic, parse_traffic
+from slipstream.optimize.worker import task_loss
 from slipstream.plan.devices import find_device
 from slipstream.spec.description import read_spec
+from tests.waiting import wait_for
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46,374,44
@@ -39,7 +48,7 @@ def test_traffic_of_lengths_and_of_traces(tmp_path):
         (tmp_path / name).write_text(text)
         assert parse_traffic(str(tmp_path / name), "burst", num_requests=9, longest=500).lengths == wanted
     found = parse_traffic(str(tmp_path / "t.csv"), "burst", num_requests=9, longest=500)
-    assert (found.num_left_out, found.longest, found.mean_input) == (1, 418, 374)
+    assert (found.num_left_out, found.longest, found.lengths) == (1, 418, ((374, 44),))
 
 
 @pytest.mark.parametrize("text", ["128", "0/4", "a/b", "no-such-file.csv"])
@@ -64,10 +73,35 @@ def test_limits_count_at_the_end_of_the_interval():
     (fault,) = limits.faults({**found, "perplexity_ratio_stderr": 0.01})
     assert "perplexity +1.00% (up to +2.96%)" in fault
     assert len(limits.faults({**found, "kl": float("nan")})) == 1
-    for text in ("kl", "kl=x", "task=0.1", "kl=-1"):
+    for text in ("kl", "kl=x", "task=0.1", "kl=-1", "task=x", "task=:1%", "task=x:y"):
         with pytest.raises(ConfigError) as caught:
             parse_quality_loss(text)
         assert caught.value.field == "max_quality_loss"
+
+
+def test_limits_of_tasks_count_at_the_end_of_the_interval_of_the_difference():
+    limits = parse_quality_loss("task=a/questions.jsonl:5%,kl=1,task=hellaswag:0.01")
+    assert limits.tasks == (("a/questions.jsonl", 0.05), ("hellaswag", 0.01))
+    original = TaskResult(name="q", metric="acc_norm", value=0.60, stderr=0.012, num_questions=400)
+    found = dataclasses.replace(original, value=0.58, stderr=0.016)
+    loss = task_loss(original, found)
+    assert (loss["loss"], loss["stderr"]) == (pytest.approx(0.02), pytest.approx(0.02))
+    figures = {"kl": 0.0, "kl_stderr": 0.0, "perplexity_ratio": 1.0, "perplexity_ratio_stderr": 0.0}
+    figures |= {"tasks": {"a/questions.jsonl": loss, "hellaswag": {**loss, "loss": -0.05}}}
+    (fault,) = limits.faults(figures)
+    assert fault == "a/questions.jsonl: acc_norm from 0.600 to 0.580, 0.020 lost (up to 0.059), at most 0.05 is wanted"
+    perplexity = dataclasses.replace(original, metric="word_perplexity", value=20.0, stderr=0.2)
+    assert task_loss(perplexity, dataclasses.replace(perplexity, value=21.0))["loss"] == pytest.approx(0.05)
+    wer = dataclasses.replace(original, metric="wer", value=0.20, stderr=0.002)
+    assert task_loss(wer, dataclasses.replace(wer, value=0.25))["loss"] == pytest.approx(0.25)
+    bleu = dataclasses.replace(original, metric="bleu", value=30.0, stderr=1.0)
+    assert task_loss(bleu, dataclasses.replace(bleu, value=29.0))["loss"] == pytest.approx(0.01)
+    own = dataclasses.replace(original, metric="own", higher_is_better=False, value=2.0)
+    assert task_loss(own, dataclasses.replace(own, value=3.0))["loss"] == pytest.approx(0.5)
+    with pytest.raises(SlipstreamError, match="more or less of own"):
+        task_loss(own, dataclasses.replace(own, higher_is_better=None))
+    with pytest.raises(SlipstreamError, match="no standard error"):
+        task_loss(original, dataclasses.replace(found, stderr=None))
 
 
 def test_times():
@@ -133,6 +167,43 @@ def test_a_process_that_fails_or_hangs_is_an_error(tmp_path):
         measurer(tmp_path)._finish(["sh", "-c", "echo begin >&2; echo slipstream: no room >&2; exit 3"], None, "speed")
 
 
+def test_random_weights_have_a_speed_and_no_quality(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        Measurer, "_run", lambda self, job: {"output_throughput": 5.0, "tpot_s_p99": 0.1} if job["kind"] == "speed" else 1 / 0
+    )
+    made = measurer(tmp_path, limits=QualityLoss(kl=0.001))
+    made.base = dataclasses.replace(made.base, load_format="dummy")
+    found = made(Candidate("int4", (("kv_cache_dtype", "auto"),)))
+    assert (found.throughput, found.fits, found.kl) == (5.0, True, 0.05)
+    assert "not measured" in found.figures["not_measured"]
+
+
+def test_a_draft_model_stays_outside_of_the_folder(tmp_path):
+    made = measurer(tmp_path)
+    args, at_start = made.folder_args(Candidate("none", (("speculative_model", str(tmp_path)), ("max_num_seqs", 3))))
+    assert (args.speculative_model, args.max_num_seqs) == (None, 3)
+    assert at_start == {"speculative_model": str(tmp_path)}
+    assert made.folder_args(Candidate("none", (("speculative_model", "ngram"),)))[1] == {}
+    assert run.check_drafts(["none", "suffix", str(tmp_path)]) == (None, "suffix", str(tmp_path))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process that ends with its parent is Linux's")
+def test_a_killed_search_leaves_nobody_behind():
+    words = [sys.executable, "-m", "slipstream.optimize.worker", "http.server", "0"]
+    code = f"import subprocess; p = subprocess.Popen({words!r}, start_new_session=True); print(p.pid, flush=True); p.wait()"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    command = Path(f"/proc/{child}/cmdline")
+    wait_for(lambda: b"http.server\0" in (words := command.read_bytes()) and b"worker" not in words, "it does not begin")
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.communicate()
+    try:
+        wait_for(lambda: not command.exists() or not command.read_bytes(), "it lives on")
+    except AssertionError:
+        os.kill(child, signal.SIGKILL)
+        raise
+
+
 def test_a_compression_that_loses_too_much_is_not_run(tmp_path, monkeypatch):
     made = measurer(tmp_path, limits=QualityLoss(kl=0.01))
     loss = {"kl": 0.2, "kl_stderr": 0.0, "perplexity_ratio": 1.2, "perplexity_ratio_stderr": 0.0}
@@ -159,8 +230,10 @@ def test_the_prior_knows_bits_and_batches():
     assert of("none", 8, "fp8").tpot_s < of("none", 8).tpot_s
     assert of("none", 8).kl == 0 < of("none", 8, "fp8").kl < of("int4", 8).kl
     assert of("none", 8, "nothing") == NOTHING
+    assert guessed_kl("int4", "auto", 135e6) > guessed_kl("int4", "auto", 8e9) > guessed_kl("recipe:int4-gptq", "auto", 8e9)
+    assert guessed_kl("none", "auto", 135e6) == 0 < guessed_kl("none", "int8", 135e6)
     assert bits_of("recipe:int4-gptq") == (4, "int4")
-    assert bits_of("recipe:2:4") == (16, None)
+    assert bits_of("recipe:2:4") == (3, "int8")  # half of the weights, and it costs
 
 
 @pytest.mark.parametrize(
@@ -168,16 +241,53 @@ def test_the_prior_knows_bits_and_batches():
     [
         (["--budget=soon"], "budget"),
         (["--slo=ttft=1"], "slo"),
-        (["--compressions=int9"], "recipe"),
+        (["--compressions=int9"], "compressions"),
         (["--compressions=none,none"], "compressions"),
         (["--arrivals=often"], "arrivals"),
         (["--traffic=1"], "traffic"),
         (["--num-requests=0"], "num_requests"),
+        (["--parallel=tp2"], "parallel"),
+        (["--drafts=none,no-such-folder"], "drafts"),
+        (["--compressions=recipe:draft:1/3"], "compressions"),
+        (["--load-format=dummy", "--compressions=recipe:int8"], "compressions"),
+        (["--max-quality-loss=task=no-such.jsonl:1%"], "tasks"),
+        (["--seed=-1"], "seed"),
+        (["--kv-cache-dtypes=auto,int9"], "kv_cache_dtype"),
+        (["--max-model-len=0"], "max_model_len"),
+        (["--max-model-len=99999999"], "max_model_len"),
+        (["--num-threads=0"], "num_threads"),
+        (["--eval-windows=0"], "num_windows"),
+        (["--text=no-such-file.txt"], "text"),
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_runs(tiny_model, tmp_path, capsys, words, field):
     assert main(["optimize", str(tiny_model), f"--out={tmp_path / 'out'}", *words, "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["field"] == field
+
+
+def test_a_limit_of_random_weights_is_refused_and_their_quality_is_not_shown(tiny_model, tmp_path, capsys):
+    words = ["optimize", str(tiny_model), f"--out={tmp_path / 'out'}", "--load-format=dummy", "--max-quality-loss=kl=1"]
+    assert main([*words, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["field"] == "max_quality_loss"
+    figures = {"kl": 0.02, "kl_stderr": 0.0, "perplexity_ratio": 1.0, "ttft_s_p99": 0.1, "predicted_throughput": 1.0}
+    guessed = Result(candidate=Candidate("int8"), kl=0.02, figures={**figures, "not_measured": "random weights"})
+    assert _line(guessed).endswith("KL –")
+    assert _cells(guessed, False)[-3:-1] == ("–", "–")
+
+
+def test_results_of_another_file_or_machine_are_not_gone_on_with(tiny_model, tmp_path, monkeypatch):
+    (tmp_path / "q.jsonl").write_text("{}")
+    given = {"base": EngineArgs(model=str(tiny_model)), "traffic": parse_traffic("8/4", "burst", num_requests=1, longest=99)}
+    measurer = Measurer(
+        **given, objectives={}, limits=QualityLoss(), folder=tmp_path, text={}, files=[tmp_path / "q.jsonl"]
+    )
+    before = measurer.conditions
+    assert measurer.conditions == before
+    (tmp_path / "q.jsonl").write_text("{} ")
+    changed = measurer.conditions
+    other = dataclasses.replace(run._machine(), cpu="another")
+    monkeypatch.setattr(run, "_machine", lambda: other)
+    assert len({before, changed, measurer.conditions}) == 3
 
 
 @pytest.mark.slow
@@ -212,6 +322,13 @@ def test_the_whole_loop(tiny_model, tmp_path, capsys, monkeypatch):
     assert "default-src 'none'" in (out / "optimize.html").read_text()
     assert main(["run", str(out), "One, two,", "--max-tokens=3", "--device=cpu"]) == 0
     capsys.readouterr()
+    assert main(["bench", "folder", str(out), "--device=cpu", "--json"]) == 1  # the objective is missed here, too
+    checked = json.loads(capsys.readouterr().out)
+    (missed,) = checked["objectives"]
+    assert (missed["name"], missed["wanted"], checked["holds"]) == ("ttft_s", 1e-6, False)
+    assert missed["here"] > missed["wanted"]
+    assert checked["figures"]["num_requests"] == 8
+    assert checked["differences"] == []
     again = tmp_path / "again"
     (tmp_path / "best.search").rename(tmp_path / "again.search")
     assert main([w.replace("--budget=10m", "--budget=1s").replace(str(out), str(again)) for w in words]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import pytest
 
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError, OutOfMemoryError
+from slipstream.plan.analytic import binds
 from slipstream.plan.capacity import Objectives, find_capacity, keeps_up
 from slipstream.plan.devices import find_device, known_devices
 from slipstream.plan.engines import plan_engine
 from slipstream.plan.graph_sizes import ladder, padding
 from slipstream.plan.memory import weights_bytes
+from slipstream.plan.offload import estimate_offload
 from slipstream.plan.operators import products
 from slipstream.plan.recommend import Load, as_data, plan_device
 from slipstream.plan.step_cost import MeasuredStep, StepShape, fit_steps
@@ -91,6 +94,11 @@ def test_names_of_devices():
     assert find_device("4090").title == "NVIDIA GeForce RTX 4090"
     with pytest.raises(ConfigError, match=r"gpu='h201' is not one of .*did you mean h200"):
         find_device("h201")
+    assert find_device("h100 80gb") is find_device("H100")
+    assert find_device("Instinct MI300X") is find_device("mi300x")
+    for other in ("h20", "NVIDIA H20", "NVIDIA A10", "L40", "RTX 40", "nvidia", ""):  # GPUs whose names another's begins with
+        with pytest.raises(ConfigError, match=f"gpu='{other}' is not one of"):
+            find_device(other)
 
 
 def test_graph_sizes_hold_what_they_are_asked_for():
@@ -102,6 +110,14 @@ def test_graph_sizes_hold_what_they_are_asked_for():
         assert (more_prompt > 0) == (prompt > 0)
     assert padded(130, 0, 0)[0] in ladder(256)
     assert padded(10, 5000, 3) == (10, 5000)
+
+
+def test_graph_sizes_waste_little_and_fill_tiles():
+    for most in (300, 512, 1000, 2048):
+        sizes = ladder(most)
+        assert sizes[-1] == most
+        assert all(b - a <= max(8, (a + 1) / 8) for a, b in itertools.pairwise(sizes) if a >= 16)
+        assert set(range(128, most + 1, 128)) <= set(sizes)
 
 
 # --- Traffic ----------------------------------------------------------------------------------------------------------
@@ -213,4 +229,20 @@ def test_two_gpus_hold_what_one_does_not():
     plan = plan_device(args, read_spec(CONFIGS / "mixtral-8x7b"), find_device("a100"), load, max_gpus=4, search=False)
     assert plan.engine.num_gpus == 2
     assert any("does not hold the model" in note for note in plan.notes)
-    assert any("tensor_parallel_size=1 only" in note for note in plan.notes)
+    assert any("several devices are estimated" in note for note in plan.notes)
+
+
+def test_layers_that_are_copied_to_a_gpu_bound_its_steps():
+    one, many = StepShape.of([100] * 4), StepShape.of(prompts=[(0, 512)] * 32)
+    whole, bounded = planned(), planned(weights_bytes=8 * 2**30)
+    offload = estimate_offload(bounded.config, bounded.description)
+    assert offload.read_bytes > 7 * 2**30
+    read_s = offload.read_bytes / 55e9
+    assert bounded.analytic.seconds(one) == pytest.approx(read_s)
+    assert sum(bounded.analytic.parts(one).values()) == pytest.approx(read_s)
+    assert binds(bounded.analytic.parts(one)) == "reading layers"
+    assert whole.analytic.seconds(one) < read_s / 10
+    assert bounded.analytic.seconds(many) == whole.analytic.seconds(many) > read_s  # computed meanwhile
+    assert bounded.table is None
+    assert bounded.ledger.num_blocks > whole.ledger.num_blocks
+    assert planned(weights_bytes=20 * 2**30).analytic.read_s == 0

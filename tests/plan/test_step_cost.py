@@ -61,7 +61,7 @@ def test_labels():
     assert worst("measured", "estimated", "interpolated") == "estimated"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(0.5, 2.0), min_size=len(SHAPES), max_size=len(SHAPES)), st.integers(1, 80), st.integers(0, 600))
 def test_a_larger_step_is_never_faster_however_noisy_the_measurements(noise, decodes, prompt):
     times = iter(noise)

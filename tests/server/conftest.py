@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-import time
 
 import httpx
 import openai
@@ -17,6 +16,7 @@ from slipstream.config import EngineArgs
 from slipstream.server.run import bind, make_server, url
 from slipstream.server.state import ServerSettings
 from tests.server.fake_engine import FakeEngine
+from tests.waiting import PATIENCE_S, wait_for
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
@@ -34,7 +34,7 @@ class RunningServer:
         self._start, self._up, self.error = start, threading.Event(), None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._up.wait(120), "the server did not start"
+        assert self._up.wait(PATIENCE_S), "the server did not start"
         if self.error is not None:
             raise self.error
 
@@ -62,32 +62,33 @@ class RunningServer:
 
     def client(self, **kwargs):
         return openai.OpenAI(
-            base_url=self.url + "/v1", **{"api_key": "none", "max_retries": 0, "timeout": 30, **kwargs}
+            base_url=self.url + "/v1", **{"api_key": "none", "max_retries": 0, "timeout": PATIENCE_S, **kwargs}
         )
 
     def http(self, **kwargs):
-        return httpx.Client(base_url=self.url, timeout=30, **kwargs)
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, **kwargs)
 
     def begin_stop(self):
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.server.stop)
 
     def join(self):
-        self._thread.join(30)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the server did not stop"
 
     def call(self, coroutine):
         """The result of a coroutine on the server's loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
 
-    def wait_for(self, condition, what, seconds=10):
-        until = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < until, what
-            time.sleep(0.005)
+    wait_for = staticmethod(wait_for)
 
     def wait_idle(self):
-        self.wait_for(lambda: not self.state.in_flight and self.engine.running == 0, "a request was not freed")
+        wait_for(lambda: not self.state.in_flight and self.engine.running == 0, "a request was not freed")
+
+
+def lines_of(caplog, *names):
+    """What loggers of these names said. Servers that other tests left running may say something, too."""
+    return [record for record in caplog.records if record.name in names]
 
 
 @contextlib.contextmanager

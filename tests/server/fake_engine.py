@@ -10,15 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from slipstream.errors import ContextLengthError, EngineDeadError, EngineOverloadedError, RequestError
-from slipstream.types import (
-    CompletionOutput,
-    EngineStats,
-    Logprob,
-    PositionLogprobs,
-    RequestOutput,
-    RequestTimes,
-    Vectors,
-)
+from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestTimes, Vectors
+from slipstream.stats import EngineStats
 
 
 class ByteTokenizer:
@@ -59,12 +52,15 @@ class FakeEngine:
 
     model_name = "fake"
     description = SimpleNamespace(
-        spec=SimpleNamespace(vocab_size=256, classifier=None, hidden_size=4, num_parameters=9, layers=(), generates=True),
+        spec=SimpleNamespace(
+            vocab_size=256, classifier=None, hidden_size=4, num_parameters=9, layers=(), generates=True, vision=None
+        ),
         pooling=SimpleNamespace(dimensions=None, score_tokens=None),
         family=SimpleNamespace(model_type="fake"),
         path=Path("nowhere"),
         format="safetensors",
         scheme=None,
+        gguf_type=None,
         dtype="float32",
         sampling={},
     )
@@ -73,11 +69,14 @@ class FakeEngine:
 
     def __init__(self, *, delay_s=0.0, max_model_len=512, max_queue=None):
         self.tokenizer = ByteTokenizer()
-        self.config = SimpleNamespace(model=SimpleNamespace(max_model_len=max_model_len))
+        self.adapters = {}  # by name
+        self.config = SimpleNamespace(
+            model=SimpleNamespace(max_model_len=max_model_len), scheduling=SimpleNamespace(max_num_seqs=8)
+        )
         self.delay_s, self.max_queue = delay_s, max_queue
         self.running = 0
         self.started = 0
-        self.seen = []  # (prompt, sampling, priority)
+        self.seen, self.shares = [], []  # (prompt, sampling, priority)
         self.prompt_steps = 0  # in which parts of the prompt are computed, before the one with the first token
         self.fail_after = None  # tokens, after which the engine dies
         self.dead = False
@@ -85,8 +84,12 @@ class FakeEngine:
         self.was_shut_down = False
         self.prompt_tokens = self.generation_tokens = 0
 
-    async def submit(self, prompt, sampling, sink, *, priority=0):
+    async def submit(self, prompt, sampling, sink, *, priority=0, share=None, reserve=None):
         """`AsyncLLM.submit`, without `on_token`."""
+        if reserve is not None:
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+            reserve(len(ids), sampling.n * (sampling.max_tokens or self.config.model.max_model_len - len(ids)))
+        self.shares.append(share)
         stream = self.answer(self._begin(prompt, sampling, priority), sampling)
 
         async def pump():
@@ -107,6 +110,10 @@ class FakeEngine:
                 yield delta
         finally:
             self._end()
+
+    @property
+    def num_requests(self):
+        return self.running
 
     def _end(self):
         self.running -= 1
@@ -153,7 +160,11 @@ class FakeEngine:
                 output.prompt_logprobs = [None] + [self._logprobs(t, sampling.prompt_logprobs) for t in ids[1:]]
             yield output
 
-    async def embed(self, prompts, *, priority=0, truncate_to=None):
+    def check_pictures(self, count):
+        if count:
+            raise RequestError("this model takes no pictures; leave them out", field="image")
+
+    async def embed(self, prompts, *, priority=0, truncate_to=None, reserve=None):
         if self.dead:
             raise EngineDeadError("the engine process is down")
         found, token_ids = [], []
@@ -168,6 +179,8 @@ class FakeEngine:
             await asyncio.sleep(self.delay_s)
             found.append(array.array("f", [len(ids), 0, 0, 0]).tobytes())
             token_ids.append(list(ids))
+        if reserve is not None:
+            reserve(sum(map(len, token_ids)), 0)
         return Vectors(prompts=[None] * len(found), prompt_token_ids=token_ids, data=b"".join(found))
 
     def _delta(self, index, token, sampling, last):

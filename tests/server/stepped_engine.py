@@ -13,7 +13,8 @@ from slipstream.engine.core_process import Abort, Add, Outputs, ToParent
 from slipstream.engine.processor import InputProcessor, load_tokenizer
 from slipstream.hub import machine_folder
 from slipstream.spec.description import read_spec
-from slipstream.types import EngineStats, FinishReason, TokenOutput
+from slipstream.stats import EngineStats
+from slipstream.types import FinishReason, TokenOutput
 from slipstream.worker.device import detect
 
 ENCODER, DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToParent)

@@ -3,7 +3,6 @@ weights: each answer is a call, and its arguments are JSON of the function's sch
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -11,8 +10,8 @@ import jsonschema
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.server.tool_formats import FORMATS
-from slipstream.server.tool_formats.base import Arguments, BeginCall, Content, Tool
+from slipstream.engine.tool_formats import FORMATS
+from slipstream.engine.tool_formats.base import Arguments, BeginCall, Content, Tool
 from slipstream.server.tools import Reading
 
 FUNCTIONS = json.loads((Path(__file__).parents[1] / "data" / "bfcl_functions.json").read_text("utf-8"))
@@ -73,7 +72,7 @@ def check(llm, offers, mode, name):
     for seed, offered in enumerate(offers):
         made = Reading(form=FORMATS[name](), think=None, offered=tuple(offered), enforced=True, must_call=mode != "strict",
                        parallel=mode == "required")  # fmt: skip
-        structured = asyncio.run(made.structured(None, tokenizer))
+        structured = made.structured(None, tokenizer)
         readings.append(made)
         params.append(SamplingParams(
             structured_outputs=structured, seed=seed, max_tokens=900, temperature=1.5, logit_bias={**ends, **trigger},

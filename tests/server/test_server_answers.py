@@ -16,7 +16,8 @@ from slipstream.engine.output import OutputProcessor
 from slipstream.engine.processor import InputProcessor
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.server.metrics import Metrics
-from slipstream.types import EngineStats, FinishReason, PromptLogprobs, TokenLogprobs, TokenOutput
+from slipstream.stats import EngineStats
+from slipstream.types import FinishReason, PromptLogprobs, TokenLogprobs, TokenOutput
 from tests.data.make_tokens import write_gguf
 from tests.server.fake_engine import FakeEngine
 

@@ -22,6 +22,7 @@ PACKAGES = {
     "llama_index": "llama-index-llms-openai-like",
     "litellm": "litellm",
     "ollama": "ollama",
+    "anthropic": "anthropic",
     "lm_eval": "lm-eval",
     "guidellm": "guidellm",
 }

@@ -11,10 +11,11 @@ import pytest
 
 from slipstream.server import connection
 from tests.server.fake_engine import FakeEngine
+from tests.waiting import PATIENCE_S
 
 COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 400}
 LIVE = b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n"
-SLOW = 0.02  # s a token: 400 tokens are 8 s, longer than any of these tests waits
+SLOW = 0.5  # s a token: 400 tokens are 200 s, longer than any of these tests waits
 
 
 def post(body, *, path="/v1/completions", version="1.1", headers=""):
@@ -24,7 +25,7 @@ def post(body, *, path="/v1/completions", version="1.1", headers=""):
 
 
 def connect(server):
-    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10)
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=PATIENCE_S)
 
 
 def read_all(sock):
@@ -72,7 +73,7 @@ def test_whatever_is_pipelined_a_client_that_leaves_is_noticed(serve, behind, re
     sock.sendall(behind)
     time.sleep(0.05)
     leave(sock, reset=reset)
-    server.wait_for(lambda: not server.state.in_flight and not server.engine.running, "it was not freed", seconds=1.5)
+    server.wait_for(lambda: not server.state.in_flight and not server.engine.running, "it was not freed")
     assert server.engine.started == 1
     assert server.engine.generation_tokens < 200
 
@@ -85,7 +86,7 @@ def test_two_hundred_such_clients_leave_nothing_running(serve):
     server.wait_for(lambda: server.engine.running == 200, "they did not start")
     for i, sock in enumerate(socks):
         leave(sock, reset=i % 2 == 0)
-    server.wait_for(lambda: not server.state.in_flight and not server.engine.running, "not all were freed", seconds=1.5)
+    server.wait_for(lambda: not server.state.in_flight and not server.engine.running, "not all were freed")
     assert server.engine.started == 200
     with server.http() as http:
         assert http.get("/ready").status_code == 200
@@ -156,6 +157,7 @@ def test_a_body_that_nobody_reads_is_not_waited_for(serve, monkeypatch, chunked,
         sock.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: a\r\n{how}\r\n\r\n".encode())
         block = b"10000\r\n" + b"a" * 65536 + b"\r\n" if chunked else b"a" * 65536
         assert num_taken(sock, block, 2000) < 1000
+    monkeypatch.setattr(connection, "LINGER_S", PATIENCE_S)
     with connect(server) as sock:  # who reads in time gets the answer
         sock.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: a\r\n{how}\r\n\r\n".encode() + block * 20)
         answer = read_all(sock)
@@ -173,13 +175,13 @@ def test_a_small_body_without_a_key_keeps_the_connection(serve):
 
 
 def test_a_head_has_a_time(serve, monkeypatch):
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 1.0)
     server = serve()
     for begin in (b"", b"GET /live HT", LIVE + b"GET"):
         with connect(server) as sock:
             sock.sendall(begin)
             answer = b""
-            until = time.monotonic() + 5
+            until = time.monotonic() + PATIENCE_S
             sock.settimeout(0.05)
             while time.monotonic() < until:  # a byte now and then does not help
                 try:

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from slipstream import __version__
+from tests.server.conftest import lines_of
 
 COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 4}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -66,9 +67,19 @@ def test_refused_fields_are_in_the_log(serve, caplog):
     with server.http() as http:
         for wrong in ({"evil\nfield=1": 1}, {"suffix": "x"}, {"stop": 5}, {"stream_options": {"include_usage": 5}}):
             assert http.post("/v1/completions", json=COMPLETION | wrong).status_code == 400
-    server.wait_for(lambda: len(caplog.records) == 4, "no log line")
-    named = [record.fields["param"] for record in caplog.records]
+    server.wait_for(lambda: len(lines_of(caplog, "slipstream.access")) == 4, "no log line")
+    named = [record.fields["param"] for record in lines_of(caplog, "slipstream.access")]
     assert named == ["unknown", "suffix", "stop", "stream_options.include_usage"]  # a name of the client's own stays out
+
+
+def test_a_misspelt_field_is_answered_with_the_likely_one(shared):
+    with shared.http() as http:
+        hints = {"temprature": "; did you mean temperature?", "max_token": "; did you mean max_tokens?", "zzz": ")"}
+        for wrong, hint in hints.items():
+            error = http.post("/v1/completions", json=COMPLETION | {wrong: 1}).json()["error"]
+            assert error["message"].endswith(hint)
+            assert error["param"] == wrong
+        assert "did you mean" not in http.post("/v1/chat/completions", json={"model": "tiny"}).text  # it lacks messages
 
 
 def test_version_and_ping(serve):

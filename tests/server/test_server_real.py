@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slipstream.engine.core_client import ChildLink
 from tests.server.test_server_errors import bodies, check_any
+from tests.waiting import PATIENCE_S
 
 PROMPT = {
     "model": "smollm2",
@@ -125,7 +129,7 @@ def test_prefix_cache_is_reported(tiny_server, client):
     assert float(hits[0].split()[-1]) > 0
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_fields(tiny_server, data):
     with tiny_server.http() as http:
@@ -155,15 +159,23 @@ def test_values_at_the_edge_of_what_a_field_takes(tiny_server, client):
         assert answer.usage.completion_tokens >= 1, change
 
 
-def test_engine_death_and_return(tiny_server, client):
-    stream = client.completions.create(**PROMPT, max_tokens=900, stream=True)
+def test_engine_death_and_return(tiny_server, client, monkeypatch):
+    seen, start = threading.Event(), ChildLink.start
+
+    async def after_it_was_seen(args):
+        await asyncio.to_thread(seen.wait, PATIENCE_S)
+        return await start(args)
+
+    monkeypatch.setattr(ChildLink, "start", after_it_was_seen)
+    stream = client.completions.create(**PROMPT, max_tokens=900, n=64, stream=True)  # seconds long: it is killed in its midst
     next(stream)
     os.kill(tiny_server.engine._core.link.process.pid, signal.SIGKILL)
     with pytest.raises(openai.APIError):
         list(stream)
     with tiny_server.http() as http:
         tiny_server.wait_for(lambda: http.get("/health").status_code == 503, "the death was not noticed")
-        tiny_server.wait_for(lambda: http.get("/health").status_code == 200, "the engine did not come back", 60)
+        seen.set()
+        tiny_server.wait_for(lambda: http.get("/health").status_code == 200, "the engine did not come back")
     assert client.completions.create(**PROMPT, max_tokens=3).usage.completion_tokens == 3
 
 
@@ -193,7 +205,7 @@ def test_the_command(tiny_path, tmp_path):
         next(stream)
         process.send_signal(signal.SIGTERM)
         assert list(stream)[-1].usage.completion_tokens == 300
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     lines = [json.loads(line) for line in errors.splitlines() if not line.startswith("slipstream: starting")]
     assert [line["status"] for line in lines if line["message"] == "request"] == [200]

@@ -11,9 +11,11 @@ import pytest
 
 from slipstream import SamplingParams
 from slipstream.config import EngineArgs
-from slipstream.engine.async_llm import AsyncLLM, collect
+from slipstream.engine.async_llm import AsyncLLM
+from slipstream.engine.streams import collect
 from slipstream.errors import EngineAsleepError, RequestError
 from tests.server.test_front_ends import KEY, SHORT, Served, Streams
+from tests.waiting import PATIENCE_S
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -45,7 +47,7 @@ def test_it_is_asked_for(shared, serve):
 def test_all_front_ends_sleep(tiny_path):
     """Requests under way end first; then memory is given back, and whoever is asked says so."""
     with contextlib.closing(Served(tiny_path, "--enable-sleep-mode")) as served:
-        with httpx.Client(base_url=served.base, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as http:
+        with httpx.Client(base_url=served.base, headers={"authorization": f"Bearer {KEY}"}, timeout=PATIENCE_S) as http:
             before = served.ask()
             awake = psutil.Process(served.engine()).memory_info().vms  # a cache that nothing was written to is not resident
             with Streams(served, 4) as streams:
@@ -98,7 +100,8 @@ def test_sleep_and_requests(tiny_path):
                 await engine.sleep(5)
             # Woken while a request still runs: it never slept.
             long = asyncio.create_task(collect(engine.generate("hello", SamplingParams(max_tokens=400, ignore_eos=True))))
-            await asyncio.sleep(0.02)
+            while engine.num_requests == 0:
+                await asyncio.sleep(0.001)
             going = asyncio.create_task(engine.sleep(1))
             await asyncio.sleep(0)
             await engine.wake_up()

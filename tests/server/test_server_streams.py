@@ -20,12 +20,12 @@ from slipstream.engine.core_process import Outputs
 from slipstream.server.app import create_app
 from slipstream.server.chat import ChatAnswer
 from slipstream.server.completions import CompletionAnswer
-from slipstream.server.metrics import Metrics
 from slipstream.server.protocol import ChatRequest, CompletionRequest, decode
 from slipstream.server.record import RequestRecord
-from slipstream.server.state import ServerSettings, ServerState
+from slipstream.server.state import ServerSettings
 from slipstream.types import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
 from tests.server.stepped_engine import SteppedEngine
+from tests.waiting import PATIENCE_S
 
 BODY = {"model": "tiny", "stream": True, "max_tokens": 100_000}
 USER, LONG = {"role": "user", "content": "x"}, "x" * 20_000
@@ -41,7 +41,7 @@ def engine(tiny_path):
 
 
 def make_answer(engine, kind, **more):
-    state = ServerState(engine, ServerSettings(), Metrics("tiny"))
+    state = create_app(engine, ServerSettings(served_model_names=("tiny",))).state.server
     sampling = SamplingParams(max_tokens=200, ignore_eos=True)
     prompts = [{"prompt_token_ids": [5, 9]}] * 2 if kind is CompletionAnswer else [{"prompt_token_ids": [5, 9]}]
     given = {"prompt": "x"} if kind is CompletionAnswer else {"messages": [{"role": "user", "content": "x"}]}
@@ -75,7 +75,7 @@ async def told(engine, answer, steps, *, write):
         engine.step({key: (tokens, number == len(steps) - 1) for key in keys})
         for _ in range(3):
             await asyncio.sleep(0)
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, PATIENCE_S)
     return re.sub(rb'"created":\d+,', b"", b"".join(events))
 
 
@@ -102,7 +102,7 @@ def counted(answer):
 
 
 @pytest.mark.parametrize("kind", [ChatAnswer, CompletionAnswer])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_tokens_told_one_by_one_are_the_same_events(engine, kind, data):
     ids = st.integers(0, engine.tokenizer.vocab_size - 1) | st.sampled_from(engine.tokenizer.encode('é😀"\\\n '))
@@ -132,7 +132,7 @@ def test_tokens_told_one_by_one_are_the_same_events(engine, kind, data):
     assert engine.num_requests == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_the_message_of_steps_keeps_each_requests_order(data):
     """Also where the news of several steps are in one message."""
@@ -147,6 +147,8 @@ def test_the_message_of_steps_keeps_each_requests_order(data):
         prompt_logprobs=st.none(),
         error=st.none(),
         logprobs=st.sampled_from([(), (), logprobs]),
+        num_drafted=st.sampled_from([0, 0, 3]),
+        num_accepted=st.just(0),  # never without drafts
     )
     outputs = data.draw(st.lists(output, max_size=12))
     message = Outputs.of(outputs)
@@ -245,7 +247,7 @@ class Reader:
         if buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         self.socket.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
-        self.socket.settimeout(30)
+        self.socket.settimeout(PATIENCE_S)
         body = json.dumps(BODY | {"prompt": [5, 9], "max_tokens": 200}).encode()
         self.socket.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
@@ -289,7 +291,7 @@ def read_all(readers):
         for reader in readers:
             selector.register(reader.socket, selectors.EVENT_READ, reader)
         while selector.get_map():
-            found = selector.select(30)
+            found = selector.select(PATIENCE_S)
             assert found, "nothing came any more"
             for key, _ in found:
                 key.data.read()
@@ -318,7 +320,7 @@ def test_slow_readers_delay_nobody_and_hold_no_more_than_their_answers(stepped):
                 reader.read(1)
     for reader in quick:
         step(server, {keys[reader]: ([ids[0]], True)})
-    reading.join(60)
+    reading.join(PATIENCE_S)
     assert all(reader.ended for reader in quick)
 
     def expected(reader):

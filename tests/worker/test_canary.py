@@ -20,6 +20,7 @@ from slipstream.evals.scorer import Scorer
 from slipstream.types import SamplingParams
 from slipstream.worker.canary import CANARY_NAME, read_canary, run_canary, write_canary
 from tests import tiny_models
+from tests.waiting import PATIENCE_S
 
 SETTINGS = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 64, "max_num_seqs": 2}
 TOKENS = [7 + i * 13 % 200 for i in range(60)]
@@ -173,7 +174,7 @@ async def test_the_engine_process_tells(made):
 async def test_the_engine_process_refuses(copy):
     damage(copy)
     with pytest.raises(ModelError, match="canary is dead"):
-        await asyncio.wait_for(AsyncLLM.start(EngineArgs(model=str(copy), canary="refuse", **SETTINGS)), 60)
+        await asyncio.wait_for(AsyncLLM.start(EngineArgs(model=str(copy), canary="refuse", **SETTINGS)), PATIENCE_S)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.types import FROM_MODEL, ScheduledRequest
 from slipstream.worker.chain_graphs import ChainGraphs
+from slipstream.worker.rows import Row
 from tests import draft_heads, tiny_models
 from tests.engine.test_speculation import PROMPTS, SIZES
 
@@ -61,7 +65,7 @@ def test_what_a_chain_does_not_cover(tmp_path):
     tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
     draft_heads.eagle(tmp_path / "head")
     config = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 2}
-    with LLM(str(tmp_path / "model"), speculative_config=config, **SIZES) as llm:
+    with LLM(str(tmp_path / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
         draft, found = llm.core.executor.runner.draft, []
         eager = draft.draft
 
@@ -78,3 +82,105 @@ def test_what_a_chain_does_not_cover(tmp_path):
         found.clear()
         llm.generate(PROMPTS[:1], SamplingParams(temperature=1, seed=1, max_tokens=8, ignore_eos=True))
         assert not any(found)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4])
+def test_a_chain_hands_kernels_contiguous_inputs(tmp_path, monkeypatch, num_seqs):
+    """A GPU's kernels read rows and positions as they lie in memory; torch's ops would hide a view with stride 0."""
+    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    draft_heads.eagle(tmp_path / "head")
+    config = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 5}
+    with LLM(str(tmp_path / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
+        runner = llm.core.executor.runner
+        graphs, seen = ChainGraphs(runner.draft, runner.rows, (5,), max_model_len=128, max_num_seqs=4), []
+        gather = runner.ops.gather_inputs
+
+        def noted(tokens, block_table, rows, positions, block_size):
+            seen.append(rows.is_contiguous() and positions.is_contiguous())
+            return gather(tokens, block_table, rows, positions, block_size)
+
+        monkeypatch.setattr(runner.ops, "gather_inputs", noted)
+        with torch.inference_mode():
+            graphs.chain(torch.from_numpy(graphs.idle(num_seqs, 5)), num_seqs, 5)
+    assert seen == 2 * [True]  # the pairs that are new, and those of all further passes
+
+
+class Replayed(ChainGraphs):
+    """On a CPU: what was to be captured runs at each replay."""
+
+    def _capture(self, size, idle, forward):
+        inputs = torch.from_numpy(idle)
+        graph = types.SimpleNamespace(replay=lambda: forward(inputs))
+        return self._captured.setdefault(size, types.SimpleNamespace(inputs=inputs, output=None, graph=graph))
+
+
+def proposals(folder, prompts, lengths, *, graphs, ahead=True, **more):
+    """The answers; of each request by its number of computed tokens the drafts; how many of them were proposed ahead."""
+    config = {"method": "eagle3", "model": str(folder / "head"), "num_speculative_tokens": 3} | more
+    with LLM(str(folder / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
+        runner = llm.core.executor.runner
+        draft, found, count = runner.draft, {}, 0
+        if graphs:
+            draft.graphs = Replayed(draft, runner.rows, (1, 3, 5), max_model_len=SIZES["max_model_len"], max_num_seqs=4)
+        if not ahead:
+            draft.go_ahead = lambda plan, rows: None
+        propose = draft.propose
+
+        def noted(plan, rows):
+            nonlocal count
+            count += sum(draft._is_ahead(s, rows) for s in plan.scheduled if s.drafts)
+            proposed = propose(plan, rows)
+            drafts = iter(() if proposed is None else proposed.tolist())
+            for s in plan.scheduled:
+                if own := [next(drafts) for _ in s.drafts]:
+                    found[s.request_id, s.num_computed_tokens] = own
+            return proposed
+
+        draft.propose = noted
+        sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+        answers = [o.outputs[0].token_ids for o in llm.generate(prompts, sampling)]
+        stats = llm.core.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        return answers, found, count, stats.spec_accepted_tokens
+
+
+@pytest.fixture
+def models(tmp_path):
+    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    draft_heads.eagle(tmp_path / "head")
+    return tmp_path
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_a_chain_ahead_proposes_what_it_would_have_behind_the_step(models, monkeypatch, block_size):
+    """Requests that end in different steps, one of them near the context's end; some drafts are right."""
+    monkeypatch.setitem(SIZES, "block_size", block_size)
+    prompts, lengths = PROMPTS[:3], (60, 31, 90)
+    expected, drafts, none, _ = proposals(models, prompts, lengths, graphs=True, ahead=False)
+    found, same, count, accepted = proposals(models, prompts, lengths, graphs=True)
+    assert none == 0
+    assert count > 0.8 * len(same)
+    assert found == expected
+    assert same == drafts
+    assert accepted > 0
+
+
+def test_no_chain_ahead_captures_a_graph(models):
+    """Of two requests one has too few tokens for the chain; the graph for the other alone is not captured."""
+    config = {"method": "eagle3", "model": str(models / "head"), "num_speculative_tokens": 3}
+    with LLM(str(models / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
+        runner = llm.core.executor.runner
+        graphs = Replayed(runner.draft, runner.rows, (1, 3), max_model_len=128, max_num_seqs=4)
+        for i, name in enumerate(("short", "long")):
+            row = Row(i, SamplingParams(temperature=0), num_prompt_tokens=2, seed=0, forbidden_early=())
+            row.num_kept, row.num_blocks = 3, 16
+            runner.rows.rows[name] = row
+        short = ScheduledRequest("short", 2, 4, 4, drafts=(FROM_MODEL,) * 3)
+        long = ScheduledRequest("long", 20, 2, 2, drafts=(FROM_MODEL,))
+        graphs._graph(2, 3)
+        with torch.inference_mode():
+            assert graphs.run_ahead([short, long]) == []
+            assert list(graphs._captured) == [(2, 3)]
+            graphs._graph(1, 1)
+            assert graphs.run_ahead([short, long]) == [long]
+        runner.rows.forget()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import os
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from slipstream.kernels.native import instruction_sets
 from slipstream.plan.hardware import available_cores
 from slipstream.worker import cpu_choice
 from slipstream.worker.cpu_choice import CpuChoice, Timing, choose_cpu, measure_cpu
+from tests.waiting import PATIENCE_S, wait_for
 
 
 def timing(kernels="a", weights="bfloat16", num_threads=2, decode_ms=1.0, prompt_ms=1.0):
@@ -54,6 +59,35 @@ def test_remembered(tmp_path, measured):
     assert len(list((tmp_path / "machine").iterdir())) == 1
 
 
+def test_of_processes_that_start_together_one_measures(tmp_path, measured, monkeypatch):
+    """Here they are threads. Both find nothing; the second then waits for what the first measures."""
+    reads, go, read = [], Event(), cpu_choice._read
+
+    def measure():
+        measured.append(1)
+        assert go.wait(PATIENCE_S)
+        return CHOICE
+
+    monkeypatch.setattr(cpu_choice, "measure_cpu", measure)
+    monkeypatch.setattr(cpu_choice, "_read", lambda path: reads.append(read(path)) or reads[-1])
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(choose_cpu, tmp_path) for _ in range(2)]
+        wait_for(lambda: len(reads) == 3, "they do not look before they measure and again when nobody else does")
+        go.set()
+        assert [one.result() for one in both] == [CHOICE] * 2
+    assert (len(measured), reads) == (1, [None, None, None, CHOICE])
+
+
+def test_one_that_measures_and_never_ends_is_not_waited_for(tmp_path, measured, monkeypatch):
+    monkeypatch.setattr(cpu_choice, "PATIENCE_S", 0.05)
+    stopped = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        assert choose_cpu(tmp_path) == CHOICE
+    finally:
+        os.close(stopped)
+
+
 @pytest.mark.parametrize("name", ["cpu_name", "cpu_features", "available_cores"])
 def test_another_machine_is_measured_anew(tmp_path, measured, monkeypatch, name):
     choose_cpu(tmp_path)
@@ -86,7 +120,7 @@ def test_the_best_is_chosen(monkeypatch):
         ms = [speed[isa if weights == "int8" else weights] * threads_cost[n] for isa, weights, n in candidates]
         return [timing(isa, w, n, m, m) for (isa, w, n), m in zip(candidates, ms, strict=True)]
 
-    monkeypatch.setattr("slipstream.kernels.native.instruction_sets", lambda: ["x", "y", "z"])
+    monkeypatch.setattr(cpu_choice, "instruction_sets", lambda: ["x", "y", "z"])
     monkeypatch.setattr(cpu_choice, "_time", time)
     threads_cost = {4: 1.0, 2: 0.9}
     choice = cpu_choice._measure(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import types
 from types import SimpleNamespace
@@ -11,23 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, BeamSearchParams, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.plan.graph_sizes import MIXED_PROMPTS, mixed_prompts
 from slipstream.platform.cuda import CudaGraphs
 from slipstream.spec.model import CacheGroup
-from slipstream.types import ScheduledRequest, StepPlan
+from slipstream.types import NewRequest, ScheduledRequest, StepPlan, TableUpdate
 from slipstream.worker import graphs as module
 from slipstream.worker.forward import NO_PLAN, InputBatch
-from slipstream.worker.graphs import PATIENCE, MixedInputs, StepGraphs, mixed_inputs
-from slipstream.worker.input_batch import (
-    RowTable,
-    _gather_inputs_after_upload,
-    _gather_inputs_on_host,
-    _upload_together,
-)
+from slipstream.worker.graphs import PATIENCE, AdapterGraphs, MixedInputs, SharedPrefixGraphs, StepGraphs, mixed_inputs
+from slipstream.worker.input_batch import _gather_inputs_after_upload, _gather_inputs_on_host, _upload_together
 from slipstream.worker.model_runner import GRAPH_BYTES
+from slipstream.worker.rows import RowTable
 from tests import tiny_models
+
+pytestmark = pytest.mark.usefixtures("by_torch")
 
 SETTINGS = dict(
     skip_tokenizer_init=True,
@@ -112,6 +111,38 @@ def test_drafts_are_verified_by_graphs(tmp_path):
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     scheduled = ScheduledRequest("a", 9, 1, 1), ScheduledRequest("b", 9, 6, 6, (), (1, 2, 3, 4, 5))
     assert graphs.covers(InputBatch(graphs.kv, StepPlan(1, scheduled), None)) is None
+
+
+@pytest.mark.parametrize("again", [0, 2**15])
+def test_a_draft_is_a_row_of_a_decode_graph(tmp_path, monkeypatch, again):
+    """Where the keys that it reads once more are few; else drafts are verified as a prompt's tokens are. Some requests of the
+    steps have no drafts, and one draws."""
+    monkeypatch.setattr(module, "MOST_KEYS_AGAIN", again)
+    tiny_models.build(tmp_path, "llama")
+    sampling = [SamplingParams(temperature=t, seed=3, max_tokens=40, ignore_eos=True, logprobs=1) for t in (0, 0, 0.7, 0, 0)]
+    more = {"max_num_batched_tokens": 80, "speculative_config": {"method": "suffix", "num_speculative_tokens": 5}}
+    expected, _ = answers(str(tmp_path), False, sampling)
+    found, graphs = answers(str(tmp_path), True, sampling, **more)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours[0] == theirs[0]
+        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
+    assert graphs.sizes[-1] == 48  # 8 sequences with 5 drafts each
+    assert (max(n for n, prompts in graphs.used if not prompts) > 8) == (again > 0)
+
+
+def test_adapters_of_drafts(tmp_path):
+    """Each token of a step has its request's adapter: in a decode graph drafts follow at once, in a mixed one behind the room
+    for decodes."""
+    slots = {"a": 1, "b": 0, "c": 2}
+    rows = SimpleNamespace(adapters_of=lambda scheduled: np.array([slots[s.request_id] for s in scheduled], np.int32))
+    plan = StepPlan(1, (ScheduledRequest("a", 9, 1, 1), ScheduledRequest("b", 9, 3, 3), ScheduledRequest("c", 9, 2, 2)))
+    for size, behind in (((8, 0), 1), ((8, 32), 8)):
+        given = torch.zeros(200, dtype=torch.int32)
+        held = SimpleNamespace(rows=rows, _tokens={size: given}, platform=SimpleNamespace(upload=torch.from_numpy))
+        AdapterGraphs._before_replay(held, size, plan)
+        own = np.full(sum(size), -1)
+        own[0], own[behind : behind + 5] = 1, [0, 0, 0, 2, 2]
+        assert given[: sum(size)].tolist() == own.tolist()
 
 
 def test_what_has_no_graph(tmp_path):
@@ -258,6 +289,20 @@ def test_a_mixed_size_is_captured_when_it_is_wanted_again(tmp_path, monkeypatch)
         assert list(graphs._captured)[-1] == (0, 64)
 
 
+def test_to_ask_changes_nothing(tmp_path, monkeypatch):
+    """A size is wanted by the steps that ran in another way, not by questions."""
+    monkeypatch.setattr(module, "PATIENCE", PATIENCE)
+    tiny_models.build(tmp_path, "llama")
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        graphs = replay(llm.core.executor.runner)
+        batch = InputBatch(graphs.kv, StepPlan(1, (ScheduledRequest("a", 0, 20, True),)), None)
+        reasons = [graphs.covers(batch) for _ in range(2 * PATIENCE)]
+        assert set(reasons) == {"its graph is not captured yet"}
+        for _ in range(PATIENCE - 1):
+            graphs.passed_over(batch, graphs.covers(batch))
+        assert graphs.covers(batch) is None
+
+
 def test_prompt_logprobs_of_a_mixed_step(tmp_path):
     """The hidden states of the whole prompt come out of the graph."""
     tiny_models.build(tmp_path, "llama")
@@ -334,3 +379,68 @@ def test_a_step_is_the_same_looked_up_on_either_side():
     for ours, theirs in zip(more, more_too, strict=True):
         assert ours.tolist() == theirs.tolist()
     assert more_too[2].dtype == torch.int64  # an index of hidden states
+
+
+class ReplayedShared(SharedPrefixGraphs, Replayed):
+    pass
+
+
+@pytest.mark.parametrize("by_graphs", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_what_beams_and_choices_share(tmp_path, monkeypatch, family, by_graphs):
+    """Attention reads what a group is said to share from the blocks of its first member. gemma2 has windows, too."""
+    tiny_models.build(tmp_path, family)
+    given = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (150, 131, 20)]
+    beams = BeamSearchParams(beam_width=3, max_tokens=20, ignore_eos=True)
+    choices = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=20, ignore_eos=True)
+    shared: list[int] = []
+
+    def attention(self, q, kv, meta, params, whole=ReferenceOps.attention):
+        if meta.shared is not None and params.window is None:
+            table, size = meta.block_table.clone(), kv.block_size
+            for i, (first, end, num_tokens) in enumerate(
+                zip(*(x.tolist() for x in (meta.shared.begins, meta.shared.ends, meta.shared.num_tokens)), strict=True)
+            ):
+                if i < meta.num_decodes and num_tokens:
+                    assert first <= i < end
+                    assert num_tokens < meta.seq_lens[i]
+                    table[i, : num_tokens // size] = table[first, : num_tokens // size]
+                    table[first + 1 : end, : num_tokens // size] = table[first, : num_tokens // size]
+                    shared.append(num_tokens)
+            meta = dataclasses.replace(meta, block_table=table)
+        return whole(self, q, kv, meta, params)
+
+    def found():
+        with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 9, "enable_prefix_caching": False}) as llm:
+            runner = llm.core.executor.runner
+            graphs = replay(runner) if by_graphs else None
+            if graphs is not None and ReferenceOps.shares_prefixes:
+                runner.forwards.add(graphs := ReplayedShared(graphs, runner.config))
+            searched = llm.beam_search(given, beams)
+            drawn = llm.generate(given, choices, progress=False)
+            if graphs is not None:
+                assert graphs.used
+            return [[s.tokens for s in o.sequences] for o in searched], [[c.token_ids for c in o.outputs] for o in drawn]
+
+    expected = found()
+    assert not shared
+    monkeypatch.setattr(ReferenceOps, "shares_prefixes", True)
+    monkeypatch.setattr(ReferenceOps, "attention", attention)
+    assert found() == expected
+    assert set(shared) == {128, 144}
+
+
+def test_of_two_updates_of_a_place_the_later_holds(monkeypatch):
+    """A block that a beam takes over may be copied in the same step. A GPU writes to equal places in any order."""
+    table, put, places = RowTable(2, 64, 16, None, None, 0), RowTable._put, []
+
+    def spy(self, into, where, values):
+        places.append(where.tolist())
+        put(self, into, where, values)
+
+    monkeypatch.setattr(RowTable, "_put", spy)
+    updates = TableUpdate(0, 0, (5, 6)), TableUpdate(0, 1, (7,))
+    new = NewRequest("a", tuple(range(30)), 30, SamplingParams(temperature=0))
+    table.apply(StepPlan(1, (ScheduledRequest("a", 0, 30, 1, updates),), (new,)))
+    assert table.block_tables[0, table.rows["a"].index, :2].tolist() == [5, 7]
+    assert all(len(set(where)) == len(where) for where in places)

@@ -11,6 +11,8 @@ from slipstream.worker import roofline
 from slipstream.worker.roofline import Ceilings, measure_ceilings, measure_roofline
 from tests import tiny_models
 
+pytestmark = pytest.mark.usefixtures("by_torch")
+
 CEILINGS = Ceilings(read=1e9, int8=4e9, bfloat16=2e9, float32=1e9)
 
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.types import NewRequest, SampledLogprobs, ScheduledRequest, StepPlan, TableUpdate
-from slipstream.worker.forward import Program
-from slipstream.worker.input_batch import RowTable, gather
+from slipstream.worker.host_runner import HostRunner
+from slipstream.worker.input_batch import gather
+from slipstream.worker.rows import RowTable
 from slipstream.worker.sampler import FORBIDDEN, sampling_tensors
 from tests import tiny_models
 
@@ -37,7 +38,7 @@ def test_several_positions_are_sampled(tmp_path, family, kernels):
         best = theirs(torch.tensor([TOKENS])).logits[0].argmax(-1).tolist()
     with LLM(str(tmp_path), kernels=kernels, num_threads=1, **sizes) as llm:
         runner = llm.core.executor.runner
-        assert isinstance(runner.forwards.base, Program) == (kernels == "auto")
+        assert isinstance(runner, HostRunner) == (kernels == "auto")
         new = NewRequest("a", tuple(TOKENS), 10, GREEDY), NewRequest("b", tuple(TOKENS), 10, GREEDY)
         shares = (
             ScheduledRequest("a", 0, 10, 3, updates(llm, 1)),
@@ -96,7 +97,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(requests=REQUESTS)
 def test_each_sampled_position_is_told_what_its_request_wants(requests):
     """Against a plain recomputation. A request: what it wants, how many tokens its prompt has, how many are computed before,

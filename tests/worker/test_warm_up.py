@@ -9,6 +9,8 @@ from slipstream.worker import warm_up as module
 from slipstream.worker.warm_up import warm_up
 from tests import draft_heads, tiny_models
 
+pytestmark = pytest.mark.usefixtures("by_torch")
+
 PROMPT = {"prompt_token_ids": [7, 8, 9, 10, 11, 12]}
 SIZES = dict(device="cpu", dtype="float32", skip_tokenizer_init=True, block_size=4, max_model_len=32, max_num_seqs=4)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.worker import forward, model_runner
 from tests import tiny_models
+
+pytestmark = pytest.mark.usefixtures("by_torch")
 
 SETTINGS = dict(
     skip_tokenizer_init=True,

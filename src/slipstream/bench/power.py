@@ -2,16 +2,27 @@
 
 A figure is the difference of two readings of counters that run on, so nothing is sampled. What can't be read is None, never a
 guess: virtual machines have no RAPL, and its counters are often the administrator's alone.
+
+The energy of a run on GPUs is that of those GPUs. What the CPU's packages take meanwhile is told apart from it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.errors import ConfigError
+from slipstream.plan.hardware import driver_sees_gpu
+
 POWERCAP = Path("/sys/class/powercap")
+PACKAGE_OF = "/sys/devices/system/cpu/cpu{}/topology/physical_package_id"
+CPU, GPU = "rapl", "nvml"
+"""What the names of their counters begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +50,60 @@ class Reading:
             return None
         return sum(first.until(later.counters[name]) for name, first in self.counters.items())
 
+    def of(self, kind: str) -> Reading:
+        """The counters of `CPU` or `GPU` alone; "": all."""
+        return Reading({name: counter for name, counter in self.counters.items() if name.startswith(kind)})
+
+
+@dataclass(frozen=True, slots=True)
+class Energy:
+    """Of a run: of the devices' counters, so that other programs' work on them is in it. `cpu_watts`: of the CPU's packages
+    beside GPUs; None where it can't be read, or is in `watts`."""
+
+    joules: float
+    watts: float
+    joules_per_output_token: float | None
+    sources: tuple[str, ...]
+    cpu_watts: float | None = None
+
 
 class EnergyMeter:
-    """`sources` names what is read, such as "rapl package-0" and "nvml 0"; it is empty where nothing can be."""
+    """`devices`: those in use, as torch names them, such as "cuda:1", "cpu" or "auto". None: not known, as of a server, so that
+    all of this machine counts together. `sources` names what counts, such as "rapl package-0" and "nvml 0"; it is empty where
+    nothing can be read."""
 
-    def __init__(self, powercap: Path = POWERCAP) -> None:
-        self._zones = [zone for zone in sorted(powercap.glob("intel-rapl:?")) if _zone(zone) is not None]
-        self._nvml, self._gpus = _open_nvml()
-        self.sources = tuple(sorted(self.read().counters))
+    def __init__(self, powercap: Path = POWERCAP, *, devices: Sequence[str] | None = None) -> None:
+        numbers = None if devices is None else [n for n in map(_gpu_number, devices) if n is not None]
+        self.counted = "" if numbers is None else GPU if numbers else CPU
+        found = (zone for zone in sorted(powercap.glob("intel-rapl:?*")) if zone.name.count(":") == 1)
+        self._zones = [zone for zone in found if _zone(zone) is not None and _is_package(zone)]
+        packages = None if numbers is None else packages_in_use()
+        if packages is not None:
+            self._zones = [zone for zone in self._zones if _text(zone / "name") in packages]
+        self._nvml: Any
+        self._nvml, self._gpus = _open_nvml([] if self.counted == CPU else numbers)
+        self.sources = tuple(sorted(self.read().of(self.counted).counters))
+
+    @classmethod
+    def required(cls, devices: Sequence[str] | None = None) -> EnergyMeter:
+        """ConfigError where nothing can be read."""
+        meter = cls(devices=devices)
+        if not meter.sources:
+            raise ConfigError(
+                "this machine tells no energy: there is no NVIDIA GPU with an energy counter (NVML, Volta and later), and the "
+                f"CPU's counters under {POWERCAP} are not there or not this user's to read; measure without --energy",
+                field="energy",
+            )
+        return meter
+
+    def energy(self, before: Reading, after: Reading, seconds: float, num_output_tokens: int) -> Energy | None:
+        """None if a counter could not be read any more."""
+        joules = before.of(self.counted).joules_until(after.of(self.counted))
+        if joules is None or seconds <= 0:
+            return None
+        each = joules / num_output_tokens if num_output_tokens else None
+        beside = before.of(CPU).joules_until(after.of(CPU)) if self.counted == GPU else None
+        return Energy(joules, joules / seconds, each, self.sources, None if beside is None else beside / seconds)
 
     def read(self) -> Reading:
         found = {}
@@ -67,6 +124,27 @@ def _zone(folder: Path) -> Counter | None:
     return Counter(int(used) / 1e6, int(most) / 1e6 if most is not None and most.isdecimal() else None)
 
 
+def _is_package(zone: Path) -> bool:
+    """And not the whole platform, whose counter has the packages in it."""
+    return (_text(zone / "name") or "package").startswith("package")
+
+
+def packages_in_use() -> set[str] | None:
+    """The names of the CPU packages that this process may run on; None where the system does not tell."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    found = {_text(Path(PACKAGE_OF.format(cpu))) for cpu in os.sched_getaffinity(0)}
+    return None if None in found else {f"package-{number}" for number in found}
+
+
+def _gpu_number(device: str) -> int | None:
+    """By CUDA's order; None of a CPU."""
+    if device == "auto":
+        return 0 if driver_sees_gpu() else None
+    kind, _, number = device.partition(":")
+    return int(number or 0) if kind == "cuda" else None
+
+
 def _text(file: Path) -> str | None:
     try:
         return file.read_text().strip()
@@ -74,8 +152,8 @@ def _text(file: Path) -> str | None:
         return None
 
 
-def _open_nvml() -> tuple[Any, list[tuple[int, ctypes.c_void_p]]]:
-    """The library and a handle of each GPU that has an energy counter (Volta and later)."""
+def _open_nvml(numbers: Sequence[int] | None) -> tuple[Any, list[tuple[int, ctypes.c_void_p]]]:
+    """The library and a handle of each GPU of CUDA's `numbers`; None: of all, by NVML's."""
     try:
         lib: Any = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -84,8 +162,26 @@ def _open_nvml() -> tuple[Any, list[tuple[int, ctypes.c_void_p]]]:
     if lib.nvmlInit_v2() != 0 or lib.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
         return lib, []
     handles = []
+    if numbers is not None:  # CUDA's order may be another, and need not have all
+        for number in dict.fromkeys(numbers):
+            handle, name = ctypes.c_void_p(), _cuda_uuid(number)
+            if name is not None and lib.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) == 0:
+                handles.append((number, handle))
+        return lib, handles
     for number in range(count.value):
         handle = ctypes.c_void_p()
         if lib.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)) == 0:
             handles.append((number, handle))
     return lib, handles
+
+
+def _cuda_uuid(number: int) -> str | None:
+    """As NVML names the GPU that is `cuda:NUMBER` to this process."""
+    try:
+        cuda: Any = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), number) or cuda.cuDeviceGetUuid_v2(found, device):
+        return None
+    return f"GPU-{uuid.UUID(bytes=bytes(found))}"

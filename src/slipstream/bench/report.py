@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.bench.metrics import DEFINITIONS, DISTRIBUTIONS, PERCENTILES, Distribution, Summary
+from slipstream.bench.power import Energy
 from slipstream.plan.environment import environment
 
 
@@ -60,6 +61,15 @@ def compare_rows(ours: Summary, theirs: Summary) -> list[tuple[str, ...]]:
         for name, a, b, unit in pairs
         if a is not None and b is not None
     ]
+
+
+def print_energy(energy: Energy | None) -> None:
+    if energy is not None:
+        each = energy.joules_per_output_token
+        per_token = "" if each is None else f"{each:.4g} J an output token, "
+        print(f"energy              {per_token}{energy.joules:,.1f} J at {energy.watts:,.1f} W ({', '.join(energy.sources)})")
+        if energy.cpu_watts is not None:
+            print(f"CPU beside it       {energy.cpu_watts:,.1f} W")
 
 
 def print_definitions() -> None:

@@ -1,20 +1,17 @@
-"""Bytes and operations of a decode step, estimated from a model's description alone: the roofline's axis. No torch.
+"""Bytes and operations of a decode step, *estimated* from a model's description: the roofline's axis. No torch.
 
-A step reads each weight that it needs once and each sequence's cache once, and multiplies and adds for each token and weight
-(2 operations), and for each token, head and cached position (4 · head_dim). What is written, norms and activations are
-left out: together they are below a few percent.
+They are counted by `plan.operators`, as the planner counts them. What is written, norms and activations are left out: together
+they are below a few percent.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slipstream.plan.memory import weights_bytes
-from slipstream.spec.model import MoESpec
-from slipstream.spec.parameters import parameters
-from slipstream.spec.scheme import SCHEMES, Scheme
+from slipstream.plan.operators import attention_bytes, attention_operations, products, window_of
+from slipstream.spec.scheme import SCHEMES
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
@@ -34,25 +31,16 @@ def decode_step(
     """A step of `batch_size` sequences that hold `context` tokens each. `scheme` rounds the weights at load; None: they are
     held as the checkpoint stores them. `kv_bytes` is the size of a number in the cache."""
     spec = description.spec
-    shapes = {name: math.prod(shape) for name, shape in parameters(spec).items()}
-    looked_up = 0 if spec.tied_embeddings else sum(size for name, size in shapes.items() if name.startswith("embed."))
-    read = active = sum(shapes.values()) - looked_up
-    for layer in spec.layers:
-        if isinstance(layer.mlp, MoESpec):
-            experts = sum(p.copies * p.rows * p.inner for p in layer.weight_shapes(spec.hidden_size) if p.copies > 1)
-            share = layer.mlp.num_experts_per_token / layer.mlp.num_experts
-            active -= round(experts * (1 - share))
-            read -= round(experts * (1 - share) ** batch_size)  # experts that no token of the batch chose
-    attention = sum(4 * layer.attention.num_heads * layer.attention.head_dim for layer in spec.layers)
-    held = stored_bytes(description) if scheme is None else sum(_rounded_bytes(description, SCHEMES[scheme]).values())
+    parts = weights_bytes(spec, 2, None if scheme is None else SCHEMES[scheme])
+    stored = 1.0 if scheme is not None else stored_bytes(description) / sum(parts.values())
+    of_step = products(spec, {part: stored * size for part, size in parts.items()})
+    cached = [(layer.attention, batch_size * min(context, window_of(layer.attention))) for layer in spec.layers]
     return StepCost(
-        num_bytes=held * read / sum(shapes.values()) + batch_size * context * spec.kv_bytes_per_token(kv_bytes),
-        num_flops=batch_size * (2 * active + attention * context),
+        num_bytes=sum(p.count * p.read_bytes(batch_size) for p in of_step)
+        + sum(attention_bytes(a, num_tokens, kv_bytes) for a, num_tokens in cached),
+        num_flops=sum(p.count * p.operations(batch_size) for p in of_step)
+        + sum(attention_operations(a, num_tokens) for a, num_tokens in cached),
     )
-
-
-def _rounded_bytes(description: ModelDescription, scheme: Scheme) -> dict[str, int]:
-    return weights_bytes(description.spec, 2, scheme)
 
 
 def stored_bytes(description: ModelDescription) -> int:

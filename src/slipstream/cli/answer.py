@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.console import phases
 from slipstream.config import EngineArgs
@@ -13,8 +14,9 @@ from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from slipstream import LLM, RequestOutput, SamplingParams
+    from slipstream.types import Prompt
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +50,18 @@ class Speed:
 @contextmanager
 def open_llm(args: EngineArgs) -> Iterator[tuple[LLM, float | None]]:
     """An engine in this process, and the seconds from the process's start until it was ready."""
+    # A start makes objects that all stay, and Python's search for cycles among them would take a tenth of it.
+    gc.disable()
     with phases(f"starting {args.model}") as on_phase:
+        from slipstream.plan.hardware import import_numpy, seconds_since_process_start
+
+        import_numpy()
         from slipstream.engine.llm import LLM
-        from slipstream.plan.hardware import seconds_since_process_start
 
         llm = LLM.from_engine_args(args, progress=on_phase)
         start_s = seconds_since_process_start()
+    gc.freeze()
+    gc.enable()
     with llm:
         yield llm, start_s
 
@@ -70,9 +78,9 @@ def stream_answer(
     `write`, or an interrupt, cancels the request."""
     from slipstream.engine.output import merge
 
-    text = prompt if isinstance(prompt, str) else apply_template(llm, prompt)
+    given: Prompt = prompt if isinstance(prompt, str) else pictured_prompt(llm, prompt)
     whole: RequestOutput | None = None
-    with closing(llm.stream(text, sampling, add_special_tokens=isinstance(prompt, str))) as deltas:  # type: ignore[type-var]
+    with closing(llm.stream(given, sampling, add_special_tokens=isinstance(prompt, str))) as deltas:  # type: ignore[type-var]
         for delta in deltas:
             for choice in delta.outputs:
                 if choice.text:
@@ -80,6 +88,15 @@ def stream_answer(
             whole = merge(whole, delta)
     assert whole is not None
     return whole, measure(whole, start_s)
+
+
+def pictured_prompt(llm: LLM, messages: Sequence[Message]) -> Prompt:
+    """A conversation, whose contents may have pictures, as the engine takes it."""
+    from slipstream.engine.pictures import without_pictures
+
+    plain, pictures = without_pictures(list(messages))
+    text = apply_template(llm, plain)
+    return {"prompt": text, "multi_modal_data": {"image": pictures}} if pictures else text
 
 
 def apply_template(llm: LLM, messages: Sequence[Message]) -> str:

@@ -1,4 +1,4 @@
-"""`slipstream bench latency|throughput|serve|roofline`: measure, with the definitions printed beside every result.
+"""`slipstream bench latency|throughput|serve|folder|roofline`: measure, with the definitions printed beside every result.
 
 Decoding is greedy and ignores the end of the sequence. Prompts are random token ids and there is no prefix cache, unless
 options say otherwise. docs/benchmarking.md explains each number. An option without effect on the chosen workload or engine is
@@ -8,9 +8,11 @@ refused: the result would show it as if it had been measured.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from slipstream.cli.bench_folder import add_arguments as add_folder
 from slipstream.cli.bench_serve import add_arguments as add_serve
 from slipstream.cli.console import phases, say
 from slipstream.cli.measurements import (
@@ -66,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     finish(roofline, run_roofline)
 
     add_serve(kinds.add_parser("serve", help="requests over time, to servers or an engine started here"))
+    add_folder(kinds.add_parser("folder", help="whether a folder of `slipstream optimize` keeps here what it promised"))
 
 
 # --- Two of the kinds --------------------------------------------------------------------------------------------------
@@ -115,10 +118,12 @@ def run_latency(args: argparse.Namespace) -> int:
 
 def run_throughput(args: argparse.Namespace) -> int:
     from slipstream.bench.metrics import summarize
-    from slipstream.bench.report import document, print_definitions, print_summary
+    from slipstream.bench.power import EnergyMeter
+    from slipstream.bench.report import document, print_definitions, print_energy, print_summary
     from slipstream.bench.workload import warmup
 
     positive(args, "repeat")
+    meter = EnergyMeter.required([getattr(args, "device", "auto")]) if args.energy else None
     settle(args)
     settings = bench_args(args, needs_text=args.workload == "sharegpt", sharing=args.workload == "shared-prefix")
     workload = make_workload(args, settings)
@@ -127,14 +132,19 @@ def run_throughput(args: argparse.Namespace) -> int:
     try:
         if args.warmup:
             engine.run(warmup(workload, args.warmup))
-        runs = []
+        runs, energies = [], []
         for i in range(args.repeat):
+            before, begin = (meter.read() if meter else None), time.monotonic()
             runs.append(summarize(engine.run(workload.requests)))
+            if meter is not None and before is not None:
+                seconds = time.monotonic() - begin
+                energies.append(meter.energy(before, meter.read(), seconds, runs[-1].output_tokens))
             say(f"run {i + 1} of {args.repeat}: {runs[-1].output_throughput:,.1f} output tok/s")
         description = engine.describe()
     finally:
         engine.close()
-    summary = sorted(runs, key=lambda s: s.output_throughput)[(len(runs) - 1) // 2]
+    median = sorted(range(len(runs)), key=lambda i: runs[i].output_throughput)[(len(runs) - 1) // 2]
+    summary, energy = runs[median], energies[median] if energies else None
     each = [run.output_throughput for run in runs]
     result = document(
         "throughput",
@@ -142,10 +152,12 @@ def run_throughput(args: argparse.Namespace) -> int:
         workload=workload.describe(),
         results=summary,
         output_throughput_of_each_run=each,
+        **({"energy": energy} if meter is not None else {}),
     )
     deliver(args, result)
     if not args.json:
         print_summary(f"{args.model} on {description['name']}, {workload.name} × {len(workload.requests)}", summary)
+        print_energy(energy)
         print_definitions()
     return verdict(summary)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
+from slipstream.bench.power import Energy, EnergyMeter
 from slipstream.cli.console import phases, progress_bar, say
 from slipstream.cli.measurements import (
     add_workload,
@@ -82,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     args.arrivals = args.arrivals or "burst"
     arrivals, objectives = parse_arrivals(args.arrivals), parse_objectives(args.slo)
     rate_objectives = parse_rate_objectives(args.find_rate) if args.find_rate is not None else ()
+    if args.energy and args.url is not None:
+        raise ConfigError("--energy counts this machine's joules, and --url is a server that may be elsewhere", field="energy")
     if args.url is None and args.model is None:
         raise ConfigError("give a model to start here, or the --url of a server", field="model")
     if rate_objectives and not isinstance(arrivals, Poisson):
@@ -99,6 +103,7 @@ class _Target:
     name: str
     engine: Endpoint | AsyncSlipstream
     rounds: list[tuple[Summary, ClientLoad | None]] = dataclasses.field(default_factory=list)
+    energies: dict[int, Energy | None] = dataclasses.field(default_factory=dict)  # by the identity of a round's summary
     tried: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     async def describe(self) -> dict[str, Any]:
@@ -121,6 +126,7 @@ class _Bench:
         if not needs_vocab_size(args, settings):  # what is wrong with it is said before anyone is asked
             self.workload = make_workload(args, settings)
         self.clients: Clients | None = None
+        self.meter = EnergyMeter.required(None if args.url else [settings.device]) if args.energy else None
 
     async def run(self, rate_objectives: tuple[RateObjective, ...]) -> int:
         async with AsyncExitStack() as stack:
@@ -200,9 +206,15 @@ class _Bench:
             if all(not record.ok for record in first):
                 raise ConfigError(f"{target.name}: every warm-up request failed: {first[0].error}", field="url")
         with progress_bar(f"{target.name}: requests") as advance:
-            total = len(workload.requests)
+            total, begin = len(workload.requests), time.monotonic()
+            before = None if self.meter is None else self.meter.read()
             records, load = await self._send(target, workload.requests, arrivals, lambda done: advance(done, total))
-        return summarize(records, self.objectives), load
+            seconds = time.monotonic() - begin
+        summary = summarize(records, self.objectives)
+        if self.meter is not None and before is not None:
+            energy = self.meter.energy(before, self.meter.read(), seconds, summary.output_tokens)
+            target.energies[id(summary)] = energy
+        return summary, load
 
     def _workload(self, number: int) -> Workload:
         if number == 0:
@@ -226,7 +238,14 @@ class _Bench:
         return await run_load(engine, requests, arrivals, seed=seed, on_done=on_done), None
 
     async def _report(self, targets: list[_Target]) -> int:
-        from slipstream.bench.report import compare_rows, document, print_definitions, print_summary, print_table
+        from slipstream.bench.report import (
+            compare_rows,
+            document,
+            print_definitions,
+            print_energy,
+            print_summary,
+            print_table,
+        )
 
         args, workload = self.args, self.workload
         parts = []
@@ -237,6 +256,7 @@ class _Bench:
                     "engine": await target.describe(),
                     "results": summary,
                     "clients": load,
+                    **({"energy": target.energies[id(summary)]} if self.meter is not None else {}),
                     "output_throughput_of_each_round": [done.output_throughput for done, _ in target.rounds],
                 }
             )
@@ -252,6 +272,7 @@ class _Bench:
             summary, load = target.median()
             if not args.json:
                 print_summary(f"{target.name}, {workload.name} × {len(workload.requests)}, {args.arrivals}", summary)
+                print_energy(target.energies.get(id(summary)))
             _warn(load)
         if len(targets) > 1 and not args.json:
             ours, theirs = (target.median()[0] for target in targets)

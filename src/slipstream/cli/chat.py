@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from slipstream.cli.options import (
     engine_args,
     sampling_params,
 )
-from slipstream.errors import ContextLengthError, RequestError
+from slipstream.errors import ConfigError, ContextLengthError, RequestError
 from slipstream.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ HELP = """/reset        forget the conversation (the system message stays)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = "commands in the chat:\n" + HELP, argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
+    parser.add_argument("prompt", nargs="*", help=argparse.SUPPRESS)  # who writes one means `run`
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
     add_output_options(parser)
     add_sampling_options(parser.add_argument_group(SAMPLING_TITLE), **DEFAULTS)
@@ -51,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from slipstream.cli.answer import open_llm
 
+    if args.prompt:
+        hint = f"slipstream run {args.model} {shlex.quote(' '.join(args.prompt))}"
+        raise ConfigError(f"chat takes no prompt: type it in the conversation, or write {hint}", field="prompt")
     sampling_params(args, **DEFAULTS)  # refuses a wrong value before the start
     with open_llm(engine_args(args, max_num_seqs=1)) as (llm, _):
         sampling = sampling_params(args, llm.get_default_sampling_params(), **DEFAULTS)

@@ -1,9 +1,10 @@
 """`slipstream compress MODEL --recipe R --out DIR`: write a smaller checkpoint, with a report of what it cost.
 
 R is a preset (fp8, fp8-gptq, fp8-static, int8, int8-outliers, int4-awq-gptq, int4-awq, int4-gptq, int4-learned,
-w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3, draft:eagle3, draft:medusa) or a YAML file. DIR appears whole or not at all. What
-an interrupted run had finished is kept beside it, and the same command goes on from there. The exit code is 1 if the result is
-broken: its perplexity or its agreement with MODEL is outside of the limits. DIR and the report in it are written all the same.
+w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3, draft:eagle3, draft:medusa, lora) or a YAML file. DIR appears whole or not at all.
+What an interrupted run had finished is kept beside it, and the same command goes on from there. The exit code is 1 if the
+result is broken: its perplexity or its agreement with MODEL is outside of the limits. DIR and the report in it are written all
+the same.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from slipstream.compress.planning import CompressionPlan
     from slipstream.compress.recipe import Recipe
     from slipstream.compress.report import Report
-    from slipstream.compress.steps import DraftHead
+    from slipstream.compress.steps import DraftHead, LoRA
     from slipstream.evals.text import TextSettings
     from slipstream.spec.description import ModelDescription
 
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 def _compress(args: argparse.Namespace) -> int:
     from slipstream.compress.planning import plan
     from slipstream.compress.recipe import read_recipe
-    from slipstream.compress.steps import DraftHead
+    from slipstream.compress.steps import DraftHead, LoRA
     from slipstream.hub import resolve_model
     from slipstream.spec.description import read_spec
 
@@ -110,6 +112,8 @@ def _compress(args: argparse.Namespace) -> int:
     original = source = read_spec(resolve_model(args.model, download_dir=args.download_dir))
     if (head := recipe.one(DraftHead)) is not None:
         return _train_head(args, recipe, head, original)
+    if (adapter := recipe.one(LoRA)) is not None:
+        return _train_adapter(args, recipe, adapter, original)
     if recipe.reshapes:
         from slipstream.compress.pipeline import reshaped_spec
 
@@ -237,17 +241,39 @@ def _carry_out(
     return attempt, planned, reports[-1] if reports else None
 
 
+def _trained(
+    args: argparse.Namespace,
+    recipe: Recipe,
+    train: Callable[..., dict[str, Any]],
+    what: str,
+    rows: list[tuple[str, str]],
+    planned: dict[str, object],
+) -> dict[str, Any] | None:
+    """Train `what`: its receipt. None if there is no more to say, since it was a dry run or JSON is written. `rows` tell a
+    person what a dry run would do, and `planned` a program."""
+    about: dict[str, object] = {"recipe": {"name": recipe.name, "steps": recipe.as_data()}}
+    if args.dry_run:
+        if args.json:
+            print_json({**about, "out": None, **planned})
+        else:
+            print_info(f"would write {args.out or 'a folder'}: {what} for {args.model}", rows)
+        return None
+    with shown(Progress(f"compress {args.model}")) as progress:
+        receipt = train(
+            Path(args.out).expanduser(), restart=args.restart, download_dir=args.download_dir, progress=progress.update
+        )
+    if args.json:
+        print_json({**about, "out": args.out, "receipt": receipt})
+        return None
+    return receipt
+
+
 def _train_head(args: argparse.Namespace, recipe: Recipe, head: DraftHead, source: ModelDescription) -> int:
     """A head that drafts is no smaller checkpoint: it has a receipt of its own, and takes no report."""
+    from slipstream.compress.draft import train_head
     from slipstream.compress.run import resolve_device
 
-    off = ("speed", "no_report", "back_off", "allow_any_quality")
-    report: dict[str, object] = {"max_kl": None, **dict.fromkeys(off, False)}
-    limits = QualityLimits()
-    report |= {"dtype": "auto", "text": "sharegpt", "eval_windows": 16}  # the recipe has a text of its own
-    report |= {"max_perplexity_ratio": limits.max_perplexity_ratio, "min_top1": limits.min_top1_agreement}
-    if given := [name for name, unset in report.items() if getattr(args, name) != unset] or task_names(args):
-        raise ConfigError(f"{given[0]} is for smaller models; a head that drafts has a receipt of its own", field=given[0])
+    _refuse_report(args, "a head that drafts")
     device, _ = resolve_device(args.device, "auto")
     minutes = head.limit(on_gpu=device.type != "cpu")
     rows = [
@@ -256,26 +282,9 @@ def _train_head(args: argparse.Namespace, recipe: Recipe, head: DraftHead, sourc
         ("text", f"the model's answers to up to {head.num_answers:,} questions of {head.text}"),
         ("time", f"{minutes:g} minutes for answers and training, on {device}"),
     ]
-    if args.dry_run:
-        if args.json:
-            print_json({"recipe": {"name": recipe.name, "steps": recipe.as_data()}, "out": None, "minutes": minutes})
-        else:
-            print_info(f"would write {args.out or 'a folder'}: a head that drafts for {args.model}", rows)
-        return 0
-    from slipstream.compress.draft import train_head
-
-    with shown(Progress(f"compress {args.model}")) as progress:
-        receipt = train_head(
-            source,
-            head,
-            Path(args.out).expanduser(),
-            device=device,
-            restart=args.restart,
-            download_dir=args.download_dir,
-            progress=progress.update,
-        )
-    if args.json:
-        print_json({"recipe": {"name": recipe.name, "steps": recipe.as_data()}, "out": args.out, "receipt": receipt})
+    train = partial(train_head, source, head, device=device)
+    receipt = _trained(args, recipe, train, "a head that drafts", rows, {"minutes": minutes})
+    if receipt is None:
         return 0
     done, found = receipt["training"], receipt.get("acceptance")
     rows[2:] = [
@@ -290,6 +299,50 @@ def _train_head(args: argparse.Namespace, recipe: Recipe, head: DraftHead, sourc
     print_info(f"{args.out}: a head that drafts for {args.model}", rows)
     config = {"method": head.kind, "model": args.out}
     say(f"slipstream: wrote {args.out}; use it with --speculative-config '{json.dumps(config)}'")
+    return 0
+
+
+def _refuse_report(args: argparse.Namespace, what: str) -> None:
+    """ConfigError for an option of the report."""
+    off = ("speed", "no_report", "back_off", "allow_any_quality")
+    report: dict[str, object] = {"max_kl": None, **dict.fromkeys(off, False)}
+    limits = QualityLimits()
+    report |= {"dtype": "auto", "text": "sharegpt", "eval_windows": 16}  # the recipe has a text of its own
+    report |= {"max_perplexity_ratio": limits.max_perplexity_ratio, "min_top1": limits.min_top1_agreement}
+    if given := [name for name, unset in report.items() if getattr(args, name) != unset] or task_names(args):
+        raise ConfigError(f"{given[0]} is for smaller models; {what} has a receipt of its own", field=given[0])
+
+
+def _train_adapter(args: argparse.Namespace, recipe: Recipe, adapter: LoRA, source: ModelDescription) -> int:
+    """An adapter has a receipt of its own, too."""
+    from slipstream.compress.lora import adapted_modules, train_adapter
+    from slipstream.compress.run import resolve_device
+
+    _refuse_report(args, "an adapter")
+    device, _ = resolve_device(args.device, "auto")
+    modules = adapted_modules(source, adapter)
+    targets = sorted({module.name.rpartition(".")[2] for module in modules})
+    until = f"{adapter.num_steps:,} steps" + ("" if adapter.minutes is None else f", or {adapter.minutes:g} minutes")
+    rows = [
+        ("recipe", recipe.name),
+        ("adapter", f"rank {adapter.rank} for {len(modules)} products: {', '.join(targets)}"),
+        ("base", f"frozen, {adapter.quantization or 'as the checkpoint holds it'}"),
+        ("text", f"{adapter.text}, {adapter.context} tokens of a document at most"),
+        ("training", f"{until}, of {adapter.batch_size} documents, on {device}"),
+    ]
+    train = partial(train_adapter, source, adapter, device=device)
+    receipt = _trained(args, recipe, train, "an adapter", rows, {"num_modules": len(modules)})
+    if receipt is None:
+        return 0
+    done, data, held = receipt["training"], receipt["data"], receipt["held_out"]
+    rows[3:] = [
+        ("text", f"{data['num_documents']:,} documents of {adapter.text}, {data['num_learned_tokens']:,} tokens to learn"),
+        ("training", f"{done['num_steps']:,} steps in {done['seconds'] / 60:.1f} minutes on {device}"),
+        ("loss", f"{done['loss'][0]:.3f} → {done['loss'][-1]:.3f}"),
+        ("perplexity", f"{held['perplexity_before']:,.3f} → {held['perplexity_after']:,.3f} on what was held out"),
+    ]
+    print_info(f"{args.out}: an adapter for {args.model}", rows)
+    say(f"slipstream: wrote {args.out}; use it with --enable-lora --lora NAME={args.out}")
     return 0
 
 

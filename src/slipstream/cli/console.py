@@ -1,4 +1,5 @@
-"""What the command writes: answers and JSON to standard output, everything else to standard error.
+"""What the command writes: answers and JSON to standard output, files into the folder that was named, everything else to
+standard error.
 
 Without a terminal nothing moves or has colours: progress is then a line every few seconds.
 """
@@ -9,18 +10,33 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
-
-from slipstream.plan.environment import plain
 
 LINE_EVERY_S = 5.0
 
 
 def print_json(value: Any) -> None:
     """`value`, with dataclasses as objects, on one line of standard output."""
+    from slipstream.plan.environment import plain  # late: an answer is rarely JSON
+
     print(json.dumps(value, default=plain, ensure_ascii=False), flush=True)
+
+
+def write_files(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write `texts` by their names; each file appears whole. ConfigError if the folder takes none."""
+    from slipstream.errors import ConfigError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            partial = folder / f".{name}.new"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(folder / name)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}", field="dir") from None
 
 
 def say(text: str) -> None:

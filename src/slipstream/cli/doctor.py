@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.console import print_info, print_json, size
 from slipstream.cli.options import add_output_options
+from slipstream.errors import ConfigError
 from slipstream.plan.hardware import GpuInfo, HostInfo, gpus, host_info
 
 if TYPE_CHECKING:
@@ -46,19 +47,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure", action="store_true", help="measure anew what the CPU runs fastest, instead of what was found before"
     )
+    text = "read servers that run instead, and say what is wrong with them"
+    parser.add_argument("--fleet", help=text, nargs="+", metavar="URL")
+    parser.add_argument("--for", help="seconds between two looks at them (default: 10)", type=float, default=10.0, metavar="S",
+                        dest="seconds")
+    parser.add_argument("--api-key-file", help="whose first line is the key that they ask for", metavar="FILE")
     add_output_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.fleet:
+        return run_fleet(args)
+    if args.api_key_file is not None:
+        raise ConfigError("--api-key-file has an effect only with --fleet", field="api_key_file")
     from slipstream import __version__
     from slipstream.hub import DEFAULT_MODEL, cache_folder, list_cached
 
     host, cards, torch = host_info(), gpus(), torch_info()
     packages = {name: package_version(name) for name in PACKAGES}
     model = list_cached().get(DEFAULT_MODEL)
-    choice = cpu_choice(measure=args.measure) if torch is not None else None
-    used = will_use() if torch is not None else None
-    built = torch is not None and cpu_kernels_built()
+    built = cpu_kernels_built()
+    runs = built if torch is None else True  # a CPU needs torch or the C++ kernels
+    choice = cpu_choice(measure=args.measure) if runs else None
+    used = will_use() if runs and (torch is not None or not cards) else None
     missing = find_missing(host, cards, torch, packages, has_model=model is not None, has_cpu_kernels=built)
     tables, broken = tile_tables(sorted({card.name for card in cards}))
     missing += broken
@@ -118,6 +129,33 @@ def run(args: argparse.Namespace) -> int:
     return exit_code(missing)
 
 
+def run_fleet(args: argparse.Namespace) -> int:
+    """0 if nothing is wrong."""
+    from slipstream.cli.serve import read_keys
+    from slipstream.fleet.detection.alerts import checked
+    from slipstream.fleet.detection.doctor import examine
+
+    if not 0 < args.seconds <= 3600:
+        raise ConfigError(f"--for must be above 0 and at most 3600 seconds, got {args.seconds:g}", field="for")
+    urls = [checked(url, field="fleet").rstrip("/") for url in args.fleet]
+    key = None if args.api_key_file is None else read_keys(args.api_key_file)[0]
+    visits, complaints = examine(urls, args.seconds, key)
+    if args.json:
+        print_json({"servers": visits, "wrong": complaints})
+        return 1 if complaints else 0
+    rows = []
+    for found in visits:
+        detector = "no detector (serve --detect)" if found.findings is None else "a detector"
+        rows.append((found.url, found.error or f"{', '.join(found.models)}; {detector}"))
+    print_info("servers", rows)
+    print()
+    if complaints:
+        print_info("wrong", [(f"{c.url} {c.cause}", f"{c.text}. {c.remedy}") for c in complaints])
+    else:
+        print("nothing is wrong")
+    return 1 if complaints else 0
+
+
 def exit_code(missing: list[Missing]) -> int:
     return 1 if any(m.needed for m in missing) else 0
 
@@ -167,19 +205,25 @@ def torch_info() -> TorchInfo | None:
 
 def will_use() -> dict[str, Any]:
     """What device="auto", dtype="auto", kernels="auto" come to."""
-    import torch
-
     from slipstream.hub import machine_folder
-    from slipstream.kernels.select import select_ops
     from slipstream.worker.device import detect
 
     info = detect("auto", machine_folder())
-    ops = select_ops(torch.device(info.device), num_threads=info.num_threads, isa=info.isa)
+    if not info.is_cuda and cpu_kernels_built():
+        from slipstream.kernels.host_ops import HostOps
+
+        kernels = HostOps(info.num_threads, info.isa).describe()
+    else:
+        import torch
+
+        from slipstream.kernels.select import select_ops
+
+        kernels = select_ops(torch.device(info.device), num_threads=info.num_threads, isa=info.isa).describe()
     return {
         "device": f"{info.device} ({info.name})",
         "dtype": info.best_dtype,
         "dtype_reason": info.dtype_reason or "the GPU's fast type",
-        "kernels": ops.describe(),
+        "kernels": kernels,
         "threads": info.num_threads,
     }
 
@@ -210,7 +254,10 @@ def find_missing(
     GPU needs where there is none. Pure."""
     found = []
     if torch is None:
-        found.append(Missing(what="torch", command="pip install 'torch>=2.11'", needed=True))
+        lost = "a GPU" if cards else "compression, evals, and models and settings that `slipstream info` names"
+        what, extra = f"torch, for {lost}", "gpu" if cards else "torch"
+        needed = bool(cards) or not has_cpu_kernels
+        found.append(Missing(what=what, command=f"pip install 'slipstream[{extra}]'", needed=needed))
     elif cards and torch.cuda_build is None:
         found.append(
             Missing(what="a CUDA build of torch for the GPU", command="pip install --force-reinstall 'torch>=2.11'")
@@ -225,7 +272,7 @@ def find_missing(
         )
     if cards and packages.get("triton") is None:
         found.append(Missing(what="triton, for the GPU kernels", command="pip install 'slipstream[gpu]'"))
-    if torch is not None and not has_cpu_kernels:
+    if not has_cpu_kernels:
         from slipstream.kernels.build import remedy
 
         lost = "no quantization, no 8-bit cache, GGUF's weights expanded, and torch's kernels are several times slower"

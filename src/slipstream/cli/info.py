@@ -15,14 +15,21 @@ from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_op
 from slipstream.config import DTYPE_BYTES, EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
-from slipstream.plan.estimate import by_cpu_kernels, bytes_by_part, estimate
+from slipstream.plan.estimate import by_cpu_kernels, bytes_by_part, estimate, host_expert_bytes
+from slipstream.plan.hardware import host_memory
+from slipstream.plan.offload import copy_rate, estimate_offload, read_rate
+from slipstream.spec.host_experts import mixtures
 from slipstream.spec.model import DenseSpec, LatentAttentionSpec, MoESpec
+from slipstream.spec.parallel import uneven_parts
 from slipstream.spec.scheme import CPU_BLOCK_BYTES
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from slipstream.compress.recipe import Recipe
     from slipstream.spec.description import ModelDescription
     from slipstream.spec.model import LayerSpec, ModelSpec
+    from slipstream.spec.offload import OffloadPlan
     from slipstream.spec.quantization_config import StoredQuantization
     from slipstream.spec.reason import Reason
 
@@ -45,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     config, ledger = estimate(settings, description)
     spec, dtype, scheme = description.spec, config.model.dtype, config.model.quantization
     element = DTYPE_BYTES[config.cache.dtype]
-    parts, fast = bytes_by_part(config, description), fast_ways(config, spec)
+    offload = estimate_offload(config, description)
+    parts, fast, without = bytes_by_part(config, description), fast_ways(config, spec), torch_free(config, description)
     recipe, made_by = None, ""
     try:
         if (recipe := recipe_of(path)) is not None:
@@ -69,6 +77,12 @@ def run(args: argparse.Namespace) -> int:
                 "bytes_by_part": parts,
                 "kv_bytes_per_token": spec.kv_bytes_per_token(element),
                 "fast_ways": fast,
+                "parallel": {**dataclasses.asdict(config.parallel), "num_ranks": config.parallel.num_ranks},
+                "host_experts": {"layers": config.model.host_experts, "num_bytes": ledger.host_expert_bytes},
+                "offload": None
+                if offload is None
+                else {**dataclasses.asdict(offload), "read_rate": offload_rate(config, path)},
+                "needs_torch": without,
                 "spec": spec,
                 "memory_estimate": {**dataclasses.asdict(ledger), "num_full_sequences": ledger.num_full_sequences},
             }
@@ -92,7 +106,11 @@ def run(args: argparse.Namespace) -> int:
         *([("zeros", zeros)] if (zeros := describe_zeros(q, recipe)) is not None else []),
         *([("made by", made_by)] if made_by else []),
         *([("vectors", describe_vectors(description))] if not spec.generates else []),
+        *([("split", text) for text in describe_split(config, spec)]),
+        *([("read", text) for text in describe_offload(offload, config, path)]),
+        *([("experts", text) for text in describe_host_experts(config, description)]),
         *(("steps", describe_way(name, reason)) for name, reason in fast.items()),
+        ("torch", "not needed" if without is None else f"needed: {without}"),
         ("KV cache", f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block" + kept),
     ]
     print_info(settings.model, rows)
@@ -107,16 +125,88 @@ def run(args: argparse.Namespace) -> int:
 
 def fast_ways(config: EngineConfig, spec: ModelSpec) -> dict[str, Reason | None]:
     """The fast ways to run a step that the kernels here have: None, or why they don't cover the model."""
-    from slipstream.model.trace import covered
+    from slipstream.model.trace import HOST_EXPERTS, SPLIT, STREAMED, covered
 
+    if config.model.host_experts:
+        return {"one-token": HOST_EXPERTS}
+
+    if config.model.weights_bytes is not None:
+        return {"program" if by_cpu_kernels(config) else "one-token": STREAMED}
+    if config.parallel.num_ranks > 1:
+        return {"program" if by_cpu_kernels(config) else "one-token": SPLIT}
     if by_cpu_kernels(config):
         return covered(spec, kernels="cpu")
     return covered(spec, kernels="triton") if config.device.info.is_cuda and config.device.kernels != "reference" else {}
 
 
+def torch_free(config: EngineConfig, description: ModelDescription) -> Reason | None:
+    """Why an engine with these settings needs torch; None if it does not."""
+    from slipstream.worker.host_runner import host_refusal
+
+    reason = host_refusal(config, description)
+    return reason if reason is not None else fast_ways(config, description.spec).get("program")
+
+
 def describe_way(name: str, reason: Reason | None) -> str:
     what = {"program": "one C++ program", "one-token": "one kernel for a step of one token"}[name]
     return what if reason is None else f"op by op, not {what}: {reason}"
+
+
+def describe_split(config: EngineConfig, spec: ModelSpec) -> list[str]:
+    """How ranks share the model; empty: there is one. The parts and the memory below are a rank's."""
+    how, lines = config.parallel, []
+    if how.num_ranks == 1:
+        return []
+    if how.tensor > 1:
+        lines.append(f"each layer's heads and inner dimensions, and the vocabulary, over {how.tensor} ranks")
+    if how.experts > 1:
+        lines.append(f"whole experts over {how.experts} ranks")
+    if how.stages:
+        lines.append(f"layers over {how.num_stages} stages: {', '.join(map(str, how.stages))}")
+    lines += uneven_parts(spec, how.shard(0))
+    return [*lines, "what follows is one rank's" + (", the largest" if how.stages else "")]
+
+
+def offload_rate(config: EngineConfig, path: Path) -> float | None:
+    """Bytes a second at which layers that are not kept are read; None: it is not known."""
+    info = config.device.info
+    return copy_rate(info.name) if info.is_cuda else read_rate(path)
+
+
+def describe_offload(plan: OffloadPlan | None, config: EngineConfig, path: Path) -> list[str]:
+    """What is read in each step, and how many steps a second that allows at most."""
+    if plan is None:
+        return []
+    rate = offload_rate(config, path)
+    if config.device.info.is_cuda:
+        free = host_memory()[1]
+        room = f"from the host's memory, of which they take {size(plan.read_bytes)}; {size(free)} are free"
+        if rate is None:
+            return [plan.describe(), room, f"how fast that is is not known of {config.device.info.name}"]
+        steps = rate / plan.read_bytes
+        text = f"at most {steps:,.2f} steps a second (estimated), at {rate / 1e9:.0f} GB/s from host to GPU"
+        return [plan.describe(), room, f"{text}; a step computes a token of each sequence"]
+    if rate is None:
+        return [plan.describe(), "how fast that is was not measured: the checkpoint has no large file here"]
+    steps = rate / plan.read_bytes
+    where = f"{rate / 1e9:.2f} GB/s from where the checkpoint lies (measured now)"
+    text = f"at most {steps:,.2f} steps a second (estimated), at {where}"
+    return [plan.describe(), text, "more where the system keeps the file in memory; a step computes a token of each sequence"]
+
+
+def describe_host_experts(config: EngineConfig, description: ModelDescription) -> list[str]:
+    """Which mixtures the host computes, and what a token reads of them there."""
+    number, layers = config.model.host_experts, mixtures(description.spec)
+    if not number:
+        return []
+    held = host_expert_bytes(config, description)
+    own = description.spec.layers[layers[0]].mlp
+    assert isinstance(own, MoESpec)
+    read = held * own.num_experts_per_token // own.num_experts
+    return [
+        f"of {number} of {len(layers)} mixtures in the host's memory, {size(held)}, computed there (the weights below are all)",
+        f"a token reads {size(read)} of them: at most the host's bytes a second over that, in tokens a second of one sequence",
+    ]
 
 
 def stored_as(description: ModelDescription) -> str:

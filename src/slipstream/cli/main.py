@@ -21,7 +21,13 @@ VERBS = {  # the verb: its file, and its line of the help
     "run": ("run", "answer a prompt"),
     "chat": ("chat", "talk with a model"),
     "embed": ("embed", "texts as vectors"),
+    "rerank": ("rerank", "documents in the order of how well they answer a query"),
     "serve": ("serve", "serve a model over OpenAI's HTTP API"),
+    "keys": ("keys", "who may ask a server, and how much"),
+    "monitoring": ("monitoring", "alerts for Prometheus and a board for Grafana"),
+    "manifests": ("manifests", "files that run a server in Docker or Kubernetes"),
+    "audit": ("audit", "check a server's audit log"),
+    "fleet": ("fleet", "serve a model from many replicas as one"),
     "pull": ("pull", "fetch a model"),
     "info": ("info", "what a model is and needs"),
     "doctor": ("doctor", "what this machine has and lacks"),
@@ -41,6 +47,8 @@ MANY_OPTIONS = 12
 """With more of them the usage names none: the help has them under headings."""
 
 OK, FAILED, USAGE, MODEL, INTERRUPTED = 0, 1, 2, 3, 130
+ABOUT = "Compress, run, serve, measure and plan large language models."
+
 EPILOG = "exit codes: 0 done, 1 failed while running, 2 wrong argument or setting, 3 model or download, 130 interrupted"
 
 
@@ -53,8 +61,9 @@ class UsageError(SlipstreamError):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with three differences. An error is raised like every other, so that --json and the exit codes hold for it. An
-    option is never guessed from its beginning. A verb's file is imported, and its arguments added, when they are needed."""
+    """argparse with four differences. An error is raised like every other, so that --json and the exit codes hold for it. An
+    option is never guessed from its beginning. A verb's file is imported, and its arguments added, when they are needed.
+    Options may stand between words."""
 
     def __init__(self, *, module: str | None = None, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
@@ -76,6 +85,10 @@ class Parser(argparse.ArgumentParser):
         """Refuse what a verb does not know with that verb's usage; argparse would leave it to the parser above."""
         self._complete()
         found, unknown = super().parse_known_args(args, namespace)
+        several = next((action for action in self._get_positional_actions() if action.nargs in ("+", "*")), None)
+        if several is not None and all(word == "-" or not word.startswith("-") for word in unknown):
+            getattr(found, several.dest).extend(unknown)  # argparse takes words only up to the first option between them
+            unknown = []
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
@@ -107,7 +120,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="slipstream", description="Run, serve and measure large language models.", epilog=EPILOG)
+    parser = Parser(prog="slipstream", description=ABOUT, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
     parser.add_argument("--debug", action="store_true", help="on an error, show the traceback")
     sub = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
@@ -147,6 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(error: Exception, *, json: bool, debug: bool) -> int:
     """One clear line on standard error (with --json also an object on standard output); the exit code."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        error = ConfigError("this needs torch: pip install 'slipstream[torch]' (on a GPU 'slipstream[gpu]')")
     known = isinstance(error, SlipstreamError)
     message = str(error) if known else f"internal error: {type(error).__name__}: {error} (--debug shows where)"
     if debug:

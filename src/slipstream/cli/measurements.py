@@ -72,6 +72,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--warmup", type=int, default=4, metavar="X", help="short requests before, not counted (default: 4)"
     )
+    parser.add_argument("--energy", action="store_true", help="the run's joules, too, where NVML or RAPL tells them")
 
 
 def finish(parser: argparse.ArgumentParser, handler: Callable[[argparse.Namespace], int]) -> None:

@@ -24,9 +24,9 @@ from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slipstream.optimize.folder import Built
+    from slipstream.optimize.candidates import Candidate, Result
     from slipstream.optimize.run import Measurer
-    from slipstream.optimize.search import Candidate, Result, Search
+    from slipstream.optimize.search import Search
 
 COMPRESS_SHARE = 1 / 3
 """Of the budget, for one compression at most. An interrupted one goes on when the command is run again."""
@@ -55,16 +55,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-quality-loss",
-        default="kl=0.05",
         metavar="X",
-        help="kl=NATS,perplexity=SHARE, such as kl=0.02,perplexity=2%%, at the upper end of its 95 %% interval (kl=0.05)",
+        help="kl=NATS,perplexity=SHARE,task=NAME:SHARE, such as kl=0.02,perplexity=2%%,task=questions.jsonl:1%%, each at the "
+        "upper end of its 95 %% interval (kl=0.05)",
     )
+    parser.add_argument("--task-limit", type=int, metavar="N", help="questions of each task (default: all)")
     parser.add_argument("--budget", default="20m", metavar="T", help="time for measuring: 90s, 20m, 1h (default: 20m)")
     parser.add_argument("--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:N (default: auto)")
     parser.add_argument(
         "--compressions",
         metavar="C,…",
         help="none, schemes at load, recipe:NAME, files of recipes (default: by the device)",
+    )
+    parser.add_argument(
+        "--drafts",
+        metavar="D,…",
+        help="none, ngram, suffix, folders of draft models (default: none; the traffic's tokens are random, and what ngram and "
+        "suffix find in them says nothing of texts)",
+    )
+    parser.add_argument(
+        "--kv-cache-dtypes", metavar="T,…", help="types of the KV cache (default: auto,int8 on a CPU, auto,fp8 on a GPU)"
+    )
+    parser.add_argument("--parallel", default="tp1", metavar="tp1", help="candidates are measured on one device")
+    parser.add_argument(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help="dummy: random weights of a folder with a config.json; speed is measured, quality is not, and no weights are kept",
     )
     parser.add_argument(
         "--max-model-len", type=int, metavar="X", help="longest prompt with answer (default: the model's)"
@@ -84,6 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from slipstream.bench.load import ClosedLoop, parse_arrivals
     from slipstream.bench.metrics import parse_objectives
+    from slipstream.config import resolve
+    from slipstream.evals.text import TextSettings, check_text
     from slipstream.hub import machine_folder, resolve_model
     from slipstream.optimize import run as measuring
     from slipstream.optimize.prior import simulated_prior
@@ -91,18 +110,33 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.optimize.traffic import parse_traffic
     from slipstream.plan.engines import this_hardware
     from slipstream.spec.description import read_spec
+    from slipstream.spec.scheme import SCHEMES
     from slipstream.worker.device import detect
 
     out = Path(args.out).expanduser().absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give another --out, or remove it", field="out")
-    budget_s, limits = measuring.parse_seconds(args.budget), measuring.parse_quality_loss(args.max_quality_loss)
+    budget_s, limits = measuring.parse_seconds(args.budget), measuring.parse_quality_loss(args.max_quality_loss or "kl=0.05")
+    if args.load_format == "dummy" and args.max_quality_loss is not None:
+        what = "max_quality_loss can't be kept with --load-format dummy: random weights have no quality; leave one of them out"
+        raise ConfigError(what, field="max_quality_loss")
     objectives = parse_objectives(args.slo)
-    names = ("device", "download_dir", "max_model_len", "num_threads")
+    measuring.check_parallel(args.parallel)
+    names = ("device", "download_dir", "max_model_len", "num_threads", "load_format")
     base = EngineArgs(model=args.model, **{name: value for name in names if (value := getattr(args, name)) is not None})
     description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
     if description.spec.kind != "a decoder":
         raise ConfigError(f"optimize is for models that answer; {args.model} is {description.spec.kind}", field="model")
+    if args.seed < 0:
+        raise ConfigError(f"seed={args.seed} must not be below 0", field="seed")
+    info = detect(args.device, machine_folder())
+    types = ("auto",) if args.kv_cache_dtypes is None else tuple(dict.fromkeys(args.kv_cache_dtypes.split(",")))
+    for kind in types:  # what no engine would take is said before one is measured
+        resolve(dataclasses.replace(base, kv_cache_dtype=kind), description, info)
+    context = min(512, description.spec.max_position)
+    text = TextSettings(source=args.text, context=context, stride=context, num_windows=args.eval_windows)
+    if args.load_format != "dummy":
+        check_text(text, download_dir=args.download_dir)
     longest = args.max_model_len or description.spec.max_position
     traffic = parse_traffic(
         args.traffic, args.arrivals, num_requests=args.num_requests, longest=longest, seed=args.seed
@@ -113,14 +147,26 @@ def run(args: argparse.Namespace) -> int:
         )
     arrivals = parse_arrivals(args.arrivals)
     users = min(arrivals.concurrency if isinstance(arrivals, ClosedLoop) else 32, len(traffic.lengths))
-    info = detect(args.device, machine_folder())
     space = measuring.default_space(users=users, on_gpu=info.is_cuda)
     if args.compressions is not None:
         space = dataclasses.replace(space, compressions=measuring.check_compressions(args.compressions.split(",")))
+    if args.drafts is not None:
+        drafts = measuring.check_drafts(args.drafts.split(","))
+        space = dataclasses.replace(space, axes={**space.axes, "speculative_model": drafts})
+    if args.kv_cache_dtypes is not None:
+        space = dataclasses.replace(space, axes={**space.axes, "kv_cache_dtype": types})
+    if limits.tasks:
+        from slipstream.evals.tasks import check_tasks
+
+        check_tasks([name for name, _ in limits.tasks])
+    if args.load_format == "dummy":
+        if args.compressions is not None and (no := [c for c in space.compressions if c != "none" and c not in SCHEMES]):
+            raise ConfigError(f"{no[0]} needs weights, and --load-format dummy has none", field="compressions")
+        kept = tuple(c for c in space.compressions if c == "none" or c in SCHEMES)
+        space = dataclasses.replace(space, compressions=kept)
     state = out.with_name(f"{out.name}.search")
     state.mkdir(parents=True, exist_ok=True)
-    context = min(512, description.spec.max_position)
-    text = {"source": args.text, "context": context, "stride": context, "num_windows": args.eval_windows}
+    named = [args.text, *(name for name, _ in limits.tasks), *(d for d in space.axes.get("speculative_model", ()) if d)]
     with shown(Progress(f"optimize {args.model}")) as progress:
         measurer = measuring.Measurer(
             base=base,
@@ -128,7 +174,9 @@ def run(args: argparse.Namespace) -> int:
             objectives=objectives,
             limits=limits,
             folder=state,
-            text=text,
+            text={"source": text.source, "context": context, "stride": context, "num_windows": text.num_windows},
+            task_limit=args.task_limit,
+            files=[path for name in named if (path := Path(name).expanduser()).exists()],
             told=progress.set_phase,
         )
         prior = simulated_prior(base, description, traffic, this_hardware(args.device, args.num_threads))
@@ -154,8 +202,8 @@ def run(args: argparse.Namespace) -> int:
         chosen = measuring.choose(search.front(), objectives)
         if chosen is None:
             raise ConfigError(_nothing(search), field="max_quality_loss")
-        built, again = _write(chosen, measurer, out, search, progress)
-    return _show(args, search, chosen, measurer, built, again)
+        again = _write(chosen, measurer, out, search, progress)
+    return _show(args, search, chosen, measurer, out, again)
 
 
 def _nothing(search: Search) -> str:
@@ -165,34 +213,41 @@ def _nothing(search: Search) -> str:
 
 def _write(
     chosen: Result, measurer: Measurer, out: Path, search: Search, progress: Progress
-) -> tuple[Built, dict[str, Any]]:
-    """The folder of the chosen candidate, with receipts and all that was measured; the figures of an engine from it."""
+) -> dict[str, Any] | None:
+    """The folder of the chosen candidate, with receipts and all that was measured; the figures of an engine from it. Of random
+    weights only what was measured, and None."""
     from slipstream.optimize.folder import build_folder
     from slipstream.optimize.page import render
     from slipstream.optimize.run import as_row
 
-    args = EngineArgs(**measurer.args_of(chosen.candidate))
+    args, at_start = measurer.folder_args(chosen.candidate)
     measured = {
         "chosen": as_row(chosen),
         "traffic": dataclasses.asdict(measurer.traffic),
         "objectives": dict(measurer.objectives),
     }
     measured["traffic"]["lengths"] = len(measurer.traffic.lengths)
-    built = build_folder(args, out, measured=measured, progress=progress.set_phase)
-    for name in ("slipstream-report.json", "slipstream-report.html"):
+    measured["limits"] = dataclasses.asdict(measurer.limits) | {"text": dict(measurer.text), "task_limit": measurer.task_limit}
+    measured["at_start"] = at_start
+    again = None
+    if measurer.base.load_format == "dummy":
+        out.mkdir(parents=True, exist_ok=True)
+    else:
+        build_folder(args, out, measured=measured, progress=progress.set_phase)
+        progress.set_phase("measuring the folder")
+        again = measurer.speed(dataclasses.asdict(EngineArgs(model=str(out), device=measurer.base.device, **at_start)))
+    for name in ("slipstream-report.json", "slipstream-report.html", "slipstream-canary.json"):
         if (receipt := measurer.receipt(chosen.candidate) / name).is_file():
             shutil.copyfile(receipt, out / name)
-    progress.set_phase("measuring the folder")
-    again = measurer.speed(dataclasses.asdict(EngineArgs(model=str(out), device=measurer.base.device)))
-    document = {
+    document: dict[str, Any] = {
         "front": [as_row(r) for r in search.front()],
         "results": [as_row(r) for r in search.results],
         **measured,
     }
-    document |= {"folder": again, "why_ended": search.why_ended}
+    document |= {"folder": again, "why_ended": search.why_ended, "traffic": dataclasses.asdict(measurer.traffic)}
     (out / "optimize.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     (out / "optimize.html").write_text(render(document, measurer.base.model), encoding="utf-8")
-    return built, again
+    return again
 
 
 def _show(
@@ -200,8 +255,8 @@ def _show(
     search: Search,
     chosen: Result,
     measurer: Measurer,
-    built: Built,
-    again: dict[str, Any],
+    out: Path,
+    again: dict[str, Any] | None,
 ) -> int:
     from slipstream.bench.report import print_table
     from slipstream.optimize.run import as_row, misses
@@ -210,7 +265,7 @@ def _show(
     if args.json:
         print_json(
             {
-                "out": built.folder.path,
+                "out": out,
                 "chosen": as_row(chosen),
                 "folder": again,
                 "missed": {name: {"measured": value, "wanted": most} for name, (value, most) in missed.items()},
@@ -228,10 +283,15 @@ def _show(
             f"front: {len(rows)} of {len(search.points())} measured, of {len(search.space.candidates())}", columns, rows
         )
         print(f"\nended: {search.why_ended}")
-        print(
-            f"the folder itself: {again['output_throughput']:,.1f} tok/s, TPOT p99 {again['tpot_s_p99'] * 1e3:,.2f} ms"
-        )
-        print(f"serve it: slipstream serve {built.folder.path}")
+        if again is None:
+            print("KL and perplexity: –, since random weights have no quality to measure")
+            print(f"random weights: {out} holds what was measured, and no weights to serve")
+        else:
+            tpot_ms = again["tpot_s_p99"] * 1e3
+            print(f"the folder itself: {again['output_throughput']:,.1f} tok/s, TPOT p99 {tpot_ms:,.2f} ms")
+            _, at_start = measurer.folder_args(chosen.candidate)
+            more = "".join(f" --{name.replace('_', '-')} {value}" for name, value in at_start.items())
+            print(f"serve it: slipstream serve {out}{more}")
         for name, (value, most) in missed.items():
             say(
                 f"slipstream: {name} ≤ {most:g} can't be met; this is the nearest: {value:.4g} s at the 99th percentile"
@@ -240,15 +300,15 @@ def _show(
 
 
 def _cells(result: Result, is_chosen: bool) -> tuple[str, ...]:
-    f = result.figures
+    f, guessed = result.figures, "not_measured" in result.figures
     return (
         result.candidate.name,
         f"{result.throughput or 0:,.1f}",
         f"{f['predicted_throughput']:,.1f}",
         f"{(result.tpot_s or 0) * 1e3:,.2f}",
         f"{f['ttft_s_p99'] * 1e3:,.1f}",
-        f"{f['kl']:.4f}" + (f" ± {1.96 * f['kl_stderr']:.4f}" if f["kl_stderr"] else ""),
-        f"{f['perplexity_ratio'] - 1:+.2%}",
+        "–" if guessed else f"{f['kl']:.4f}" + (f" ± {1.96 * f['kl_stderr']:.4f}" if f["kl_stderr"] else ""),
+        "–" if guessed else f"{f['perplexity_ratio'] - 1:+.2%}",
         "chosen" if is_chosen else "",
     )
 
@@ -257,4 +317,5 @@ def _line(result: Result) -> str:
     c: Candidate = result.candidate
     if result.error is not None:
         return f"{c.name}: {result.error}"
-    return f"{c.name}: {result.throughput or 0:,.1f} tok/s, TPOT p99 {(result.tpot_s or 0) * 1e3:,.2f} ms, KL {result.kl:.4f}"
+    kl = "KL –" if "not_measured" in result.figures else f"KL {result.kl:.4f}"
+    return f"{c.name}: {result.throughput or 0:,.1f} tok/s, TPOT p99 {(result.tpot_s or 0) * 1e3:,.2f} ms, {kl}"

@@ -15,6 +15,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from slipstream.config import EngineArgs, setting_help
 from slipstream.types import SamplingParams
 
+ADAPTERS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_modules")
+"""Engine options of verbs whose requests can name an adapter: `serve`, which has --lora for the last one."""
+
 TEXT_ONLY = ("seed", "skip_tokenizer_init")
 """Engine options that `run` and `chat` leave out: their --seed is the request's, and text needs a tokenizer."""
 
@@ -43,10 +46,13 @@ ENGINE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "model and memory",
         (
             *("device", "dtype", "quantization", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "kv_cache_bytes"),
+            *("weights_bytes", "host_experts", "hot_expert_bytes"),
+            *("kv_host_bytes", "kv_disk_bytes", "kv_disk_path"),
             *("kv_cache_dtype", "tokenizer", "download_dir", "num_threads", "seed"),
         ),
     ),
     ("guessed tokens (speculation)", ("speculative_config", "speculative_model", "num_speculative_tokens")),
+    ("adapters", ADAPTERS),
     (
         "scheduling",
         (
@@ -64,9 +70,11 @@ def add_engine_options(
     without: tuple[str, ...] = (),
     note: str = "as in LLM(...)",
     part: Literal["all", "first", "others"] = "all",
+    adapters: bool = False,
 ) -> None:
-    """An option for each field of EngineArgs but `model` and those in `without`. A parser gets them in groups, of which the
-    first has the `note`; `part`: only that one, or only the others."""
+    """An option for each field of EngineArgs but `model` and those in `without`; those of adapters only with `adapters`. A
+    parser gets them in groups, of which the first has the `note`; `part`: only that one, or only the others."""
+    without = (*without, "lora_modules") if adapters else (*without, *ADAPTERS)
     names = [name for name in ENGINE_HELP if name not in ("model", *without)]
     groups = [(title, [name for name in some if name in names]) for title, some in ENGINE_GROUPS]
     grouped = {name for _, some in groups for name in some}

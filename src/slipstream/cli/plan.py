@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
 
 MEASURED_CACHE_BYTES = 2**30
+IDLE_S = 1.0
+BUSY_S = 3.0
+"""For so long the power of a device at rest is measured, where it tells it."""
+
 LONGEST_MEASURED = 4096
 """Tokens of the longest context whose steps are measured; attention beyond it goes on as it grew."""
 
@@ -45,6 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--slo", default="", metavar="NAME=S,…", help="ttft_s, tpot_s, e2e_s: the most seconds of each")
     group.add_argument("--attainment", type=float, default=0.95, metavar="X", help="share of requests to meet them (0.95)")
+    group.add_argument(
+        "--router",
+        choices=("round-robin", "least-loaded", "rendezvous", "longest-hit"),
+        default="least-loaded",
+        help="how requests find their replica; the last two keep those with one prefix together (default: least-loaded)",
+    )
+    group.add_argument(
+        "--draft-acceptance",
+        metavar="P,…",
+        help="with drafts: how often each is right, by position; P,…@SHARE: in that share of steps there are some",
+    )
     group = parser.add_argument_group("devices")
     group.add_argument("--gpu", metavar="NAME,…", help="plan for these: h200, h100, a100, l40s, …; without it for this machine")
     group.add_argument("--max-gpus", type=int, default=8, metavar="X", help="most devices in all (default: 8)")
@@ -61,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.hub import resolve_model
     from slipstream.plan.capacity import Objectives
     from slipstream.plan.devices import find_device
+    from slipstream.plan.drafts import parse_acceptance
     from slipstream.plan.engines import this_hardware
     from slipstream.plan.recommend import Load, as_data, balancer_weights, check_load, plan_device
     from slipstream.plan.traffic import parse_workload
@@ -69,10 +87,14 @@ def run(args: argparse.Namespace) -> int:
     settings = engine_args(args)
     if args.rate is not None and args.concurrency is not None:
         raise ConfigError("--rate and --concurrency are two ways to say the load; give one", field="concurrency")
+    for name in ("tensor_parallel_size", "expert_parallel_size"):
+        if getattr(settings, name) > 1:
+            raise ConfigError(f"{name}: plan chooses it; leave it out, and bound the devices with --max-gpus", field=name)
     if args.max_gpus < 1:
         raise ConfigError("max_gpus must be above 0", field="max_gpus")
-    if settings.speculative_config is not None or settings.speculative_model is not None:
-        raise ConfigError("drafts are not simulated: plan without speculative_config", field="speculative_config")
+    acceptance = None if args.draft_acceptance is None else parse_acceptance(args.draft_acceptance)
+    if acceptance is not None and settings.speculative_config is None and settings.speculative_model is None:
+        raise ConfigError("draft_acceptance has an effect only with --speculative-config", field="draft_acceptance")
     if args.gpu is not None and (args.measure or hasattr(args, "device")):
         raise ConfigError("--gpu plans for other devices, --device and --measure for this machine; give one", field="gpu")
     check_html(args.html)
@@ -84,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         rate=workload.traffic(None, len(workload.requests)).rate if as_recorded else args.rate,
         users=args.concurrency,
         seed=settings.seed,
+        router=args.router,
     )
     check_load(load)
     others = [find_device(name) for name in args.gpu.split(",")] if args.gpu else []
@@ -98,7 +121,14 @@ def run(args: argparse.Namespace) -> int:
             on_run: Callable[[], None] = lambda h=hardware, r=runs: on_phase(f"{h.name}, simulation {next(r)}")  # type: ignore[misc]
             try:
                 plan = plan_device(
-                    settings, description, hardware, load, max_gpus=args.max_gpus, search=not args.no_search, on_run=on_run
+                    settings,
+                    description,
+                    hardware,
+                    load,
+                    max_gpus=args.max_gpus,
+                    search=not args.no_search,
+                    acceptance=acceptance,
+                    on_run=on_run,
                 )
             except OutOfMemoryError as error:
                 if len(devices) == 1:
@@ -202,6 +232,7 @@ def measure_table(
 
     from slipstream.bench.adapters.slipstream import AsyncSlipstream
     from slipstream.bench.host_costs import ANSWER, PROMPT, USERS, measure_host
+    from slipstream.bench.power import EnergyMeter
     from slipstream.plan.engines import RUN_AHEAD
     from slipstream.plan.environment import environment
     from slipstream.plan.estimate import bytes_by_part, this_device
@@ -209,6 +240,7 @@ def measure_table(
     from slipstream.plan.tables import identity
     from slipstream.worker.ceilings import device_ceilings
     from slipstream.worker.executor import LocalExecutor
+    from slipstream.worker.model_runner import ModelRunner
     from slipstream.worker.step_costs import ROUNDS, grid, measure_steps
 
     start = dataclasses.replace(settings, skip_tokenizer_init=True, enable_prefix_caching=False)
@@ -217,7 +249,7 @@ def measure_table(
         share = device.memory_bytes // 4 if device.is_cuda else MEASURED_CACHE_BYTES
         start = dataclasses.replace(start, kv_cache_bytes=share)
     with phases("measuring") as on_phase:
-        executor = LocalExecutor.build(start, progress=on_phase)
+        executor = LocalExecutor.build(start, progress=on_phase, by_torch=True)
         on_phase("graphs")
         while executor.capture_next():
             pass
@@ -227,9 +259,25 @@ def measure_table(
         raise ConfigError(f"--measure needs a max_model_len of at least {PROMPT + ANSWER}", field="max_model_len")
     limits = scheduling.max_num_seqs, scheduling.max_num_batched_tokens, context
     steps = grid(*limits, executor.ledger.num_kv_tokens, longest)
+    meter, power = EnergyMeter(devices=[info.device]), {}
+
+    def power_of(state: str, work: Callable[[], object]) -> None:
+        before, begin = meter.read(), time.monotonic()
+        work()
+        energy = meter.energy(before, meter.read(), time.monotonic() - begin, 0)
+        if energy is not None:
+            power.update({f"{state}watts": energy.watts, f"cpu_{state}watts": energy.cpu_watts})
+
+    if meter.sources:
+        power_of("idle_", lambda: time.sleep(IDLE_S))
     with progress_bar("measuring steps") as progress:
         points = measure_steps(executor, steps, rounds=rounds or ROUNDS, progress=progress)
+    if meter.sources:  # under load: the largest batch without a pause
+        full = max(steps, key=lambda step: (len(step.decodes), not step.prompts, sum(step.decodes)))
+        power_of("", partial(measure_steps, executor, [full], rounds=1, least_s=BUSY_S))
+    assert isinstance(executor.runner, ModelRunner)
     ceilings = device_ceilings(executor.runner.ops, executor.runner.device)
+    ceilings |= {name: value for name, value in power.items() if value is not None}
     of = identity(config, spec, sum(bytes_by_part(config, description).values()))
     made_by = {name: value for name, value in environment().items() if name != "command"}
     table = fit_steps(points, identity=of, made_by=made_by)
@@ -309,6 +357,8 @@ def shown(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, str]
         found.append(("throughput", f"{row['throughput']:,.0f} output tokens/s"))
     if load["num_failed"]:
         found.append(("left out", f"{load['num_failed']} of {load['num_requests']} requests: {next(iter(load['errors']))}"))
+    if row["tokens_per_verification"] is not None:
+        found.append(("drafts", f"{row['tokens_per_verification']:.2f} tokens of a verified sequence"))
     found.append(("binds", row["binds"]))
     gib, device = row["one_more_gib"], row["one_more_device"]["requests_per_s"]
     more = "" if gib["requests_per_s"] is None else f", {gib['requests_per_s']:+.3g} requests/s"

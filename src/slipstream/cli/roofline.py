@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.cli.console import print_info
     from slipstream.cli.measurements import bench_args, deliver, parse_sizes, positive
     from slipstream.worker.executor import LocalExecutor
+    from slipstream.worker.model_runner import ModelRunner
     from slipstream.worker.roofline import measure_roofline
 
     sizes = parse_sizes(args.batch_sizes)
@@ -40,8 +41,9 @@ def run(args: argparse.Namespace) -> int:
     if settings.device.startswith("cuda"):
         raise ConfigError("the roofline is a CPU's; take device='cpu'", field="device")
     with phases(f"starting {args.model}") as on_phase:
-        executor = LocalExecutor.build(settings, progress=on_phase)
+        executor = LocalExecutor.build(settings, progress=on_phase, by_torch=True)
         on_phase("measuring")
+        assert isinstance(executor.runner, ModelRunner)
         found = measure_roofline(executor.runner, batch_sizes=sizes, prompt=args.prompt, context=args.context)
     deliver(args, document("roofline", model=args.model, context=args.context, results=plain_results(found)))
     if args.json:

@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="+", metavar="[MODEL] PROMPT", help=f"MODEL: {MODEL_HELP}")
     parser.add_argument("--model", dest="model_option", metavar="MODEL", help=f"the same (default: {DEFAULT_MODEL})")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the prompt")
+    text = "a picture for the prompt, of a model that sees; may be repeated"
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help=text)
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is: no chat template")
     add_output_options(parser)
     add_sampling_options(parser.add_argument_group(SAMPLING_TITLE), **DEFAULTS)
@@ -44,6 +46,9 @@ def run(args: argparse.Namespace) -> int:
     model, prompt = choose(args.words, args.model_option)
     if args.raw and args.system is not None:
         raise ConfigError("--system needs the chat template; leave out --raw", field="system")
+    pictures = [read_picture(name) for name in args.image]
+    if pictures and args.raw:
+        raise ConfigError("--image needs the chat template; leave out --raw", field="image")
     sampling_params(args, **DEFAULTS)  # refuses a wrong value before the start
     with open_llm(engine_args(args, model=model, max_num_seqs=1)) as (llm, start_s):
         templated = not args.raw and llm.get_tokenizer().chat_template is not None
@@ -54,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
         if not templated and not args.raw:
             say(f"slipstream: {model} has no chat template, so the prompt is continued as it is, as with --raw")
         sampling = sampling_params(args, llm.get_default_sampling_params(), **DEFAULTS)
-        messages = [{"role": "user", "content": prompt}]
+        if pictures and not templated:
+            raise ConfigError("the model has no chat template, so --image can't be shown; leave it out", field="image")
+        content: Any = [*({"type": "image_pil", "image_pil": x} for x in pictures), {"type": "text", "text": prompt}]
+        messages = [{"role": "user", "content": content if pictures else prompt}]
         if args.system is not None:
             messages.insert(0, {"role": "system", "content": args.system})
 
@@ -81,6 +89,13 @@ def run(args: argparse.Namespace) -> int:
             print(flush=True)
             say(speed.line())
     return 0
+
+
+def read_picture(name: str) -> bytes:
+    try:
+        return Path(name).expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--image {name}: {error.strerror or error}", field="image") from None
 
 
 def _is_model(word: str) -> bool:

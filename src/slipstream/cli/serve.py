@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
+from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args, parse_bytes
 from slipstream.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from slipstream.engine.async_llm import AsyncLLM
+    from slipstream.fleet.detection.server import ServerWatch
     from slipstream.frontend.supervisor import Supervisor
     from slipstream.plan.memory import MemoryLedger
     from slipstream.server.state import ServerSettings
@@ -33,13 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add("--host", "address to listen on (default: 127.0.0.1, this machine only)")
     add("--port", "port; 0 takes a free one and prints it (default: 8000)", type=int, metavar="N")
+    add("--grpc-port", "speak KServe's protocol over gRPC there, too (extra kserve; default: no)", type=int, metavar="N")
     add_several("--served-model-name", "NAME", "name of the model (default: as it is given)")
     add_engine_options(parser, part="first")
 
     group = parser.add_argument_group("who may ask")
     add("--api-key-file", "ask for a key; the file has one a line", default=None, metavar="FILE")
+    add("--keys-file", "ask for a key of `slipstream keys`, with its role and limits", metavar="FILE")
     add_several("--api-key", "KEY", "the same, where other users of the machine can see it")
     add_several("--cors-origin", "ORIGIN", "whose pages may ask from a browser, such as https://chat.example; * for any")
+    text = "a host that pictures of requests may be fetched from (default: none; data URIs are always taken)"
+    add_several("--allowed-media-hosts", "HOST[:PORT]", text)
     add("--ssl-certfile", "certificate chain (PEM): serve HTTPS", metavar="FILE")
     add("--ssl-keyfile", "its key, if it is in a file of its own", metavar="FILE")
     add("--enable-sleep-mode", "let them give the model's memory back (POST /sleep, /wake_up)", action="store_true")
@@ -47,8 +54,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("answers")
     add("--tool-call-parser", "format of tool calls (default: as the chat template says); none: off", metavar="NAME")
     add("--reasoning-parser", "format of reasoning (default: as the chat template says); none: off", metavar="NAME")
+    text = "a function of an installed package (entry point of slipstream.logits_processors) that requests may name in "
+    add_several("--logits-processors", "NAME", text + "logits_processors; slow")
     text = "a small model that shortens prompts for requests that ask (compress_prompt); MODEL itself may do it, too"
     add("--context-model", text, default=None, metavar="MODEL")
+
+    group = parser.add_argument_group("state")
+    text = "folder for what outlives the server: answers of /v1/responses (default: they end with it)"
+    add("--state-dir", text, metavar="DIR")
+    add("--max-stored-responses", "answers kept, the least used go first; 0: none (default: 1000)", type=int, metavar="N")
+    add("--max-stored-bytes", "of them together (default: 256 MiB)", type=int, metavar="N")
+
+    group = parser.add_argument_group("records of what was asked")
+    add("--audit-log", "append who asked for what to a file, in a chain (`slipstream audit`)", metavar="FILE")
+    add("--audit-max-bytes", "of the file, before the next begins (default: 64MiB)", type=parse_bytes, metavar="N")
+    add("--audit-prompts", "write the requests' bodies, too", action="store_true")
+    text = "while it cannot be written: refuse requests, or serve on (default: refuse)"
+    add("--audit-failure", text, choices=("refuse", "serve"))
+    text = "send traces and metrics to an OTLP receiver, such as http://127.0.0.1:4318 (extra otel; default: no)"
+    add("--otlp-endpoint", text, metavar="URL")
+
+    group = parser.add_argument_group("files and batches")
+    add("--files-dir", "folder for /v1/files and /v1/batches, which outlive the server (default: none)", metavar="DIR")
+    add("--max-files-bytes", "of all files together (default: 1GiB)", type=parse_bytes, metavar="N")
+    add("--max-file-bytes", "of one upload (default: 100MiB)", type=parse_bytes, metavar="N")
+    text = "lines of batches at once, when nobody else asks (default: half of --max-num-seqs)"
+    add("--batch-max-concurrent", text, type=int, metavar="N")
+    add("--batch-beside", "how many of them run beside requests of clients (default: 0)", type=int, metavar="N")
 
     group = parser.add_argument_group("processes and log")
     text = "processes that speak HTTP, over one port and one engine; auto: one on a CPU; with a GPU a quarter of the cores, "
@@ -58,12 +90,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--log-format", "one line a request, on standard error (default: text)", choices=("text", "json"))
     add_output_options(group)
 
+    group = parser.add_argument_group("trouble")
+    text = "look for trouble (slow steps, cache, queue, errors, …), and tell it at /findings, /status, /metrics and in the log"
+    add("--detect", f"{text} (extra detect)", action="store_true", default=False)
+    add_several("--alert-url", "URL", "POST what is found there, as JSON; with --detect")
+
     group = parser.add_argument_group("limits")
     add("--max-concurrent-requests", "beyond it: 429 (default: 4096)", type=int, metavar="N")
     add("--max-choices-per-request", "prompts times n (default: 1024)", type=int, metavar="N")
-    add("--max-body-bytes", "beyond it: 413 (default: 8 MiB)", type=int, metavar="N")
+    add("--max-body-bytes", "beyond it: 413 (default: 8MiB)", type=parse_bytes, metavar="N")
     add("--body-timeout", "seconds for a body to arrive (default: 30)", type=float, metavar="S", dest="body_timeout_s")
-    add_engine_options(parser, part="others")
+    add_engine_options(parser, part="others", adapters=True)
+
+    group = parser.add_argument_group("adapters to serve (with --enable-lora)")
+    text = "an adapter that PEFT saved, served by this name; may be repeated"
+    add("--lora", text, nargs="+", action=_Adapters, metavar="NAME=PATH", dest="lora_modules")
+    add("--lora-modules", "vLLM's name for it", nargs="+", action=_Adapters, metavar="NAME=PATH")
+    text = "the folder whose adapters may be loaded over HTTP (POST /v1/load_lora_adapter, /v1/unload_lora_adapter)"
+    add("--lora-folder", text, metavar="DIR")
+
+
+class _Adapters(argparse.Action):
+    """NAME=PATH, into a dict."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        found = dict(getattr(namespace, self.dest, {}))
+        for text in values or ():
+            name, _, path = text.partition("=")
+            if not name or not path:
+                parser.error(f"{option_string}: {text!r} is not NAME=PATH")
+            if name in found:
+                parser.error(f"{option_string}: {name!r} is there twice")
+            found[name] = path
+        setattr(namespace, self.dest, found)
 
 
 def _number_or_auto(text: str) -> int | None:
@@ -90,12 +155,65 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
     given = {name: value for name, value in vars(args).items() if name in names}
     keys = (*args.api_key, *(read_keys(args.api_key_file) if args.api_key_file else ()))
     names_served, origins = tuple(args.served_model_name), tuple(args.cors_origin)
+    given["logits_processors"] = logits_processors(args.logits_processors)
+    given["allowed_media_hosts"] = tuple(h for text in args.allowed_media_hosts for h in text.split(",") if h)
     return ServerSettings(**given, api_keys=keys, served_model_names=names_served, cors_origins=origins)
+
+
+def logits_processors(names: Sequence[str]) -> dict[str, str]:
+    """The functions of installed packages that have these names, as "module:function". ConfigError if there is none, or it
+    can't be imported."""
+    if not names:
+        return {}
+    from importlib.metadata import entry_points
+
+    from slipstream.engine.sampler_params import importable
+    from slipstream.errors import ConfigError, RequestError
+
+    installed = {point.name: point.value for point in entry_points(group="slipstream.logits_processors")}
+    found = {}
+    for name in names:
+        if name not in installed:
+            known = ", ".join(sorted(installed)) or "none"
+            message = f"--logits-processors: no installed package has {name!r}; there is {known}"
+            raise ConfigError(message, field="logits_processors")
+        try:
+            found[name] = importable(installed[name].replace(" ", ""))
+        except RequestError as error:
+            raise ConfigError(f"--logits-processors: {error}", field="logits_processors") from error
+    return found
+
+
+def check_adapters(args: argparse.Namespace, settings: ServerSettings) -> None:
+    """ConfigError: an adapter can't be served by its name, or none can be loaded."""
+    from slipstream.errors import ConfigError
+
+    names = settings.served_model_names or (args.model,)
+    if taken := set(getattr(args, "lora_modules", {})) & set(names):
+        raise ConfigError(f"--lora: {min(taken)!r} is the model's own name; take another", field="lora_modules")
+    if settings.lora_folder is not None:
+        if not getattr(args, "enable_lora", False):
+            raise ConfigError("--lora-folder has an effect only with --enable-lora", field="lora_folder")
+        if not Path(settings.lora_folder).is_dir():
+            raise ConfigError(f"--lora-folder: {settings.lora_folder} is no folder", field="lora_folder")
 
 
 def kept(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
     """Those of the options that were given."""
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def make_watch(args: argparse.Namespace) -> ServerWatch:
+    """ConfigError if its extra is not there, or an address is none."""
+    from slipstream.errors import ConfigError
+
+    try:
+        from slipstream.fleet.detection.server import ServerWatch
+    except ImportError as error:
+        if error.name != "river":
+            raise
+        raise ConfigError("--detect needs river: pip install 'slipstream[detect]'", field="detect") from None
+    return ServerWatch(args.alert_url, source=(args.served_model_name or [args.model])[0])
 
 
 def read_keys(path: str) -> tuple[str, ...]:
@@ -105,7 +223,9 @@ def read_keys(path: str) -> tuple[str, ...]:
     try:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"cannot read the API keys in {path}: {exc}", field="api_key_file") from None
+        why = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
+        message = f"cannot read the API keys in {path} ({why}); name a file with one key a line"
+        raise ConfigError(message, field="api_key_file") from None
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise ConfigError(f"{path} holds no API key; write one a line", field="api_key_file")
@@ -122,13 +242,24 @@ def run(args: argparse.Namespace) -> int:
 
     from slipstream.cli.console import phases, print_json
     from slipstream.config import EngineArgs
+    from slipstream.errors import ConfigError
+    from slipstream.server.auth import Keyring
     from slipstream.server.run import bind, configure_logging, url
 
     settings = server_settings(args)
+    Keyring(settings)  # a file that can't be read is an error now
+    check_adapters(args, settings)
     configure_logging(settings)
     logger = logging.getLogger("slipstream.server")
-    if not settings.api_keys and settings.host not in ("127.0.0.1", "localhost", "::1"):
-        logger.warning("anyone who reaches %s can use this server; --api-key-file asks for a key", settings.host)
+    if not (settings.api_keys or settings.keys_file) and settings.host not in ("127.0.0.1", "localhost", "::1"):
+        logger.warning("anyone who reaches %s can use this server; --keys-file asks for a key", settings.host)
+    watch = None
+    if args.detect:
+        if args.api_servers not in (None, 1):
+            raise ConfigError("--detect needs one process that speaks HTTP: --api-servers 1", field="api_servers")
+        args.api_servers, watch = 1, make_watch(args)
+    elif args.alert_url:
+        raise ConfigError("--alert-url has an effect only with --detect", field="alert_url")
     engines = [engine_args(args)]
     if args.context_model not in (None, args.model):
         shared = kept(args, ("device", "num_threads", "download_dir"))
@@ -144,7 +275,11 @@ def run(args: argparse.Namespace) -> int:
     async def one() -> None:
         from slipstream.compress.context import Shortener
         from slipstream.engine.async_llm import AsyncLLM
-        from slipstream.server.run import serve
+        from slipstream.server.run import serve, settle
+
+        def on_ready() -> None:
+            settle()
+            announce(engine)
 
         with phases("starting") as progress:
             engine = small = await AsyncLLM.start(engines[0], progress=progress)
@@ -156,7 +291,7 @@ def run(args: argparse.Namespace) -> int:
                     raise
         shortener = None if args.context_model is None else Shortener(small)
         try:
-            await serve(engine, settings, listener, on_ready=lambda: announce(engine), shortener=shortener)
+            await serve(engine, settings, listener, on_ready=on_ready, shortener=shortener, watch=watch)
         finally:
             if small is not engine:
                 await small.shutdown()
@@ -179,7 +314,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Banner:
     """What is printed when the server is ready: where it is, and what its memory holds."""
 

@@ -146,10 +146,10 @@ class ObservingOps(AutogradOps):
         fake = self._inputs.get(name.partition("@")[0])
         return super().linear(x if fake is None else fake(x), w)
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: AttentionParams) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
         if self._on_cache is not None:
             self._on_cache(kv)
-        return super().attention(q, kv, meta, scoring)
+        return super().attention(q, kv, meta, params)
 
 
 def product_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:

@@ -23,10 +23,11 @@ from slipstream.compress.dense import write_tokenizer
 from slipstream.compress.quantize.rounding import Grid, Rounded
 from slipstream.compress.recipe import RECIPE_NAME
 from slipstream.errors import ConfigError, UnsupportedModelError
+from slipstream.model.checkpoint import place
 from slipstream.model.compressed import expanded
 from slipstream.model.packing import pack_words, unpack_words
 from slipstream.model.save import new_folder, stored, write_config, write_tensors
-from slipstream.model.weights import place, transform
+from slipstream.model.weights import transform
 from slipstream.spec.description import ModelDescription, huggingface_config
 from slipstream.spec.native_formats import is_product
 from slipstream.spec.parameters import Placement, Transpose, parameters

@@ -27,7 +27,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
 from slipstream.errors import ConfigError, RequestError
-from slipstream.types import PositionLogprobs, SamplingParams
+from slipstream.outputs import PositionLogprobs
+from slipstream.types import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.async_llm import AsyncLLM

@@ -135,7 +135,7 @@ def _answers(
                     f"{source.name} answers nothing to {len(some)} questions of {settings.text}", field="text"
                 )
             found += answers
-            write_examples(kept, found)
+            write_examples(kept, answers, append=True)
             progress("answers", len(found), total)
     return found
 

@@ -110,15 +110,15 @@ def token_losses(
 
 
 class TappedOps(AutogradOps):
-    """Calls `tap(q, kv, meta, scoring)` before every attention, if it is set."""
+    """Calls `tap(q, kv, meta, params)` before every attention, if it is set."""
 
     def __init__(self) -> None:
         self.tap: Callable[[Tensor, LayerKV, AttentionMetadata, AttentionParams], None] | None = None
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: AttentionParams) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
         if self.tap is not None:
-            self.tap(q, kv, meta, scoring)
-        return super().attention(q, kv, meta, scoring)
+            self.tap(q, kv, meta, params)
+        return super().attention(q, kv, meta, params)
 
 
 def attention_weights(q: Tensor, kv: LayerKV, s: AttentionParams, lengths: Sequence[int]) -> list[Tensor]:
@@ -157,9 +157,9 @@ class LayerOutputs:
         is recomputed."""
         outputs, now = cls(batch.lengths, {}, {}), 0
 
-        def tap(q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: AttentionParams) -> None:
+        def tap(q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> None:
             if now in layers:
-                outputs.attention[now] = q, kv, scoring
+                outputs.attention[now] = q, kv, params
 
         def each(i: int, state: Tensor) -> None:
             nonlocal now
@@ -171,8 +171,8 @@ class LayerOutputs:
         return outputs, each
 
     def weights(self, layer: int) -> list[Tensor]:
-        q, kv, scoring = self.attention[layer]
-        return attention_weights(q, kv, scoring, self.lengths)
+        q, kv, params = self.attention[layer]
+        return attention_weights(q, kv, params, self.lengths)
 
 
 class Matching(nn.Module):

@@ -11,6 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from slipstream.plan import html
 from slipstream.plan.environment import plain
 
 WIDTH, HEIGHT = 900, 220
@@ -20,12 +21,7 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 12, 38, 34
 
 def render(document: Mapping[str, Any]) -> str:
     """The page of a `Report.document`."""
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"size": size, "percent": percent, "number": number, "change": change, "token": token}
-    environment.filters["passage"] = passage
-    template = environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
+    filters = {"size": size, "percent": percent, "number": number, "change": change, "token": token, "passage": passage}
     a, b = document["original"], document["compressed"]
     names = labels(document)
     sizes = [("on disk", a["file_bytes"], b["file_bytes"]), ("in memory", a["weights_bytes"], b["weights_bytes"])]
@@ -34,7 +30,9 @@ def render(document: Mapping[str, Any]) -> str:
         for batch, value in a["tokens_per_s"].items()
         if batch in b["tokens_per_s"]
     ]
-    return template.render(
+    return html.render(
+        Path(__file__).with_name("page.html"),
+        filters,
         d=document,
         names=names,
         changes=changes(document),

@@ -29,6 +29,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 from slipstream.compress.steps import (
     Distill,
     DraftHead,
+    LoRA,
     PruneSettings,
     Sparsify,
     require,
@@ -235,7 +236,7 @@ class KVCache:
 
 
 S = TypeVar("S")
-Step: TypeAlias = Calibrate | PruneSettings | Distill | Rotate | Sparsify | Quantize | QAT | KVCache | DraftHead
+Step: TypeAlias = Calibrate | PruneSettings | Distill | Rotate | Sparsify | Quantize | QAT | KVCache | DraftHead | LoRA
 
 STEPS: dict[str, type[Step]] = {
     "calibrate": Calibrate,
@@ -247,6 +248,7 @@ STEPS: dict[str, type[Step]] = {
     "qat": QAT,
     "kv_cache": KVCache,
     "draft_head": DraftHead,
+    "lora": LoRA,
 }
 
 LAYER_STEPS = (Rotate, Sparsify, Quantize, QAT, KVCache)
@@ -266,6 +268,7 @@ PRESETS: dict[str, list[Any]] = {
     "int4-learned": [{"quantize": {"bits": 4, "rounding": "learned"}}],
     "draft:eagle3": [{"draft_head": {"kind": "eagle3"}}],
     "draft:medusa": [{"draft_head": {"kind": "medusa"}}],
+    "lora": [{"lora": {}}],
 }
 """By name. There are also `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3` (or `draft:small`), a draft model
 with this share of the parameters."""
@@ -411,8 +414,9 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
     fixed = quantize is not None and isinstance(quantize.bits, int) and recipe.one(QAT) is None
     if recipe.one(Rotate) is not None and not fixed:
         raise ConfigError("rotate needs a quantize step after it, with a number of bits and without qat", field="rotate")
-    if recipe.one(DraftHead) is not None and len(found) > 1:
-        raise ConfigError("draft_head leaves the model as it is; it stands alone in a recipe", field="steps")
+    for kind, step in (("draft_head", DraftHead), ("lora", LoRA)):
+        if recipe.one(step) is not None and len(found) > 1:
+            raise ConfigError(f"{kind} leaves the model as it is; it stands alone in a recipe", field="steps")
     if all(isinstance(s, Calibrate) for s in found):
         raise ConfigError("the recipe only calibrates; add a step such as quantize", field="steps")
     return recipe

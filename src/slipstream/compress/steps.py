@@ -1,10 +1,10 @@
-"""The settings of the steps sparsify, prune, distill and draft_head. No torch."""
+"""The settings of the steps sparsify, prune, distill, draft_head and lora. No torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -235,4 +235,47 @@ class DraftHead:
         require_at_least(self, 8, "context")
         require_inside(self, "learning_rate")
         require(self, lambda value: value is None or value >= 1, "at least 1", "draft_vocab_size")
+        require(self, lambda value: value is None or value > 0, "above 0", "minutes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRA:
+    """Trains an adapter (`compress.lora`) on up to `num_documents` documents of each part of `text`, of which `held_out` are
+    not learned (a tenth at most). `rank` is that of every product in `targets` (the last part of PEFT's name, such as q_proj;
+    empty: all), but for those in `ranks`. What an adapter gives is multiplied by alpha/rank, with `rslora` by alpha/√rank.
+    `quantization` rounds the base as an engine with that setting does. Training ends after `num_steps` steps of `batch_size`
+    documents, or after `minutes`. The rate rises over the share `warmup` and falls along a cosine to 0."""
+
+    text: str = "sharegpt"
+    num_documents: int = 4096
+    held_out: int = 32
+    context: int = 512
+    rank: int = 16
+    ranks: dict[str, int] = field(default_factory=dict)
+    alpha: float = 32.0
+    dropout: float = 0.05
+    rslora: bool = False
+    targets: tuple[str, ...] = ()
+    quantization: Literal["int8", "int4"] | None = None
+    num_steps: int = 500
+    minutes: float | None = None
+    batch_size: int = 8
+    micro_batch: int = 4
+    learning_rate: float = 2e-4
+    warmup: float = 0.03
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    recompute: bool = False
+    seed: int = 0
+
+    def check(self) -> None:
+        require_at_least(self, 1, "num_documents", "held_out", "num_steps", "batch_size", "micro_batch")
+        require_at_least(self, 2, "context")
+        require_at_least(self, 0, "seed", "weight_decay")
+        require(self, lambda value: 1 <= value <= 512, "from 1 to 512", "rank")
+        if any(not isinstance(r, int) or isinstance(r, bool) or not 1 <= r <= 512 for r in self.ranks.values()):
+            raise ConfigError(f"ranks={self.ranks!r} must be numbers from 1 to 512 by target", field="ranks")
+        require(self, lambda value: value > 0, "above 0", "alpha", "clip_norm")
+        require(self, lambda value: 0 <= value < 1, "a share from 0 to below 1", "dropout", "warmup")
+        require_inside(self, "learning_rate")
         require(self, lambda value: value is None or value > 0, "above 0", "minutes")

@@ -84,10 +84,11 @@ def read_questions(
     return found
 
 
-def write_examples(path: Path, examples: Iterable[Example]) -> None:
-    """Write a file for `read_examples`, one JSON object a line."""
+def write_examples(path: Path, examples: Iterable[Example], *, append: bool = False) -> None:
+    """Write a file for `read_examples`, one JSON object a line; `append` to what it has."""
     lines = (json.dumps({"token_ids": e.token_ids, "num_context": e.num_context, "weight": e.weight}) for e in examples)
-    path.write_text("".join(f"{line}\n" for line in lines))
+    with path.open("a" if append else "w") as file:
+        file.writelines(f"{line}\n" for line in lines)
 
 
 def read_examples(path: Path) -> list[Example]:

@@ -5,7 +5,8 @@ for each setting who chose its value and why. It is changed once at most: `Engin
 a shorter context. No torch here.
 """
 
-from slipstream.config.resolver import held_products, resolve
+from slipstream.config.parallel import held_products
+from slipstream.config.resolver import resolve
 from slipstream.config.settings import (
     DTYPE_BYTES,
     MOST_DRAFTS,
@@ -17,11 +18,15 @@ from slipstream.config.settings import (
     EngineArgs,
     EngineConfig,
     KVDType,
+    LoRASettings,
     ModelConfig,
     Origin,
+    ParallelConfig,
     SchedulingConfig,
     SpeculationConfig,
+    num_ranks,
     setting_help,
+    split_setting,
 )
 
 __all__ = [
@@ -35,11 +40,15 @@ __all__ = [
     "EngineArgs",
     "EngineConfig",
     "KVDType",
+    "LoRASettings",
     "ModelConfig",
     "Origin",
+    "ParallelConfig",
     "SchedulingConfig",
     "SpeculationConfig",
     "held_products",
+    "num_ranks",
     "resolve",
     "setting_help",
+    "split_setting",
 ]

@@ -6,8 +6,12 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
+from slipstream.config.host_experts import host_experts
+from slipstream.config.offload import check_offload
+from slipstream.config.parallel import held_products, parallel_section
 from slipstream.config.settings import (
     BATCH_WINDOW_S,
+    DTYPE_BYTES,
     GPU_MEMORY_SHARE,
     CacheConfig,
     DeviceConfig,
@@ -15,9 +19,14 @@ from slipstream.config.settings import (
     DType,
     EngineArgs,
     EngineConfig,
+    ImageSettings,
+    LoRASettings,
     ModelConfig,
     Origin,
     SchedulingConfig,
+    SpeculationConfig,
+    num_ranks,
+    split_setting,
 )
 from slipstream.config.speculative import speculation_section
 from slipstream.errors import ConfigError
@@ -31,6 +40,8 @@ Origins: TypeAlias = dict[str, Origin]
 
 CPU_SCHEMES = frozenset(name for name, scheme in SCHEMES.items() if scheme.name in HELD_PRODUCTS["cpu"])
 DENSE_SHARE = 0.25
+FEW_SEQUENCES = 8
+"""A CPU's sparse weights are the faster form for steps of about so many tokens."""
 """The largest share of a GPU's memory that dense copies of 4-bit weights take if the user says nothing."""
 
 
@@ -38,13 +49,14 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     """Check `args` against the model and the device, and choose what was left open. ConfigError names the setting at fault."""
     _check_values(args)
     stored = _stored_scheme(args, model, device)
-    _refuse_unsupported(args)
+    num_ranks(args)
     _refuse_without_effect(args, device)
     _check_formats(args, model, device, args.quantization or stored.value)
     model_config, model_origins = _model_section(args, model, device, stored)
     cache, cache_origins = _cache_section(args, model, device, model_config.dtype)
     scheduling, scheduling_origins = _scheduling_section(args, model.spec, device, model_config.max_model_len)
     device_config, device_origins = _device_section(args, model, device, model_config.quantization)
+    speculation = speculation_section(args, model.spec)
     values = {f.name: (getattr(args, f.name), f.default) for f in dataclasses.fields(args)}
     given = {name: Origin(value, "default" if value == default else "user") for name, (value, default) in values.items()}
     return EngineConfig(
@@ -52,7 +64,10 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
         cache=cache,
         scheduling=scheduling,
         device=device_config,
-        speculation=speculation_section(args, model.spec),
+        speculation=speculation,
+        lora=_lora_section(args, model.spec),
+        images=_image_section(args, model.spec, device, speculation),
+        parallel=parallel_section(args, model, device, model_config.quantization, speculation),
         origins={**given, **model_origins, **cache_origins, **scheduling_origins, **device_origins},
     )
 
@@ -123,7 +138,12 @@ def _model_section(
         weights_cache=args.weights_cache,
         seed=args.seed,
         skip_tokenizer_init=args.skip_tokenizer_init,
+        weights_bytes=args.weights_bytes,
+        hot_expert_bytes=args.hot_expert_bytes or 0,
+        host_experts=host_experts(args, model, device, quantization, DTYPE_BYTES[dtype]),
     )
+    if args.weights_bytes is not None:
+        check_offload(args, model, device)
     return config, chosen.origins
 
 
@@ -169,8 +189,47 @@ def _cache_section(
         kv_cache_bytes=args.kv_cache_bytes,
         enable_prefix_caching=prefixes,
         groups=spec.cache_groups,
+        host_bytes=args.kv_host_bytes,
+        disk_bytes=args.kv_disk_bytes,
+        disk_path=args.kv_disk_path,
     )
+    _check_tiers(args, spec, device)
     return config, chosen.origins
+
+
+def _check_tiers(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
+    """Whether what lies below the device's cache can be had."""
+    given = [n for n in ("kv_host_bytes", "kv_disk_bytes", "kv_disk_path") if getattr(args, n) is not None]
+    if not given:
+        return
+    for name in given:
+        if name != "kv_disk_path":
+            _positive(name, getattr(args, name))
+    speculation = speculation_section(args, spec)
+    for name, refused, why in (
+        ("kv_disk_bytes", "kv_disk_bytes" in given and not args.kv_disk_path, "it needs a folder: set kv_disk_path"),
+        ("kv_disk_path", "kv_disk_path" in given and args.kv_disk_bytes is None, "it needs a bound: set kv_disk_bytes"),
+        (
+            "kv_host_bytes",
+            "kv_host_bytes" in given and not device.is_cuda,
+            "a CPU's cache is the host's memory already: raise kv_cache_bytes, or keep blocks on a disk (kv_disk_bytes)",
+        ),
+        (
+            "kv_disk_bytes",
+            device.is_cuda and args.kv_disk_bytes is not None and args.kv_host_bytes is None,
+            "a GPU's blocks go to the disk by way of the host's memory: set kv_host_bytes too",
+        ),
+        (given[0], not args.enable_prefix_caching, "what it keeps is found as cached prefixes: leave enable_prefix_caching on"),
+        (given[0], spec.kind != "a decoder", f"the model is {spec.kind}, whose blocks are not kept; leave it out"),
+        (given[0], num_ranks(args) > 1, "tiers are for one device; leave it out, or split the model over none"),
+        (
+            given[0],
+            speculation is not None and speculation.by_model,
+            "the blocks of a draft model or head are not kept; use method 'ngram' or 'suffix', or leave it out",
+        ),
+    ):
+        if refused:
+            raise ConfigError(f"{name}={getattr(args, name)!r}: {why}", field=name)
 
 
 def _scheduling_section(
@@ -185,14 +244,25 @@ def _scheduling_section(
     seqs = chosen("max_num_seqs", seqs_auto, "device", "default for this kind of device")
     _positive("max_num_seqs", seqs)
     # An encoder's whole step is one round of the host, which on a GPU takes longer than 8,192 tokens of a small model.
-    tokens_auto = max(16384 if spec.is_encoder else 8192, seqs) if device.is_cuda else max(512, seqs)
+    # A step that copies layers to a GPU computes many tokens meanwhile.
+    many = spec.is_encoder or args.weights_bytes is not None
+    tokens_auto = max(16384 if many else 8192, seqs) if device.is_cuda else max(512, seqs)
     if not chunked:
         tokens_auto = max(tokens_auto, max_model_len, 2048 if spec.is_encoder else 0)
     needed = max_model_len + seqs if spec.encoder is not None else 0  # the encoder's whole prompt beside the others' tokens
     tokens_auto = max(tokens_auto, needed)
+    picture = 0 if spec.vision is None else spec.vision.whole_tokens
+    if picture:  # whose tokens see one another
+        tokens_auto = max(tokens_auto, picture + seqs)
     tokens = chosen("max_num_batched_tokens", tokens_auto, "device", "keeps GEMMs above the compute knee")
     mixed = chosen("max_num_mixed_tokens", tokens, "default", "max_num_batched_tokens: throughput before even gaps")
     _check_step_tokens(tokens, mixed, seqs, needed=needed, full_prompt=None if chunked else max_model_len, spec=spec)
+    if tokens < picture + seqs * bool(picture):
+        raise ConfigError(
+            f"max_num_batched_tokens={tokens}: a step must hold a picture, of {picture} tokens that see one another, beside a "
+            f"token of each other sequence, {picture + seqs} in all; raise it, or lower max_num_seqs",
+            field="max_num_batched_tokens",
+        )
     window = chosen("batch_window_s", BATCH_WINDOW_S, "default", "long enough to gather a batch, too short to be noticed")
     if window < 0:
         raise ConfigError("batch_window_s must not be negative", field="batch_window_s")
@@ -207,6 +277,7 @@ def _scheduling_section(
         batch_window_s=window,
         max_queue=args.max_queue,
         target_itl_ms=args.target_itl_ms,
+        num_stages=args.pipeline_parallel_size,
     )
     return config, chosen.origins
 
@@ -273,22 +344,101 @@ def _device_section(
         _positive("num_threads", args.num_threads)
     copied = _parameters_of_4_bits(args, model, device, quantization) if _has_tiles(args, device) else 0
     dense_copies = False
-    if copied:
+    if copied and args.weights_bytes is not None:
+        dense_copies = chosen("dense_copies", False, "default", "layers beyond weights_bytes are copied in each step")
+    elif copied:
         fits = 2 * copied <= DENSE_SHARE * device.memory_bytes
         share = f"{2 * copied / 2**30:.1f} GiB are {'at most' if fits else 'more than'} a quarter of the GPU's memory"
         dense_copies = chosen("dense_copies", fits, "device", share)
+    elif parameters := _parameters_of_8_bits(args, model, device, quantization):
+        several = args.max_num_seqs is None or args.max_num_seqs > FEW_SEQUENCES
+        fits = parameters <= DENSE_SHARE * device.memory_bytes
+        why = f"steps of more than {FEW_SEQUENCES} sequences may come, and a quarter of the memory holds them"
+        dense_copies = chosen("dense_copies", several and fits, "device", why if several and fits else f"not so: {why}")
     elif args.dense_copies:
-        raise ConfigError("dense_copies has an effect only with 4-bit weights on a GPU; leave it out", field="dense_copies")
+        raise ConfigError(
+            "dense_copies has an effect only with 4-bit weights on a GPU and with int8 on a CPU; leave it out",
+            field="dense_copies",
+        )
     config = DeviceConfig(
         info=device,
         kernels=args.kernels,
         tile_table=args.tile_table if _has_tiles(args, device) and not args.deterministic else "none",
-        enforce_eager=args.enforce_eager or not device.is_cuda or not _has_graphs(args, model.spec),
+        # A pipeline's stages send and receive between their layers and the host's next step, outside of graphs.
+        enforce_eager=args.enforce_eager
+        or not device.is_cuda
+        or not _has_graphs(args, model.spec)
+        or args.pipeline_parallel_size > 1,
         deterministic=args.deterministic,
         dense_copies=dense_copies,
-        num_threads=chosen("num_threads", device.num_threads, "device", "the cores this process may use"),
+        num_threads=chosen(
+            "num_threads", max(1, device.num_threads // num_ranks(args)), "device", "the cores this process may use"
+        ),
+        fixed_threads=args.num_threads is not None,
     )
     return config, chosen.origins
+
+
+def _lora_section(args: EngineArgs, spec: ModelSpec) -> LoRASettings | None:
+    sizes = {name: getattr(args, name) for name in ("max_loras", "max_lora_rank", "max_cpu_loras")}
+    if not args.enable_lora:
+        for name, value in {**sizes, "lora_modules": args.lora_modules}.items():
+            if value is not None:
+                raise ConfigError(f"{name} has an effect only with enable_lora; set that, or leave it out", field=name)
+        return None
+    for name, value in sizes.items():
+        if value is not None:
+            _positive(name, value)
+    if spec.is_encoder or spec.encoder is not None or not spec.generates:
+        message = f"enable_lora: adapters are for decoders that write text, and this is {spec.kind}"
+        raise ConfigError(message, field="enable_lora")
+    if args.deterministic:
+        raise ConfigError("enable_lora: deterministic=True does not cover adapters; leave one out", field="enable_lora")
+    num, rank = sizes["max_loras"] or 8, sizes["max_lora_rank"] or 16
+    on_host = sizes["max_cpu_loras"] or 4 * num
+    if rank > 512:
+        raise ConfigError(f"max_lora_rank={rank}: at most 512", field="max_lora_rank")
+    if on_host < num:
+        raise ConfigError(
+            f"max_cpu_loras={on_host} is below max_loras={num}, all of which are kept on the host too; raise it",
+            field="max_cpu_loras",
+        )
+    modules = tuple((args.lora_modules or {}).items())
+    if not all(isinstance(part, str) and part for pair in modules for part in pair):
+        raise ConfigError("lora_modules: it has a folder for each name, both texts that are not empty", field="lora_modules")
+    if len(modules) > on_host:
+        raise ConfigError(f"lora_modules has {len(modules)} adapters; raise max_cpu_loras={on_host}", field="max_cpu_loras")
+    return LoRASettings(max_loras=num, max_lora_rank=rank, max_cpu_loras=on_host, modules=modules)
+
+
+def _image_section(
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, speculation: SpeculationConfig | None
+) -> ImageSettings | None:
+    if spec.vision is None:
+        for name, value in (("max_images", args.max_images or None), ("image_cache_bytes", args.image_cache_bytes)):
+            if value is not None:
+                raise ConfigError(f"{name} has an effect only with a model that takes pictures; leave it out", field=name)
+        return None
+    if args.max_images is not None:
+        _positive("max_images", args.max_images)
+    if args.image_cache_bytes is not None and args.image_cache_bytes < 0:
+        raise ConfigError(f"image_cache_bytes={args.image_cache_bytes} must not be negative", field="image_cache_bytes")
+    alone = "max_images=0 serves the model without pictures"
+    if num_ranks(args) > 1:
+        field = split_setting(args)
+        raise ConfigError(f"{field}: a model with an image encoder runs on one device; {alone}", field=field)
+    if speculation is not None and speculation.by_model:
+        raise ConfigError(
+            f"speculative_config: {speculation.method!r} drafts without seeing pictures; use 'ngram' or 'suffix' ({alone})",
+            field="speculative_config",
+        )
+    if args.deterministic:
+        raise ConfigError(f"deterministic=True does not cover image encoders; {alone}", field="deterministic")
+    size = (256 if device.is_cuda else 64) * 2**20
+    return ImageSettings(
+        max_images=args.max_images or 16,
+        cache_bytes=size if args.image_cache_bytes is None else args.image_cache_bytes,
+    )
 
 
 # --- What is chosen ---------------------------------------------------------------------------------------------------
@@ -334,9 +484,19 @@ def _parameters_of_4_bits(
     return sum(p.rows * p.inner for x in spec.all_layers for p in x.weight_shapes(spec.hidden_size) if p.copies == 1)
 
 
-def held_products(kernels: str, device: DeviceInfo) -> frozenset[str]:
-    """`OpSet.rounded` of the ops on a device."""
-    return HELD_PRODUCTS["triton" if device.is_cuda else "cpu" if kernels == "auto" else kernels]
+def _parameters_of_8_bits(
+    args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
+) -> int:
+    """Parameters in int8, without the experts', that a CPU's kernels may hold sparse."""
+    if device.is_cuda or args.kernels not in ("auto", "cpu"):
+        return 0
+    sizes = {name: math.prod(shape) for name, shape in model.shapes.items() if ".experts." not in name}
+    if held := model.held_formats(held_products(args.kernels, device)):
+        return sum(sizes[name] for name, fmt in held.items() if name in sizes and fmt.product == "int8")
+    if quantization is None or SCHEMES[quantization].name != "int8":
+        return 0
+    spec = model.spec
+    return sum(p.rows * p.inner for x in spec.all_layers for p in x.weight_shapes(spec.hidden_size) if p.copies == 1)
 
 
 def _has_formats(model: ModelDescription) -> bool:
@@ -377,20 +537,10 @@ def _check_values(args: EngineArgs) -> None:
             _one_of(name, value, choices)
 
 
-def _refuse_unsupported(args: EngineArgs) -> None:
-    """A public setting whose work is not done yet is refused, never accepted and ignored."""
-    for name, only, what in (
-        ("tensor_parallel_size", 1, "tensor parallelism is"),
-        ("pipeline_parallel_size", 1, "pipeline parallelism is"),
-    ):
-        if getattr(args, name) != only:
-            raise ConfigError(f"{name}={getattr(args, name)!r}: {what} not supported yet; leave it at {only!r}", field=name)
-
-
 def _refuse_without_effect(args: EngineArgs, device: DeviceInfo) -> None:
     for name, applies, where in (
         ("gpu_memory_utilization", device.is_cuda, "a GPU; on a CPU kv_cache_bytes sizes the cache"),
-        ("num_threads", not device.is_cuda, "a CPU"),
+        ("num_threads", not device.is_cuda or args.host_experts is not None, "a CPU, or experts on the host"),
         ("batch_window_s", args.scheduling_policy == "dynamic", "scheduling_policy='dynamic'"),
         ("tile_table", _has_tiles(args, device) and not args.deterministic, "the GPU's kernels, and without deterministic"),
         ("deterministic", _has_tiles(args, device), "the GPU's kernels"),

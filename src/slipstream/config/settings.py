@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import functools
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-from slipstream.errors import OutOfMemoryError
+from slipstream.arguments import suggesting_init
+from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence, longest_sequence
+from slipstream.spec.parallel import ONE_UNIT, Shard, Units
 from slipstream.spec.scheme import SCHEMES
+from slipstream.types import LoRARequest
 
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 KVDType: TypeAlias = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
@@ -62,26 +64,10 @@ def setting_help(declared: dataclasses.Field[Any]) -> str:
     return f"{text} (default: {shown})" if shown != "" else text
 
 
-def names_the_likely(cls: type[T]) -> type[T]:
-    """Let the class's `__init__` answer an unknown name with a TypeError that names the most similar known one."""
-    init, known = cls.__init__, [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-
-    @functools.wraps(init)
-    def checked(self: T, *args: Any, **values: Any) -> None:
-        for name in values.keys() - set(known):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"there is no setting {name!r}{hint}")
-        init(self, *args, **values)
-
-    cls.__init__ = checked  # type: ignore[method-assign,assignment]
-    return cls
-
-
 AUTO = "chosen for the model and machine"
 
 
-@names_the_likely
+@partial(suggesting_init, what="setting")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs:
     """The settings of an engine, as a user gives them. None or "auto" leaves the choice to `resolve`.
@@ -110,6 +96,21 @@ class EngineArgs:
     )
     gpu_memory_utilization: float | None = setting(None, "share of the GPU's memory to use", unset=str(GPU_MEMORY_SHARE))
     kv_cache_bytes: int | None = setting(None, "size of the KV cache, such as 2GiB", unset=AUTO)
+    weights_bytes: int | None = setting(
+        None, "most bytes of weights in the device's memory; other layers are read in each step (docs/offload.md)", unset="all"
+    )
+    host_experts: str | int | None = setting(
+        None,
+        "mixtures whose experts stay in the host's memory and are computed there, beside a GPU: a number of layers, all, or "
+        "auto (as many as don't fit); docs/offload.md",
+        unset="none",
+    )
+    hot_expert_bytes: int | None = setting(
+        None, "with host_experts: the GPU's memory for single experts, those that tokens choose most", unset="none"
+    )
+    kv_host_bytes: int | None = setting(None, "the host's memory for blocks that leave the GPU's cache", unset="none")
+    kv_disk_bytes: int | None = setting(None, "room on a disk for blocks that leave the cache, such as 50GiB", unset="none")
+    kv_disk_path: str | None = setting(None, "the folder for kv_disk_bytes; conversations resume from it after a restart")
     enable_prefix_caching: bool = setting(True, "reuse what prompts begin with alike")
     enable_chunked_prefill: bool = setting(True, "split long prompts over several steps")
     enforce_eager: bool = setting(False, "no CUDA graphs")
@@ -117,15 +118,37 @@ class EngineArgs:
         False, "an answer depends on nothing but its request, whatever else is computed (GPU; slower)"
     )
     dense_copies: bool | None = setting(
-        None, "keep 4-bit weights dense as well, for steps of many tokens (GPU)", unset="if a quarter of its memory holds them"
+        None,
+        "for steps of many tokens keep dense as well: a GPU 4-bit weights, a CPU sparse int8 ones",
+        unset="if a quarter of its memory holds them; on a CPU if more than 8 sequences may run",
     )
-    tensor_parallel_size: int = setting(1, "only 1 so far")
-    pipeline_parallel_size: int = setting(1, "only 1 so far")
+    tensor_parallel_size: int = setting(1, "devices that share each layer out; docs/parallelism.md")
+    pipeline_parallel_size: int = setting(1, "devices, or groups of them, that have some of the layers each")
+    pipeline_layers: str | None = setting(None, "layers of each pipeline stage, such as 10,20", unset="about even")
+    expert_parallel_size: int = setting(1, "devices over which a mixture's experts are dealt out, each one whole")
+    sequence_parallel: bool = setting(
+        False, "with tensor_parallel_size: long steps share norms and residuals out by tokens, too"
+    )
+    rank_address: str | None = setting(
+        None, "HOST:PORT of this host, where ranks of other hosts come to; docs/parallelism.md", unset="all ranks are here"
+    )
+    local_ranks: int | None = setting(None, "with rank_address: how many ranks this host has", unset="all")
     speculative_config: dict[str, Any] | None = setting(
         None, 'guess tokens and verify them, such as {"method": "suffix"}; docs/speculation.md', unset="off"
     )
     speculative_model: str | None = setting(None, "short for speculative_config: ngram, suffix, or a draft model")
     num_speculative_tokens: int | None = setting(None, "with speculative_model: tokens to guess", unset="chosen at each step")
+    enable_lora: bool = setting(False, "take adapters (LoRA) with requests; docs/adapters.md")
+    max_loras: int | None = setting(None, "most adapters that a step computes with", unset="8")
+    max_lora_rank: int | None = setting(None, "highest rank of an adapter", unset="16")
+    max_cpu_loras: int | None = setting(None, "most adapters kept in the host's memory", unset="4 times max_loras")
+    lora_modules: dict[str, str] | None = setting(None, "adapters that are there from the start: folders by name", unset="none")
+    max_images: int | None = setting(
+        None, "most pictures of a prompt, of models that see; 0: only text, and no image encoder is loaded", unset="16"
+    )
+    image_cache_bytes: int | None = setting(
+        None, "embeddings of pictures that are kept, such as 64MiB", unset="256MiB on a GPU, else 64MiB"
+    )
     download_dir: str | None = setting(None, "where models are kept, instead of the user's cache")
     seed: int = setting(0, "seed of requests without their own, and of dummy weights")
     load_format: LoadFormat = setting("auto", "dummy makes random weights from a config.json", choices=get_args(LoadFormat))
@@ -143,7 +166,31 @@ class EngineArgs:
     )
     kernels: Kernels = setting("auto", "implementation of the ops", choices=get_args(Kernels))
     tile_table: str = setting("auto", "tiles of the GPU's kernels: auto (yours over those shipped), shipped, none, or a file")
-    num_threads: int | None = setting(None, "CPU threads", unset="the cores that this process may use")
+    num_threads: int | None = setting(
+        None, "CPU threads, always so many", unset="the fastest number, fewer while other programs take cores"
+    )
+
+
+def num_ranks(args: EngineArgs) -> int:
+    """Processes that compute the model. ConfigError if the settings don't go together."""
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+        size = getattr(args, name)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"{name} must be a whole number above 0, got {size!r}", field=name)
+    tensor, experts = args.tensor_parallel_size, args.expert_parallel_size
+    if tensor > 1 and experts > 1 and tensor != experts:
+        raise ConfigError(
+            f"expert_parallel_size={experts} with tensor_parallel_size={tensor}: the same ranks have both, so the two must be "
+            "equal, or one of them 1",
+            field="expert_parallel_size",
+        )
+    return max(tensor, experts) * args.pipeline_parallel_size
+
+
+def split_setting(args: EngineArgs) -> str:
+    """The setting that asks for several ranks, for messages."""
+    names = ("tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size")
+    return next((name for name in names if getattr(args, name) > 1), names[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +214,9 @@ class ModelConfig:
     weights_cache: WeightsCache
     seed: int
     skip_tokenizer_init: bool
+    weights_bytes: int | None = None
+    host_experts: int = 0  # so many mixtures, the first ones, have their experts on the host
+    hot_expert_bytes: int = 0  # of the GPU, for some of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +227,9 @@ class CacheConfig:
     kv_cache_bytes: int | None
     enable_prefix_caching: bool
     groups: tuple[CacheGroup, ...]  # of the model's layers, each with a block table
+    host_bytes: int | None = None  # of the tiers below the device's cache
+    disk_bytes: int | None = None
+    disk_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +242,7 @@ class SchedulingConfig:
     batch_window_s: float
     max_queue: int | None
     target_itl_ms: float | None = None
+    num_stages: int = 1  # of a pipeline: so many steps, of different requests, are computed at once
 
 
 MOST_STEP_DRAFTS = 512
@@ -207,7 +261,7 @@ class SpeculationConfig:
     prompt_lookup_min: int = 2  # ngram: lengths of the runs that are looked up
     prompt_lookup_max: int = 32
     model: str | None = None  # draft: the smaller model; eagle3, medusa: the head
-    quantization: str | None = None  # the scheme that its weights are rounded by at load
+    quantization: str | None = None  # the scheme that its weights are rounded by at load; "none": a head's are not
     most_drafts: int = MOST_DRAFTS  # of a request in a step; a head may have fewer
 
     @property
@@ -222,14 +276,68 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoRASettings:
+    """Bounds of adapters: in a step, of their ranks, and on the host."""
+
+    max_loras: int = 8
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 32
+    modules: tuple[tuple[str, str], ...] = ()  # (name, folder) from the start
+
+    @property
+    def requests(self) -> list[LoRARequest]:
+        """The adapters that are there from the start."""
+        return [LoRARequest(name, i, path) for i, (name, path) in enumerate(self.modules, 1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSettings:
+    """Bounds of pictures: of a prompt, and of their embeddings that are kept."""
+
+    max_images: int = 16
+    cache_bytes: int = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
     info: DeviceInfo
     kernels: Kernels
     tile_table: str  # auto, shipped, none, or a path; "none" where there are no tiles
     enforce_eager: bool
     deterministic: bool
-    dense_copies: bool  # of 4-bit weights, for steps of many tokens
+    dense_copies: bool  # of 4-bit weights (GPU) and of sparse ones (CPU), for steps of many tokens
     num_threads: int
+    fixed_threads: bool  # the user chose the number, so it does not change while running
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Over how many ranks, a process each, a model is split. Where `tensor` and `experts` are above 1 they are the same ranks.
+    `stages`: the number of layers of each stage of a pipeline; each stage has as many ranks, which are neighbours."""
+
+    tensor: int = 1
+    experts: int = 1
+    stages: tuple[int, ...] = ()
+    sequence: bool = False  # the residual of long steps is shared out by tokens
+    units: Units = ONE_UNIT
+
+    @property
+    def num_stages(self) -> int:
+        return max(1, len(self.stages))
+
+    @property
+    def ranks_of_stage(self) -> int:
+        return max(self.tensor, self.experts)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.ranks_of_stage * self.num_stages
+
+    def shard(self, rank: int) -> Shard:
+        stage, own = divmod(rank, self.ranks_of_stage)
+        layers = (sum(self.stages[:stage]), sum(self.stages[: stage + 1])) if self.stages else None
+        tensor, experts = self.tensor > 1, self.experts > 1
+        return Shard(own, self.ranks_of_stage, tensor=tensor, experts=experts, units=self.units, layers=layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +347,9 @@ class EngineConfig:
     scheduling: SchedulingConfig
     device: DeviceConfig
     speculation: SpeculationConfig | None = None
+    lora: LoRASettings | None = None  # None: no adapters
+    images: ImageSettings | None = None  # None: the model takes no pictures
+    parallel: ParallelConfig = ParallelConfig()
     origins: dict[str, Origin] = field(default_factory=dict)
 
     @property

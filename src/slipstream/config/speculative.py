@@ -68,8 +68,10 @@ def _checked(given: dict[str, Any]) -> SpeculationConfig:
     for key, wanted in (("model", "model" in KEYS[method]), ("quantization", "quantization" in values)):
         if wanted and not isinstance(values.get(key), str):
             raise ConfigError(f"method {method!r} needs {key!r}, a text, got {values.get(key)!r}")
-    if values.get("quantization") not in (None, *SCHEMES):
-        raise ConfigError(f"quantization={values['quantization']!r} is not one of {', '.join(SCHEMES)}")
+    if values.get("quantization") not in (None, "none", *SCHEMES):
+        raise ConfigError(f"quantization={values['quantization']!r} is not one of none, {', '.join(SCHEMES)}")
+    if values.get("quantization") == "none" and method not in ("eagle3", "medusa"):  # only these are rounded unasked
+        del values["quantization"]
     config = SpeculationConfig(**values)
     if config.prompt_lookup_min > config.prompt_lookup_max:
         raise ConfigError(

@@ -29,13 +29,15 @@ class BlockPool:
             )
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
-        self.ref_counts[NULL_BLOCK] = 1  # for ever
-        self.hashes: list[bytes | None] = [None] * num_blocks  # of cached blocks
+        self.ref_counts[NULL_BLOCK] = 1  # always
+        self.hashes: list[bytes | None] = [None] * num_blocks  # the keys of cached blocks
         self._cached: dict[bytes, int] = {}
-        # An intrusive doubly linked list of the free blocks; the extra last element is both its ends.
+        self.changes: dict[bytes, bool] | None = None
+        """If somebody listens: the keys that came (true) or went. Who reads them empties it."""
+        # A doubly linked list of the free blocks. The extra last element stands before the head and behind the tail.
         self._end = num_blocks
         self._next = [*range(1, num_blocks + 1), 1]
-        self._previous = [*range(-1, num_blocks)]  # of the end: the last block
+        self._previous = [*range(-1, num_blocks)]
         self._previous[1] = self._end
         self.num_free = num_blocks - 1
 
@@ -45,8 +47,7 @@ class BlockPool:
         return self.num_blocks - 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one holder each; their old contents are forgotten. The caller has made sure that so many are
-        free."""
+        """Take `count` blocks, with one holder each. Their old contents are forgotten. At least `count` must be free."""
         assert count <= self.num_free, "allocate() beyond num_free"
         taken, following, end = [], self._next, self._end
         block = following[end]
@@ -61,14 +62,14 @@ class BlockPool:
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """One more holder each; a free (cached) block leaves the free list."""
+        """Add a holder to each block. A free (cached) block leaves the free list."""
         for block in blocks:
             if self.ref_counts[block] == 0:
                 self._unlink(block)
             self.ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder less each, last block first."""
+        """Take a holder from each block, the last block first."""
         for block in reversed(blocks):
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
@@ -78,17 +79,21 @@ class BlockPool:
         return self._cached.get(key)
 
     def register(self, block: int, key: bytes) -> None:
-        """`block` holds what `key` stands for from now on, unless another block already does."""
+        """`block` is cached under `key` from now on, unless another block already is."""
         if key not in self._cached and self.hashes[block] is None:
             self._cached[key] = block
             self.hashes[block] = key
+            if self.changes is not None:
+                self.changes[key] = True
 
     def forget(self, block: int) -> None:
-        """The block's contents no longer stand for a prefix."""
+        """The block is no longer cached."""
         key = self.hashes[block]
         if key is not None:
             self.hashes[block] = None
             del self._cached[key]
+            if self.changes is not None:
+                self.changes[key] = False
 
     def forget_all(self) -> None:
         for block in list(self._cached.values()):
@@ -97,12 +102,20 @@ class BlockPool:
                 self._unlink(block)
                 self._link(block)
 
-    def is_writable(self, block: int) -> bool:
-        """Only one sequence holds it, and no prefix relies on its contents."""
-        return self.ref_counts[block] == 1 and self.hashes[block] is None
+    def listen(self, on: bool) -> None:
+        """Note changes from now on, or no more."""
+        self.changes = {} if on else None
+
+    def cached_keys(self) -> list[bytes]:
+        """The least recently registered first."""
+        return list(self._cached)
+
+    def is_writable(self, block: int, num_leaving: int = 0) -> bool:
+        """Whether one sequence alone holds it beside `num_leaving` that have made a copy, and it is not cached."""
+        return self.ref_counts[block] == 1 + num_leaving and self.hashes[block] is None
 
     def check(self) -> None:
-        """Every invariant, for tests."""
+        """Assert every invariant, for tests."""
         free, block = [], self._next[self._end]
         while block != self._end:
             free.append(block)

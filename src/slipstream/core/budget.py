@@ -4,12 +4,12 @@
    The four are learned from the steps that have ended, by Kalman filters: they drift as contexts grow, and old steps count
    less and less. Steps of decodes alone teach a and b, so every `PROBE_EVERY`th step with decodes has nothing else. What steps
    with prompts take beyond that teaches c and d.
-2. A step takes the prompt tokens with which the prediction stays within the objective, less twice what predictions were wrong
-   by.
-3. A step takes at most twice as many prompt tokens as any step measured so far, since a prediction far from all that was
-   measured says nothing. The first step of all has `MIN_CHUNK`.
-4. If the first prompt in line came more than `PATIENCE_S` ago, a step takes at least as many tokens of it as are predicted to
-   take `LEAST_SHARE` of the objective, from 1 to `MIN_CHUNK`. So prompts go on where decodes alone take longer than it.
+2. A step takes the prompt tokens with which the prediction stays within the objective, less twice the predictions' mean error.
+3. A step takes at most twice as many prompt tokens as any step measured so far, since a prediction far from all
+   measurements says nothing. The first step has `MIN_CHUNK`.
+4. If the first prompt in line came more than `PATIENCE_S` ago, a step takes at least as many of its tokens as are predicted
+   to take `LEAST_SHARE` of the objective, from 1 to `MIN_CHUNK`. So prompts progress even where decodes alone exceed the
+   objective.
 
 Nothing here reads a clock: the same times give the same budgets.
 """
@@ -30,27 +30,27 @@ PROBE_EVERY = 64
 Pair = tuple[float, float]
 
 NUM_DECODES, NUM_TOKENS, ATTENTION = 100.0, 1000.0, 1e6
-"""Units of the features, so that all coefficients are times of about a step."""
+"""Units of the features, so that each coefficient is about the time of a step."""
 
 NOISE = 0.1
-"""Two steps alike differ by this share of their time."""
+"""Equal steps differ by this share of their time."""
 
 DRIFT = 0.02
 """A coefficient changes by this share of itself from one step to the next."""
 
 NUM_FIRST = 4
-"""Before so many steps nothing is an outlier, and predictions are not judged."""
+"""Until this many steps nothing is an outlier, and the error of predictions is not counted."""
 
 OUTLIER = 4.0
-"""A step that took longer than so many times the prediction counts as one that took just so long: it compiled a kernel, or the
-machine was busy with something else."""
+"""A step's time counts as at most this many times its prediction. A longer step compiled a kernel, or the machine did other
+work."""
 
 
 class Filter:
     """Learns the two coefficients of a time, which are never negative, by a Kalman filter (a random walk)."""
 
     def __init__(self, deviations: Pair) -> None:
-        """`deviations`: how large the coefficients may be before anything is measured, in seconds."""
+        """`deviations`: the coefficients' standard deviations before the first measurement, in seconds."""
         self.coefficients = [0.0, 0.0]
         self._deviations = deviations
         self._variances = [deviations[0] ** 2, deviations[1] ** 2]
@@ -60,7 +60,7 @@ class Filter:
         return self.coefficients[0] * x[0] + self.coefficients[1] * x[1]
 
     def learn(self, x: Pair, seconds: float, noise_s: float) -> None:
-        """A time that was measured, give or take `noise_s`."""
+        """Learn from a measured time with a standard deviation of `noise_s`."""
         predicted = self.predict(x)
         for i, most in enumerate(self._deviations):
             drift = DRIFT * max(self.coefficients[i], most * predicted / 10)
@@ -81,11 +81,11 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a step's time depends on."""
+    """The features of a step that its time depends on."""
 
     num_decodes: int
-    num_tokens: int  # of prompts
-    attention: float  # positions that the prompts' tokens look at
+    num_tokens: int  # prompt tokens
+    attention: float  # positions that the prompt tokens look at, summed
 
     @classmethod
     def of(cls, num_decodes: int, longer: Sequence[ScheduledRequest]) -> Self:
@@ -132,7 +132,7 @@ class StepCost:
             self.decodes.learn(step.decodes, seconds, noise_s)
 
     def tokens_within(self, seconds: float, computed: int, most: int) -> int:
-        """How many prompt tokens behind `computed` ones take so long; `most` if they seem to take no time."""
+        """The number of prompt tokens behind `computed` ones that take `seconds`; `most` if they seem to take no time."""
         if seconds <= 0:
             return 0
         # c·n + d·(n·computed + n²/2) = seconds
@@ -170,8 +170,8 @@ class Pace:
         self._in_flight.clear()
 
     def prompt_tokens(self, num_decodes: int, longer: Sequence[ScheduledRequest], computed: int, age_s: float) -> int:
-        """How many tokens prompts may take in a step that holds `num_decodes` and `longer` already. The first of them in line
-        has `computed` tokens done, and came `age_s` ago."""
+        """The number of prompt tokens that may join a step with `num_decodes` and `longer`. The first prompt in line has
+        `computed` tokens computed, and came `age_s` ago."""
         if self._since_probe >= PROBE_EVERY - 1:
             return 0
         most = max(MIN_CHUNK, 2 * self.cost.largest)

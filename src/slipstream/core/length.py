@@ -1,4 +1,4 @@
-"""Whether a request could ever run."""
+"""Checks that a request fits into the context and the KV cache."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""When waiting requests may join the running ones.
+"""Decides when waiting requests may join the running ones.
 
-1. `inflight`: whenever there is room (continuous batching). This is the product; the other two are baselines.
-2. `static`: the requests that wait when the engine is idle form a batch. Nobody joins until all of it has ended.
-3. `dynamic`: the same, but a batch forms only when it is full or its oldest request has waited for the window.
+1. `inflight`: whenever there is room (continuous batching). This is the default; the other two are baselines for benchmarks.
+2. `static`: the requests that wait when the engine is idle form a batch. No other joins until all of them have ended.
+3. `dynamic`: like `static`, but a batch forms only when it is full or its oldest request has waited for the window.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class InFlight:
 
 
 class Batched:
-    """`static` (window 0) and `dynamic`. A batch is open until it is full or someone stays out, then closed until its last
-    member has ended. A preempted member may come back, and so may the forks of a member."""
+    """`static` (window 0) and `dynamic`. A batch is open until it is full or a request does not fit, and then closed until
+    its last member has ended. A preempted member may join again, and so may the forks and beams of a member."""
 
     def __init__(self, max_num_seqs: int, window_s: float) -> None:
         self.max_num_seqs = max_num_seqs
@@ -53,7 +53,7 @@ class Batched:
         self._formed_at: float | None = None
 
     def admits(self, request: Request, *, num_running: int, num_waiting: int, now: float) -> bool:
-        if request.request_id in self._members or request.spec.fork_of in self._members:
+        if request.request_id in self._members or request.spec.parent in self._members:
             return True
         if self._members and not num_running:
             return True  # only preempted members are left, and they wait behind this one
@@ -61,7 +61,7 @@ class Batched:
             if num_waiting < self.max_num_seqs and now < request.spec.arrival + self.window_s:
                 return False
             self._joined, self._formed_at = 0, now
-        # All that waited when the batch was formed; later arrivals wait for the next.
+        # Requests that waited when the batch was formed join it; later ones wait for the next.
         assert self._formed_at is not None
         return self._joined < self.max_num_seqs and request.spec.arrival <= self._formed_at
 

@@ -1,11 +1,10 @@
-"""Texts of which vectors or scores are wanted: how they are put into steps. No torch.
+"""Schedules texts whose vectors or scores are wanted. No torch.
 
-An encoder reads a text whole and keeps nothing of it. So its `TextScheduler` has no blocks, rows or preemption: a step is as
-many whole texts as fit, in order of (priority, arrival). A call's texts stay one request from the tokeniser to the answer.
-For each text there is one comparison; all else is done once for each request of a step.
-
-A decoder's texts are computed in chunks and share cached prefixes, as prompts do. `TextSequences` makes each of them a request
-of the decoder's scheduler, and one answer of theirs.
+1. An encoder reads a text whole and keeps no state of it. So `TextScheduler` has no blocks, rows or preemption: a step is
+   as many whole texts as fit, in order of (priority, arrival). A call's texts stay one request from the tokeniser to the
+   answer. Each text costs one comparison; everything else is done once for each request of a step.
+2. A decoder computes texts in chunks, and they share cached prefixes, as prompts do. `TextSequences` makes each text a
+   request of the decoder's scheduler, and one answer of all of them.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from typing import Any, Protocol
 
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.errors import ContextLengthError, EngineOverloadedError, RequestError
+from slipstream.stats import SchedulerStats
 from slipstream.types import (
     EngineOutput,
     EngineRequest,
     FinishReason,
     Plan,
     SamplingParams,
-    SchedulerStats,
     StepResult,
     TextsPlan,
     TextsRequest,
@@ -38,7 +37,7 @@ UNSAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class Steps(Protocol):
-    """What the engine needs of a scheduler. `Scheduler` says more of each method."""
+    """The engine's interface to a scheduler. `Scheduler` documents the methods."""
 
     def schedule(self) -> Plan | None: ...
     def update(self, plan: Any, result: StepResult) -> list[EngineOutput]: ...
@@ -53,7 +52,7 @@ class Steps(Protocol):
 
 
 class _Texts:
-    """A request under way: texts [0, num_planned) are in steps, the vectors of texts [0, num_done) are there."""
+    """A request that is being computed: texts [0, num_planned) are in steps, texts [0, num_done) have their vectors."""
 
     __slots__ = ("first_blocks", "num_done", "num_planned", "num_texts", "spec", "starts")
 
@@ -67,7 +66,7 @@ class _Texts:
 
 
 class TextScheduler:
-    """For an encoder. `num_blocks`: of the layers' scratch cache, the null block included. A step takes what its texts fill."""
+    """An encoder's scheduler. `num_blocks` is the size of the layers' scratch cache, with the null block."""
 
     def __init__(
         self,
@@ -110,7 +109,7 @@ class TextScheduler:
         heapq.heappush(self._waiting, (spec.priority, spec.arrival, self._counter, texts))
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
-        """End requests now. What steps in flight give of them is dropped; unknown ids are nothing to do."""
+        """End requests now. Their results of steps in flight are dropped. Unknown ids are ignored."""
         return self._end([i for i in request_ids if i in self._requests], reason)
 
     def fail_all(self, reason: FinishReason, error: str) -> list[EngineOutput]:

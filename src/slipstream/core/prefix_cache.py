@@ -14,6 +14,7 @@ from hashlib import blake2b
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
 from slipstream.core.request import Request
 from slipstream.spec.model import CacheGroup
+from slipstream.types import ImageSpan
 
 KEY_BYTES = 16
 
@@ -27,12 +28,25 @@ def root_key(*salts: str) -> bytes:
     return digest.digest()
 
 
-def extend_keys(keys: list[bytes], root: bytes, tokens: Sequence[int], block_size: int, num_blocks: int) -> None:
-    """Append the chain's keys up to that of block `num_blocks` − 1, whose tokens are there."""
-    key = keys[-1] if keys else root
-    for start in range(len(keys) * block_size, num_blocks * block_size, block_size):
-        block = array("i", tokens[start : start + block_size])
-        key = blake2b(key + block.tobytes(), digest_size=KEY_BYTES).digest()
+def extend_keys(
+    keys: list[bytes],
+    root: bytes,
+    tokens: Sequence[int],
+    block_size: int,
+    num_blocks: int,
+    images: Sequence[ImageSpan] = (),
+) -> None:
+    """Append the chain's keys up to that of block `num_blocks` − 1, whose tokens are there. Placeholders are the same tokens
+    for all `images`, so a block with some has the picture's key in its own, and where the picture begins."""
+    key, first = keys[-1] if keys else root, len(keys) * block_size
+    words = array("i", tokens[first : num_blocks * block_size])
+    data, size = words.tobytes(), words.itemsize
+    for start in range(first, num_blocks * block_size, block_size):
+        end = start + block_size
+        block = data[(start - first) * size : (end - first) * size]
+        seen = [i for i in images if i.offset < end and start < i.end] if images else ()
+        block += b"".join([i.key + (i.offset - start).to_bytes(8, "little", signed=True) for i in seen])
+        key = blake2b(key + block, digest_size=KEY_BYTES).digest()
         keys.append(key)
 
 
@@ -44,36 +58,46 @@ def group_key(key: bytes, group: int) -> bytes:
 def longest_hit(
     pool: BlockPool, request: Request, own: Sequence[int], windows: Mapping[int, CacheGroup], size: int
 ) -> tuple[list[list[int]], int]:
-    """Tables of the cached blocks that the request can begin with, one a group (or nothing), and how many tokens are computed
-    so. `own` are the groups that it writes to.
-
-    A hit of n blocks needs all n in a full group, and in a window group those that later tokens look at; the longest such
-    hit is taken. At least two tokens are always computed. The last one's logits are wanted, and a token that is alone in
-    its step is computed as a decode, whose kernels round otherwise than a prompt's: a hit would then change the answer.
-    """
+    """The tables of cached blocks that the request can begin with, one for each group (or no tables), and the number of
+    tokens that they hold. `own` are the groups that it writes to."""
     keys, num_tokens = request.block_keys, request.num_tokens
-    extend_keys(keys, request.root_key, request.token_ids, size, num_tokens // size)
+    extend_keys(keys, request.root_key, request.token_ids, size, num_tokens // size, request.spec.images)
     found = {g: [pool.lookup(group_key(key, g)) for key in keys] for g in own}
-    longest = len(keys)
-    for g in own:
-        if g not in windows and None in found[g]:
-            longest = min(longest, found[g].index(None))
-    # runs[n]: how many of the n first blocks, counted from the last, are cached without a gap
+    begins, n = usable_prefix(found, windows, num_tokens, size)
+    if not n:
+        return [], 0
+    tables: list[list[int]] = [[] for _ in request.blocks]
+    for g, begin in begins.items():
+        tables[g] = [NULL_BLOCK] * begin + [b for b in found[g][begin:n] if b is not None]
+    return tables, n * size
+
+
+def usable_prefix(
+    found: Mapping[int, Sequence[int | None]], windows: Mapping[int, CacheGroup], num_tokens: int, size: int
+) -> tuple[dict[int, int], int]:
+    """Of `found`, by group: how many leading blocks a sequence of `num_tokens` can begin with, and the first of them that it
+    needs in each group.
+
+    1. A hit of n blocks needs all n in a full group, and in a window group those that later tokens look at. The longest hit is
+       taken.
+    2. At least two tokens are computed. The last one's logits are needed. A token alone in its step would be computed as a
+       decode, whose kernels round otherwise than a prompt's, and the hit would change the answer.
+    """
+    longest = min(len(blocks) for blocks in found.values())
+    for g, blocks in found.items():
+        if g not in windows and None in blocks:
+            longest = min(longest, blocks.index(None))
+    # runs[n]: how many blocks are cached without a gap, counted back from block n − 1
     runs = {g: _runs(found[g][:longest]) for g in windows}
     for n in range(min(longest, (num_tokens - 2) // size), 0, -1):
-        computed = n * size
-        begins = {g: windows[g].first_block(computed, size) if g in windows else 0 for g in own}
-        if any(runs[g][n] < n - begins[g] for g in windows):
-            continue
-        tables: list[list[int]] = [[] for _ in request.blocks]
-        for g, begin in begins.items():
-            tables[g] = [NULL_BLOCK] * begin + [b for b in found[g][begin:n] if b is not None]
-        return tables, computed
-    return [], 0
+        begins = {g: windows[g].first_block(n * size, size) if g in windows else 0 for g in found}
+        if all(runs[g][n] >= n - begins[g] for g in windows):
+            return begins, n
+    return {}, 0
 
 
 def _runs(found: Sequence[int | None]) -> list[int]:
-    """For each n from 0 on how many of the first n, counted from the last of them, are there without a gap."""
+    """For each n from 0 on: how many of the first n blocks are cached without a gap, counted back from block n − 1."""
     runs = [0]
     for block in found:
         runs.append(0 if block is None else runs[-1] + 1)

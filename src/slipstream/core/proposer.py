@@ -1,16 +1,15 @@
-"""Guesses how a request goes on, from its own tokens or from recent answers, without a model.
+"""Proposes draft tokens for a request from its own tokens or from recent answers, without a model.
 
-A `Proposer` is given a request's tokens and answers with draft tokens. The two here look for the longest run of tokens that
-ends the text and that has occurred before, and propose what followed it there:
+A proposer looks for the longest run of tokens that ends the text and that occurred before, and proposes what followed it there:
 
-    ngram     prompt look-up: in the request's own prompt and answer, runs of up to a few tokens
+    ngram     prompt look-up: runs of up to a few tokens, in the request's own prompt and answer
     suffix    runs of any length, in prompt and answer and in answers that ended recently
 
-Both find earlier runs as LZ77 compressors do (Ziv and Lempel 1977): a table says where each pair of tokens was seen last, and a
-chain leads to the places before. A token costs well under a microsecond and some 150 bytes, where a suffix automaton in Python
-costs ten times as much. Only the `MOST_PLACES` latest places are compared.
+Both find earlier runs as LZ77 compressors do (Ziv and Lempel 1977). A table has the last place of each pair of tokens, and
+each place links to the one before with the same pair. A token costs well under a microsecond and some 150 bytes; a suffix
+automaton in Python costs ten times as much. Only the `MOST_PLACES` latest places are compared.
 
-A draft model's tokens are drawn by the worker (`worker/draft_model.py`); here only their number is chosen.
+The worker draws a draft model's tokens (`worker/drafter.py`). Here only their number is chosen.
 """
 
 from __future__ import annotations
@@ -26,27 +25,27 @@ MOST_PLACES = 32
 """Earlier places of a pair that are compared."""
 
 MOST_MATCH = 32
-"""Tokens of a run that are compared: a longer one is not a better sign."""
+"""Tokens of a run that are compared. A longer run predicts no better."""
 
 MOST_INDEXED = 32_768
-"""Tokens of a request that are searched, the latest when its first is proposed."""
+"""Tokens of a request that are searched: the latest at the time of its first proposal."""
 
 MOST_TRAFFIC = 65_536
-"""Tokens of ended answers that are searched, of each salt."""
+"""Tokens of ended answers that are searched, for each salt."""
 
 SEPARATOR = -1
 """Stands between two answers. No request has it."""
 
 
 class Proposal(NamedTuple):
-    """`match`: the length of the run that was found. The longer it is, the likelier the tokens."""
+    """`match`: the length of the run that was found. The longer it is, the likelier the tokens are right."""
 
     tokens: tuple[int, ...] = ()
     match: int = 0
 
 
 class Proposer(ABC):
-    """Of one request. `tokens` are always the same list, which only grows."""
+    """Proposes drafts for one request. `tokens` is always the same list, which only grows."""
 
     @abstractmethod
     def propose(self, tokens: Sequence[int], most: int) -> Proposal:
@@ -54,7 +53,8 @@ class Proposer(ABC):
 
 
 class ModelDrafts(Proposer):
-    """As many as may be, from the worker's draft model. Its first is trusted like a match of so many tokens."""
+    """Leaves the drafts to the worker's draft model, as many as allowed. The first is trusted like a match of `MATCH`
+    tokens."""
 
     MATCH = 8
 
@@ -63,18 +63,18 @@ class ModelDrafts(Proposer):
 
 
 class PairIndex:
-    """Where each pair of adjacent tokens of a growing sequence stands, by the place of its second token."""
+    """The places of each pair of adjacent tokens in a growing sequence. A pair's place is that of its second token."""
 
     __slots__ = ("_before", "_begin", "_end", "_latest")
 
     def __init__(self, begin: int = 0) -> None:
         self._begin = begin  # the first place of `_before`
-        self._end = begin + 1  # pairs that end before this place are in
+        self._end = begin + 1  # pairs that end before this place are indexed
         self._latest: dict[int, int] = {}
-        self._before = array("i", [-1])  # of each place the one before with the same pair
+        self._before = array("i", [-1])  # for each place the one before with the same pair
 
     def add(self, tokens: Sequence[int], end: int) -> None:
-        """Take in the pairs that end before `end`."""
+        """Index the pairs that end before `end`."""
         latest, before = self._latest, self._before
         for i in range(self._end, end):
             pair = tokens[i - 1] << 32 | tokens[i]
@@ -83,8 +83,8 @@ class PairIndex:
         self._end = max(self._end, end)
 
     def longest(self, own: Sequence[int], tokens: Sequence[int], most: int) -> tuple[int, int]:
-        """(place, length) of the longest run in `tokens`, the indexed ones, that ends `own`; of equals the latest. (−1, 0) if
-        not even the last pair is there. Lengths are counted up to `most`."""
+        """(place, length) of the longest run in the indexed `tokens` that ends `own`; of equals the latest. (−1, 0) if
+        there is not even the last pair. Lengths are counted up to `most`."""
         place, found = self._latest.get(own[-2] << 32 | own[-1], -1), (-1, 0)
         last = len(own) - 1
         for _ in range(MOST_PLACES):
@@ -102,8 +102,8 @@ class PairIndex:
 
 
 class Traffic:
-    """Answers that ended recently, of requests with one salt, in two generations: when the newer is full, it takes the place of
-    the older."""
+    """Answers that ended recently, of requests with the same salt. There are two generations: when the newer is full, it
+    replaces the older."""
 
     def __init__(self) -> None:
         self.generations: list[tuple[list[int], PairIndex]] = [([], PairIndex())]
@@ -118,7 +118,7 @@ class Traffic:
 
 
 class LookUp(Proposer):
-    """Finds runs of `least` to `most_match` tokens. `text`: tokens that stand before the request's own, an encoder's."""
+    """Finds runs of `least` to `most_match` tokens. `text`: an encoder's tokens, which are searched too."""
 
     __slots__ = ("_index", "_least", "_most_match", "_text", "_traffic")
 
@@ -137,7 +137,7 @@ class LookUp(Proposer):
             self._index = PairIndex(max(0, len(tokens) - MOST_INDEXED))
         if len(tokens) < 2:
             return Proposal()
-        self._index.add(tokens, len(tokens) - 1)  # the last pair is not to find itself
+        self._index.add(tokens, len(tokens) - 1)  # without the last pair, which would find itself
         source, (place, match) = tokens, self._index.longest(tokens, tokens, self._most_match)
         others = [] if self._text is None else [self._text]
         others += self._traffic.generations if self._traffic is not None else []
@@ -150,7 +150,7 @@ class LookUp(Proposer):
         if match < self._least:
             return Proposal()
         drafts = list(source[place + 1 : place + 1 + most])
-        if source is tokens:  # a run that reaches the end goes on in itself
+        if source is tokens:  # a run that reaches the end repeats itself
             period = len(tokens) - 1 - place
             while len(drafts) < most:
                 drafts.append(drafts[len(drafts) - period])

@@ -1,4 +1,4 @@
-"""What the scheduler knows of one request. Stored state is minimal; the rest follows from it."""
+"""The scheduler's state of one request. It is minimal; properties give what follows from it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from slipstream.types import EngineRequest
 
 if TYPE_CHECKING:
+    from slipstream.core.queue import Account
     from slipstream.core.speculation import Drafting
 
 
 class Status(Enum):
     FORKING = auto()  # waits for the request whose prompt it shares
     WAITING = auto()
+    LOADING = auto()  # waits for blocks from a tier
     RUNNING = auto()
     FINISHED = auto()
 
@@ -24,11 +26,12 @@ class Request:
 
     `num_pending` tokens were sampled by steps in flight. They count, but only the device knows them.
 
-    `blocks[g]` is the block table of group g. All tables are equally long, but for that of an encoder's text. The first
+    `blocks[g]` is the block table of group g. All tables have the same length, except that of an encoder's text. The first
     `num_passed[g]` entries of a window group are the null block: those blocks were released.
     """
 
     __slots__ = (
+        "account",
         "block_keys",
         "blocks",
         "decodes_until",
@@ -38,9 +41,13 @@ class Request:
         "forks",
         "held",
         "in_worker",
+        "looked_up",
+        "mirostat_mu",
         "needs_copy",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_given",
+        "num_overtaken",
         "num_passed",
         "num_pending",
         "num_pending_drafts",
@@ -59,34 +66,50 @@ class Request:
     def __init__(self, spec: EngineRequest, order: tuple[int, float, int], root_key: bytes, num_groups: int) -> None:
         self.spec = spec
         self.request_id = spec.request_id
-        self.order = order  # priority, arrival, number: who goes first
+        self.order = order  # (priority, arrival, number): the smallest goes first
         self.root_key = root_key
-        self.token_ids = list(spec.prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+        self.token_ids = [*spec.prompt_token_ids, *spec.answer_token_ids]
+        self.num_prompt_tokens = len(spec.prompt_token_ids)
+        self.num_given = len(self.token_ids)  # the prompt's, and those of an answer that began elsewhere
         self.end = self.num_prompt_tokens + (1 if spec.pooled else spec.max_tokens)  # it never has more tokens than this
         self.stops = frozenset((*spec.eos_token_ids, *spec.sampling.stop_token_ids))
         self.status = Status.WAITING
-        self.held = False  # nothing is scheduled of it yet, wherever it stands
+        self.account: Account | None = None  # its owner's, since it is queued
+        self.held = False  # it is not scheduled before `Scheduler.release`
         self.num_computed_tokens = 0
         self.num_pending = 0
         self.blocks: list[list[int]] = [[] for _ in range(num_groups)]
         self.num_passed = [0] * num_groups
         self.block_keys: list[bytes] = []
         self.num_registered = 0  # leading blocks offered to the prefix cache
+        self.looked_up = False  # in the tiers below the device
         self.needs_copy = False  # the blocks it writes next may be shared
-        self.decodes_until = 0  # before this position a step needs nothing but the next token: no block, copy or check
-        self.drafts: tuple[int, ...] = ()  # guessed tokens behind the last one, to be verified by the next step
-        self.num_pending_drafts = 0  # of the step in flight: nobody knows yet how many of them are right
-        self.drafting: Drafting | None = None  # what drafts are made from, once there were to be some
+        self.decodes_until = 0  # a step at a position before this one needs no block, copy or check
+        self.drafts: tuple[int, ...] = ()  # guessed tokens behind the last one, which the next step verifies
+        self.num_pending_drafts = 0  # drafts in the step in flight, of which the right ones are not known yet
+        self.drafting: Drafting | None = None  # made when drafts are first proposed
         self.in_worker = False
-        self.forks: list[Request] = []  # wait for our prompt
+        self.mirostat_mu: float | None = None  # its sampler's state behind the last known token
+        self.forks: list[Request] = []  # requests that wait for this one's prompt
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_overtaken = 0  # while its adapter did not fit
 
     def draft(self, tokens: Sequence[int]) -> None:
-        """Guess that `tokens` follow the last one. The next step computes them with that token and samples at each; `update`
-        then takes the tokens up to the first wrong guess, and one more."""
+        """Guess that `tokens` follow the last one. The next step computes them with that token and samples at each.
+        `update` takes the tokens up to the first wrong guess, and the one sampled there."""
         self.drafts, self.decodes_until = tuple(tokens), 0
+
+    def most_at(self, computed: int) -> int:
+        """How many tokens a step may compute from here on. An answer that began elsewhere and would always be the same (greedy,
+        or with a seed) goes on as if it had been computed here: its prompt, then token by token, since kernels round prompts
+        and decodes differently."""
+        spec = self.spec
+        if not spec.answer_token_ids or (spec.sampling.temperature > 0 and spec.sampling.seed is None):
+            return self.end
+        if computed < self.num_prompt_tokens:
+            return self.num_prompt_tokens - computed
+        return 1 if computed < self.num_given else self.end
 
     @property
     def num_tokens(self) -> int:

@@ -1,79 +1,76 @@
-"""Decides what each step computes. No torch, no clock but the one given.
+"""Decides what each step computes. It uses no torch, and only the clock that it is given.
 
 There are no phases. A request has `num_tokens` and `num_computed_tokens`, and a step spends a budget of tokens bringing the
-second up to the first. Prefill, chunks of it, decode, prefix hits, checks of guessed tokens, and resumption after preemption
-are all that rule.
+second up to the first. Prefill, chunked prefill, decode, prefix hits, verification of drafts, and resumption after preemption
+are all this one rule.
 
 Order within a step:
 
-1. Requests that need one token (decodes). A long prompt never holds them up. A step that has decodes has at most
-   `max_num_mixed_tokens` tokens of any kind, so that no request waits longer for its next token than such a step takes. With
-   an objective for that time (`target_itl_ms`) prompts get at most what `core/budget.py` says.
-2. Prompts under way, in order. They get what the decodes leave, which is at least one token.
-3. New requests, strictly by (priority, arrival).
+1. Requests that need one token (decodes). A long prompt never delays them. A step with decodes has at most
+   `max_num_mixed_tokens` tokens, so that no request waits longer for its next token than such a step takes. With an objective
+   for that time (`target_itl_ms`) `core/budget.py` limits the prompts' tokens.
+2. Prompts that are partly computed, in order. They get the tokens that the decodes leave, which is at least one.
+3. New requests, by priority; within one the owners take turns by their weights, each with its own in order of arrival
+   (`core/queue.py`).
 
-When blocks run out, the last request in that order is preempted: it gives its blocks back and waits to be computed again.
+When blocks run out, the last request in that order is preempted: its blocks are released, and it waits to be computed again.
 
-`schedule()` may be called again before `update()` of the step before. It counts tokens that are sampled but not yet known
-(`num_pending`). A request that turns out to have ended is dropped from the results of the step that was launched too much.
-Blocks that are freed while a step in flight still uses them may be handed out at once, because the device runs steps in
-order.
+`schedule()` may be called again before `update()` of the step before:
 
-Tokens that a request's grammar forces are computed with the one before them, and nothing is sampled for them: they are
-pending like a sampled one. So the next step may be scheduled ahead as ever.
+1. It counts tokens that are sampled but not yet known (`num_pending`).
+2. If a request has ended meanwhile, its results of the later step are dropped.
+3. Blocks that are freed while a step in flight uses them may be allocated at once, since the device runs steps in order.
+4. Tokens that a request's grammar forces are computed with the token before them, and are pending like sampled ones.
+5. Of a pipeline of N stages, N steps are in flight. A request whose token is pending waits, since only the last stage knows the
+   token. So that no stage is idle, a step has an N-th of the running requests.
 
 A pooled request samples nothing and ends when its prompt is computed. An encoder-decoder's prompt is encoded whole in the
 step that admits its request.
 
-A request has a block table in each group of layers (`CacheGroup`). All groups take blocks from one pool:
-
-1. In a `window` group blocks that no later token looks at are released when the request next needs blocks.
-2. A `cross` group's blocks, with an encoder's keys and values, are held as long as the request's own.
-3. A block of a prompt is offered to the prefix cache when it is scheduled, so that requests of one step can share it: the
-   worker writes a layer's keys and values before any attention reads them.
-4. A request writes only to a block that it holds alone and that is not offered; otherwise the block is copied first. Copies
-   run before the step. Only choices that share a prompt need one, and they join after the step that computed it.
+Which blocks a request holds is `core/kv_cache_manager.py`'s.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
-from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
-from slipstream.core.block_pool import NULL_BLOCK, BlockPool
+from slipstream.core.block_pool import BlockPool
 from slipstream.core.budget import Pace
+from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import check_length
 from slipstream.core.policy import make_policy
-from slipstream.core.prefix_cache import extend_keys, group_key, longest_hit, root_key
 from slipstream.core.request import Request, Status
+from slipstream.core.request_table import RequestTable
 from slipstream.core.speculation import Speculation
-from slipstream.core.step import StepBuilder, tokens_of_each
+from slipstream.core.step import StepBuilder
+from slipstream.core.tiers import BlockStore
 from slipstream.errors import EngineOverloadedError, RequestError
+from slipstream.stats import SchedulerStats
 from slipstream.types import (
+    FROM_MODEL,
     EngineOutput,
     EngineRequest,
     FinishReason,
     PooledVector,
     PromptLogprobs,
+    RequestFailure,
     SampledLogprobs,
+    SamplerState,
     ScheduledRequest,
-    SchedulerStats,
+    SharedPrefix,
     StepPlan,
     StepResult,
-    TableUpdate,
     TokenOutput,
     VectorOutput,
 )
 
 
 class InFlight(NamedTuple):
-    """A step that was scheduled: who sampled in it, the number of guesses of those that have some, and the tokens that grammars
-    forced."""
+    """A scheduled step: the requests that sample, their numbers of drafts, and the tokens that grammars forced."""
 
     requests: Sequence[Request] = ()
     drafts: Mapping[Request, int] = MappingProxyType({})
@@ -82,12 +79,25 @@ class InFlight(NamedTuple):
 
 NOTHING = InFlight()
 
+COPYING_S = 0.001
+"""How often to look what has arrived from the tiers while there is nothing else to do."""
+
 WATERMARK = 0.01
 """Share of the blocks kept free when a request is admitted beside others, so that it is not preempted at once."""
 
 
+MOST_OVERTAKES = 32
+"""So many requests may be admitted before one whose adapter does not fit; then it is its turn."""
+
+
+MOST_PASSED_BY = 128
+"""So many such requests are looked at in a step."""
+
+
 class Scheduler:
-    """`num_blocks`: of the pool, with the null block. `salt` keeps its cached prefixes apart from other models'."""
+    """`num_blocks` is the size of the pool, with the null block. `salt` separates cached prefixes from other models'.
+    `whole_images`: the tokens of a picture see one another, so a step holds all of them. `store` has the tiers below the
+    device."""
 
     def __init__(
         self,
@@ -98,77 +108,51 @@ class Scheduler:
         num_blocks: int,
         salt: str = "",
         speculation: SpeculationConfig | None = None,
+        max_adapters: int = 0,
+        whole_images: bool = False,
+        store: BlockStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduling = scheduling
         self.cache = cache
         self.max_model_len = max_model_len
-        self.pool = BlockPool(num_blocks)
+        self.kv = KVCacheManager(cache, num_blocks, salt, store, clock)
+        self.tiers = self.kv.tiers
         self.policy = make_policy(scheduling)
         self._pace = None if scheduling.target_itl_ms is None else Pace(scheduling.target_itl_ms / 1e3)
         self.speculation = None if speculation is None else Speculation(speculation)
-        self._salt = salt
+        self._num_stages = scheduling.num_stages
+        self._max_adapters = max_adapters  # of the requests that run
+        self._whole_images = whole_images
         self._clock = clock
-        self._block_size = cache.block_size
-        self._own = tuple(g for g, group in enumerate(cache.groups) if group.kind != "cross")
-        self._windows = tuple((g, group) for g, group in enumerate(cache.groups) if group.kind == "window")
-        self._cross = next((g for g, group in enumerate(cache.groups) if group.kind == "cross"), None)
-        self._root_key = root_key(salt, "")  # of requests without a salt; others' are not kept
-        self._requests: dict[str, Request] = {}
-        self._waiting: list[tuple[tuple[int, float, int], Request]] = []  # a heap; finished ones are dropped lazily
-        self._running: list[Request] = []  # in order
-        self._forked: list[Request] = []  # may be admitted from the next step on
-        self._deadlines: list[tuple[float, int, Request]] = []
-        self._released: list[str] = []
+        self.requests = RequestTable(self.kv, self.policy, self.speculation)
         self._outputs: list[EngineOutput] = []
         self.forced: Callable[[str, int], tuple[int, ...]] | None = None
-        """Of a request with a grammar the tokens that must follow so many pending ones."""
+        """For a request with a grammar and a number of pending tokens: the tokens that must follow."""
         self._num_forced = 0
         self._in_flight: dict[int, InFlight] = {}
         self._watermark = max(1, int(self.pool.num_usable * WATERMARK))
-        self._counter = 0
         self._step_id = 0
-        self._prefix_queries = self._prefix_hits = self._num_preemptions = 0
+        self._prefix_queries = self._prefix_hits = 0
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 
-    def add(self, spec: EngineRequest, *, held: bool = False) -> None:
-        """Queue a request; one that is `held` waits for `release`. EngineOverloadedError if the queue is full (forks come in
-        with the request they fork from), ContextLengthError if it could never run."""
+    def add(self, spec: EngineRequest, *, held: bool = False, adapter: str = "") -> None:
+        """Queue a request. If it is `held`, it waits for `release`; a search's beams but the first wait for `go_on`. `adapter`
+        stands for what its adapter computes, in the keys of its prefixes. EngineOverloadedError if the queue is full (forks
+        and beams do not count), ContextLengthError if the request could never run."""
         limit = self.scheduling.max_queue
-        if spec.request_id in self._requests:
+        if spec.request_id in self.requests.by_id:
             raise RequestError(f"request_id {spec.request_id!r} is in use; choose another", field="request_id")
-        if limit is not None and spec.fork_of is None and self.num_waiting >= limit:
+        if limit is not None and spec.parent is None and self.num_waiting >= limit:
             raise EngineOverloadedError(f"{self.num_waiting} requests are waiting already (max_queue); try again later")
         check_length(spec, self.max_model_len, self.cache, self.scheduling.max_num_batched_tokens, self.pool.num_usable)
-        self._counter += 1
-        order = (spec.priority, spec.arrival, self._counter)
-        root = root_key(self._salt, spec.cache_salt) if spec.cache_salt else self._root_key
-        request = Request(spec, order, root, len(self.cache.groups))
-        request.held = held
-        self._requests[spec.request_id] = request
-        if spec.deadline is not None:
-            heapq.heappush(self._deadlines, (spec.deadline, self._counter, request))
-        parent = self._requests.get(spec.fork_of) if spec.fork_of is not None else None
-        if parent is not None and parent.num_computed_tokens < parent.num_prompt_tokens:
-            request.status = Status.FORKING
-            parent.forks.append(request)
-        else:
-            self._wait(request)
-
-    def release(self, request_id: str) -> None:
-        """A request that was held back may be scheduled."""
-        request = self._requests.get(request_id)  # its deadline may have passed
-        if request is not None and request.held:
-            request.held = False
-            if request.status is Status.WAITING:
-                self._wait(request)
+        self.requests.add(spec, self.kv.root_key(spec.cache_salt, adapter), held=held)
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
-        """End requests now; their blocks are free for the next step. Unknown ids are nothing to do."""
-        found = [self._requests[i] for i in request_ids if i in self._requests]
-        outputs = [self._finish(request, reason) for request in found]
-        self._drop_finished()
+        """End requests now. Their blocks are free for the next step. Unknown ids are ignored."""
+        found = [self.requests.by_id[i] for i in request_ids if i in self.requests.by_id]
+        outputs = [self.requests.finish(request, reason) for request in found]
         return outputs
 
     def fail_all(self, reason: FinishReason, error: str) -> list[EngineOutput]:
@@ -176,53 +160,77 @@ class Scheduler:
         self._in_flight.clear()
         if self._pace is not None:
             self._pace.forget_steps()
-        outputs = [self._finish(request, reason, error) for request in list(self._requests.values())]
-        self._drop_finished()
+        if self.tiers is not None:
+            self.tiers.forget_offers()
+        outputs = [self.requests.finish(request, reason, error) for request in list(self.requests.by_id.values())]
         self.pool.forget_all()
         return outputs
 
     @property
+    def pool(self) -> BlockPool:
+        return self.kv.pool
+
+    @property
     def has_requests(self) -> bool:
-        return bool(self._requests)
+        return bool(self.requests.by_id)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.requests.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._requests) - len(self._running)
+        return self.requests.num_waiting
 
     def drain_outputs(self) -> list[EngineOutput]:
-        """Ends that `schedule()` found: requests whose deadline had passed."""
+        """Outputs of requests that `schedule()` ended, since their deadlines had passed."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def next_wakeup(self) -> float | None:
-        """When `schedule()` may have something to do though nothing arrives: a deadline, or the end of a window."""
-        times = [self._deadlines[0][0]] if self._deadlines else []
-        oldest = self._waiting[0][1].spec.arrival if self._waiting else None
-        window = self.policy.opens_at(oldest)
+        """When `schedule()` may have work although nothing arrives: a deadline, or the end of a batch's window."""
+        deadline = self.requests.next_deadline()
+        times = [] if deadline is None else [deadline]
+        window = self.policy.opens_at(self.requests.waiting.oldest_arrival())
+        if self.tiers is not None and self.tiers.is_copying:  # requests may wait for blocks
+            times.append(self._clock() + COPYING_S)
         return min([*times, window]) if window is not None else min(times, default=None)
 
     def reset_prefix_cache(self) -> None:
+        """And the answers in which drafts are looked up."""
         self.pool.forget_all()
+        if self.tiers is not None:
+            self.tiers.forget_all()
+        if self.speculation is not None:
+            self.speculation.forget_answers()
+
+    def tend(self) -> None:
+        """Note which blocks have arrived from the tiers and which are stored, and begin to store others. `schedule` does it,
+        too."""
+        if self.tiers is None:
+            return
+        for request in self.tiers.take():
+            if request.status is Status.LOADING:
+                self.requests.wait(request)
+        last_ended = min(self._in_flight, default=self._step_id + 1) - 1
+        self.tiers.store(last_ended, self._watermark if self.requests.by_id else 0)
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute now, or drafts are to be made from the step in flight."""
+        """The next step. None: there is nothing to compute now, or drafts must wait for the step in flight."""
         now, scheduling = self._clock(), self.scheduling
-        self._expire(now)
+        self._outputs += self.requests.expire(now)
+        self.tend()
         if self.speculation is not None and (
-            any(step.drafts for step in self._in_flight.values()) or self.speculation.choose(self._running)
+            any(step.drafts for step in self._in_flight.values()) or self.speculation.choose(self.requests.running)
         ):
             return None
-        self._admit_forks()
-        step = StepBuilder(scheduling.max_num_batched_tokens)
-        unfinished: list[Request] = []  # prompts under way
-        plain = 0  # decodes that need nothing: no block, copy or check
-        for request in self._running.copy():
+        self.requests.admit_forks()
+        step = StepBuilder(scheduling.max_num_batched_tokens, self.requests.table_updates)
+        unfinished: list[Request] = []  # prompts that are partly computed
+        plain = 0  # decodes that need no block, copy or check
+        for request in self.requests.running.copy() if self._num_stages == 1 else self._share_of_step():
             position = request.num_computed_tokens
             if position < request.decodes_until:
                 request.num_computed_tokens = position + 1
@@ -242,7 +250,7 @@ class Scheduler:
         step.budget -= plain
         if step.scheduled:
             step.budget -= scheduling.max_num_batched_tokens - scheduling.max_num_mixed_tokens
-            first = unfinished[0] if unfinished else self._next_waiting()
+            first = unfinished[0] if unfinished else self.requests.waiting.first()
             if self._pace is not None and first is not None:
                 age = now - first.spec.arrival
                 fits = self._pace.prompt_tokens(len(step.decodes), step.prompts, first.num_computed_tokens, age)
@@ -251,146 +259,178 @@ class Scheduler:
             if request.status is Status.RUNNING:
                 self._schedule_prompt(step, request)
         self._admit(step, now)
+        if not (step.scheduled or self._in_flight) and self.requests.make_way():
+            self._admit(step, now)
         return self._plan(step, now) if step.scheduled else None
 
+    def _share_of_step(self) -> list[Request]:
+        """Of a pipeline: the running requests that this step may compute, so that the other steps in flight have as many."""
+        most, found = -(-len(self.requests.running) // self._num_stages), list[Request]()
+        for request in self.requests.running:
+            if request.num_pending:
+                continue
+            if request.num_tokens - request.num_computed_tokens == 1:
+                most -= 1
+                if most < 0:
+                    continue
+            found.append(request)
+        return found
+
     def _schedule_one(self, step: StepBuilder, request: Request) -> None:
-        """A decode, with what forced tokens or guesses the step has room for. It makes room by preempting whoever is last."""
+        """Schedule a decode, with as many forced tokens or drafts as the step has room for. If blocks are missing, the last
+        request is preempted."""
         position = request.num_computed_tokens
         count, forced = 1, self._forced_tokens(request)
         if forced or request.drafts:
-            # Every running request may still want a token of a mixed step, and every token sampled needs a place.
+            # Each running request that is not in the step keeps a token of the budget.
             spare = self.scheduling.max_num_mixed_tokens - self.scheduling.max_num_batched_tokens + step.budget
-            spare -= len(self._running) - len(step.scheduled)
+            spare -= len(self.requests.running) - len(step.scheduled)
             if not forced:
                 spare = min(spare, step.room_for_drafts)
             count += max(0, min(len(forced or request.drafts), spare, request.end - request.num_tokens - 1))
-            if count > 1 and not self._take_blocks(step, request, position + count):
+            if count > 1 and not self.kv.allocate(step, request, position + count):
                 count = 1
-        while not self._take_blocks(step, request, position + count):
+            elif count > 1 and FROM_MODEL in request.drafts:
+                self._allocate_ahead(step, request, position + count)
+        while not self.kv.allocate(step, request, position + count):
             if self._make_room(step) is request:
                 return
         self._advance(step, request, count, forced[: count - 1])
 
+    def _allocate_ahead(self, step: StepBuilder, request: Request, num_tokens: int) -> None:
+        """Have blocks for the next drafts, too, if many are free. A drafter then goes on before the host knows which of these
+        were right."""
+        wanted = min(num_tokens + len(request.drafts), request.end)
+        if self.pool.num_free > self._watermark + self.kv.blocks_for(len(request.drafts)) * len(self.kv.own):
+            self.kv.allocate(step, request, wanted)
+
     def _forced_tokens(self, request: Request) -> tuple[int, ...]:
-        """Log-probabilities are those of logits, and these tokens have none. What the request allows by itself is not looked at
-        by its grammar."""
+        """The tokens that the request's grammar forces now. There are none with log-probabilities and the chain of samplers,
+        which need logits, and with `allowed_token_ids`, which the grammar does not know."""
         sampling = request.spec.sampling
         if self.forced is None or sampling.structured_outputs is None:
             return ()
-        if sampling.logprobs is not None or sampling.allowed_token_ids is not None or request.num_pending_drafts:
+        if sampling.logprobs is not None or sampling.allowed_token_ids is not None or sampling.by_chain:
+            return ()
+        if request.num_pending_drafts:
             return ()
         return self.forced(request.request_id, request.num_pending)
 
     def _schedule_prompt(self, step: StepBuilder, request: Request) -> None:
-        """As much of a prompt under way as the budget allows. It takes blocks from those behind it only: those before it will
-        end, and free theirs."""
-        wanted = request.num_tokens - request.num_computed_tokens
-        count = min(wanted, step.budget)
+        """Schedule as much of a partly computed prompt as the budget allows. It preempts only requests behind it: those
+        before it will end and free their blocks."""
+        computed = request.num_computed_tokens
+        wanted = min(request.num_tokens - computed, request.most_at(computed))
+        count = self._prompt_tokens(step, request, request.num_computed_tokens, wanted)
         if count <= 0 or (count < wanted and not self.scheduling.enable_chunked_prefill):
             return
-        while not self._take_blocks(step, request, request.num_computed_tokens + count):
+        while not self.kv.allocate(step, request, request.num_computed_tokens + count):
             if step.scheduled and self._last_unscheduled(step) is request:
                 return
             if self._make_room(step) is request:
                 return
         self._advance(step, request, count)
 
+    def _prompt_tokens(self, step: StepBuilder, request: Request, computed: int, wanted: int) -> int:
+        """How many of the `wanted` tokens behind the `computed` ones the step takes: what is left of its budget. A picture
+        whose tokens see one another is not cut. It may pass the bound of a step with decodes, as long as the step holds it."""
+        count = min(wanted, step.budget)
+        if self._whole_images and 0 < count < wanted:
+            end = computed + count
+            cut = next((image for image in request.spec.images if image.offset < end < image.end), None)
+            if cut is not None and cut.offset > computed:
+                return cut.offset - computed
+            if cut is not None:
+                count = cut.end - computed
+                return count if step.num_tokens + count <= self.scheduling.max_num_batched_tokens else 0
+        return count
+
     def _admit(self, step: StepBuilder, now: float) -> None:
-        """New requests in order, while rows, budget and blocks last. The first that does not fit stops the rest."""
-        scheduling, num_own = self.scheduling, len(self._own)
-        while step.budget > 0 and len(self._running) < scheduling.max_num_seqs:
-            request = self._next_waiting()
+        """Admit new requests in order, while rows, budget and blocks last. The first that does not fit stops the rest.
+        Only one whose adapter does not fit beside those of the running requests is passed by, MOST_OVERTAKES times at most."""
+        passed: list[Request] = []
+        self._admit_fitting(step, now, passed)
+        for request in passed:
+            self.requests.wait(request)
+
+    def _admit_fitting(self, step: StepBuilder, now: float, passed: list[Request]) -> None:
+        """`passed`: those that were passed by; they are off the heap."""
+        scheduling, num_own = self.scheduling, len(self.kv.own)
+        adapters = {r.spec.lora.id for r in self.requests.running if r.spec.lora is not None} if self._max_adapters else set()
+        while step.budget > 0 and len(self.requests.running) < scheduling.max_num_seqs:
+            request = self.requests.waiting.first()
             if request is None or request.num_pending:
                 return
+            lora = request.spec.lora
+            if lora is not None and lora.id not in adapters and len(adapters) >= self._max_adapters:
+                if request.num_overtaken >= MOST_OVERTAKES or len(passed) == MOST_PASSED_BY:
+                    return
+                passed.append(self.requests.waiting.pop())
+                continue
             counts = {"num_running": self.num_running, "num_waiting": self.num_waiting}
             if not self.policy.admits(request, **counts, now=now):
                 return
-            holds = request.holds_blocks  # a fork does
-            cached, computed = ([], request.num_computed_tokens) if holds else self._cached_prefix(request)
+            holds = request.holds_blocks  # true for forks
+            cached, computed = ([], request.num_computed_tokens) if holds else self.kv.cached_prefix(request)
+            spare = self._watermark if self.requests.running else 0
+            if not holds and self.kv.waits_for_tiers(request, cached, computed, spare):
+                self.requests.waiting.pop()
+                request.status = Status.LOADING
+                continue
             # An encoder reads its text at once, before the first token that looks at it.
             encoded = 0 if holds else len(request.spec.encoder_token_ids)
-            wanted = request.num_tokens - computed
-            count = min(wanted, step.budget - encoded)
+            wanted = min(request.num_tokens - computed, request.most_at(computed))
+            count = min(wanted, step.budget - encoded) if encoded else self._prompt_tokens(step, request, computed, wanted)
             if count <= 0 or (count < wanted and not scheduling.enable_chunked_prefill):
                 return
             num_held = len(request.blocks[0] if holds else cached[0] if cached else ())
             copies = request.needs_copy
-            need = (self._blocks_for(computed + count) - num_held + copies) * num_own + self._blocks_for(encoded)
+            need = (self.kv.blocks_for(computed + count) - num_held + copies) * num_own + self.kv.blocks_for(encoded)
             revived = sum(self.pool.ref_counts[b] == 0 for table in cached for b in table)
-            spare = self._watermark if self._running else 0
             if need + revived + spare > self.pool.num_free:
-                if not self._running and self._drop_held_forks():
+                if not self.requests.running and self.requests.drop_held():
                     continue
                 return
-            heapq.heappop(self._waiting)
+            self.requests.waiting.pop()
+            for other in passed:
+                other.num_overtaken += 1
             if cached:
-                self._adopt(request, cached)
+                self.kv.adopt(request, cached)
                 request.num_registered = num_held
+            if self.tiers is not None:
+                self.tiers.let_go(request)
             request.num_computed_tokens = computed
-            if request.num_preemptions == 0 and request.spec.fork_of is None:
+            if request.num_preemptions == 0 and request.spec.parent is None:
                 request.num_cached_tokens = min(computed, request.num_prompt_tokens)
                 if self.cache.enable_prefix_caching:
                     self._prefix_queries += request.num_prompt_tokens
                     self._prefix_hits += request.num_cached_tokens
-            request.status = Status.RUNNING
-            insort(self._running, request, key=_order)
-            self.policy.admitted(request)
+            if lora is not None:
+                adapters.add(lora.id)
+            self.requests.admit(request)
             if encoded:
-                assert self._cross is not None, "the model has no encoder"
-                request.blocks[self._cross] = self.pool.allocate(self._blocks_for(encoded))
+                self.kv.allocate_encoder(request, encoded)
                 step.encoding.add(request)
                 step.budget -= encoded
-            taken = self._take_blocks(step, request, computed + count)
+            taken = self.kv.allocate(step, request, computed + count)
             assert taken, "blocks were counted before"
             self._advance(step, request, count)
 
-    def _take_blocks(self, step: StepBuilder, request: Request, num_tokens: int) -> bool:
-        """In every group: release the blocks that no token from now on looks at, copy the one that is written next if it is
-        shared, append blocks up to `num_tokens` tokens. False, and nothing is done, if too few blocks are free."""
-        pool, size, tables = self.pool, self._block_size, request.blocks
-        computed, length = request.num_computed_tokens, len(tables[self._own[0]])
-        need = max(0, self._blocks_for(num_tokens) - length)
-        first = computed // size  # the block that is written next
-        copies = []
-        if request.needs_copy and first < length:
-            copies = [g for g in self._own if not pool.is_writable(tables[g][first])]
-        passed = [(g, group.first_block(computed, size)) for g, group in self._windows]
-        passed = [(g, keep) for g, keep in passed if keep > request.num_passed[g]]
-        freed = sum(pool.ref_counts[b] == 1 for g, keep in passed for b in tables[g][request.num_passed[g] : keep])
-        if need * len(self._own) + len(copies) > pool.num_free + freed:
-            return False
-        updates: list[TableUpdate] = []
-        for g, keep in passed:
-            begin = request.num_passed[g]
-            pool.release(tables[g][begin:keep])
-            tables[g][begin:keep] = [NULL_BLOCK] * (keep - begin)
-            request.num_passed[g] = keep
-            updates.append(TableUpdate(g, begin, (NULL_BLOCK,) * (keep - begin)))
-        for g in copies:
-            old, (new,) = tables[g][first], pool.allocate(1)
-            step.copies.append((old, new))
-            step.copied.append(old)
-            tables[g][first] = new
-            updates.append(TableUpdate(g, first, (new,)))
-        request.needs_copy = False
-        if need:
-            for g in self._own:
-                blocks = pool.allocate(need)
-                tables[g] += blocks
-                updates.append(TableUpdate(g, length, tuple(blocks)))
-        if updates and request.in_worker:
-            step.updates.setdefault(request.request_id, []).extend(updates)
-        return True
-
     def _advance(self, step: StepBuilder, request: Request, count: int, forced: tuple[int, ...] = ()) -> None:
-        """Put `count` tokens of the request into the step, the last of them `forced`. Its blocks are there."""
+        """Put `count` tokens of the request into the step, the last of them `forced`. It holds the blocks for them."""
         computed, known = request.num_computed_tokens, request.num_tokens
         end = computed + count
         num_sampled = 0 if request.spec.pooled else max(0, end - len(forced) - known + 1)
         request.num_computed_tokens = end
         step.budget -= count
-        step.add(request, computed, count, num_sampled, forced or (request.drafts[: num_sampled - 1] if num_sampled else ()))
-        if num_sampled:
+        given = forced or (request.drafts[: num_sampled - 1] if num_sampled else ())
+        is_beam = request.spec.beam_of is not None
+        if is_beam and computed >= request.num_prompt_tokens:
+            given = tuple(request.token_ids[computed:end])
+        step.add(request, computed, count, num_sampled, given)
+        if is_beam:
+            request.held = num_sampled > 0  # until it is told how to go on
+        elif num_sampled:
             request.num_pending += num_sampled + len(forced)
             request.drafts = ()
             if num_sampled > 1:
@@ -398,255 +438,153 @@ class Scheduler:
                 step.room_for_drafts -= num_sampled - 1
             elif forced:
                 step.forced[request] = forced
-            room = len(request.blocks[self._own[0]]) * self._block_size
+            room = len(request.blocks[self.kv.own[0]]) * self.kv.block_size
             is_plain = num_sampled == 1 and request.spec.sampling.structured_outputs is None
             request.decodes_until = min(room, request.end - 1) if is_plain else 0
         if computed < request.num_prompt_tokens:
-            self._register(request)
+            if request.account is not None and not request.num_preemptions:
+                request.account.charge(min(end, request.num_prompt_tokens) - computed)
+            self.kv.register(request, self._step_id + 1)
             if request.forks and end >= request.num_prompt_tokens:
-                self._fork(request)
+                self.requests.fork(request)
 
     def _plan(self, step: StepBuilder, now: float) -> StepPlan:
         self._step_id += 1
         if self._pace is not None:
             self._pace.launched(self._step_id, now, len(step.decodes), step.prompts)
+        if self.tiers is not None:
+            prompts = sum(s.num_tokens for s in step.prompts)
+            self.tiers.rates.launched(self._step_id, now, prompts, prompts + len(step.decodes))
         self._in_flight[self._step_id] = InFlight(step.sampled_decodes + step.sampled_prompts, step.drafts, step.forced)
-        released, self._released = self._released, []
-        self.pool.release(step.copied)
-        return step.plan(self._step_id, released)
+        released, self.requests.released = self.requests.released, []
+        self.pool.release([*step.copied.elements()])
+        shared: tuple[SharedPrefix, ...] = ()
+        if self.requests.num_joined:
+            shared = self.kv.shared_prefixes([(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes])
+        return step.plan(self._step_id, released, shared)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
-        """Take in what a step gave: tokens, ends, full blocks. Requests that have ended since are passed over.
+        """Take in a step's result: new tokens, ends, full blocks. Requests that have ended meanwhile are skipped.
 
-        Of a request that sampled at several positions the first tokens count, as many as `result` has. Positions behind them
-        were computed with wrong guesses and will be computed again, in the same blocks. A token that ends the request cuts
-        those behind it.
+        If a request sampled at several positions, `result` has its tokens up to the first wrong draft. The positions behind
+        were computed with wrong tokens and will be computed again, in the same blocks. Tokens behind one that ends the
+        request are dropped. A beam's token is not taken: its search chooses, and `go_on` says what.
         """
         if self._pace is not None:
             self._pace.ended(plan.step_id, self._clock())
+        if self.tiers is not None:
+            self.tiers.rates.ended(plan.step_id, self._clock())
         outputs: list[EngineOutput] = []
-        ended = False
-        logprobs = {x.request_id: x.logprobs for x in result.extras if isinstance(x, SampledLogprobs)}
-        of_prompts = {x.request_id: x for x in result.extras if isinstance(x, PromptLogprobs)}
-        size = self._block_size
+        extras = result.extras
+        logprobs = {x.request_id: x.logprobs for x in extras if isinstance(x, SampledLogprobs)}
+        of_prompts = {x.request_id: x for x in extras if isinstance(x, PromptLogprobs)}
+        failed = {x.request_id: x.error for x in extras if isinstance(x, RequestFailure)}
+        size = self.kv.block_size
         requests, drafts, all_forced = self._in_flight.pop(plan.step_id, NOTHING)
-        for request, tokens in zip(requests, tokens_of_each(result), strict=True):
+        for request, tokens in zip(requests, result.tokens_of_each, strict=True):
             if request.status is Status.FINISHED:
                 continue
             known, request_id = request.token_ids, request.request_id
-            first = len(known) == request.num_prompt_tokens
-            num_drafts, num_accepted = drafts.get(request, 0), len(tokens) - 1
+            before = len(known)
+            num_cached = request.num_cached_tokens if before == request.num_given else 0
+            if extras:
+                if request_id in failed:
+                    outputs.append(self.requests.finish(request, FinishReason.INVALID, failed[request_id]))
+                    continue
+                if request.spec.beam_of is not None:
+                    if request.account is not None:
+                        request.account.charge(len(tokens))
+                    outputs.append(TokenOutput(request_id, tuple(tokens), None, None, num_cached, logprobs[request_id]))
+                    continue
+            num_drafts, num_accepted = drafts.get(request, 0) if drafts else 0, len(tokens) - 1
             if num_drafts:
                 self._roll_back(request, num_drafts, len(tokens))
-            elif forced := all_forced.get(request, ()):
+            elif all_forced and (forced := all_forced.get(request, ())):
                 tokens = (*forced, *tokens)
                 request.num_pending -= len(forced)
                 self._num_forced += len(forced)
             request.num_pending -= 1
             reason = stop = None
-            for i, token in enumerate(tokens):
+            for token in tokens:
                 known.append(token)
                 if token in request.stops and len(known) - request.num_prompt_tokens >= request.spec.sampling.min_tokens:
                     reason, stop = FinishReason.STOP, token
                 elif len(known) >= request.end:
                     reason = FinishReason.LENGTH
                 if reason is not None:
-                    tokens = tokens[: i + 1]
+                    tokens = tokens[: len(known) - before]
                     break
-            output = TokenOutput(request_id, tokens, reason, stop, request.num_cached_tokens if first else 0)
-            if result.extras:
+            if (account := request.account) is not None:
+                account.served += len(tokens) / account.weight
+            output = TokenOutput(request_id, tokens, reason, stop, num_cached)
+            if extras:
                 own = logprobs.get(request_id, ())[: len(tokens)]
                 output = output._replace(logprobs=own, prompt_logprobs=of_prompts.pop(request_id, None))
             if num_drafts:
                 output = output._replace(num_drafted=num_drafts, num_accepted=min(num_accepted, len(tokens)))
             outputs.append(output)
             if reason is not None:
-                ended = True
-                self._finish(request, reason)
+                self.requests.finish(request, reason)
             elif len(known) // size > request.num_registered:
-                self._register(request)
-        for extra in result.extras:
+                self.kv.register(request, self._step_id)
+        for extra in extras:
+            if isinstance(extra, SamplerState) and extra.request_id in self.requests.by_id:
+                self.requests.by_id[extra.request_id].mirostat_mu = extra.mirostat_mu
             request_id = extra.request_id if isinstance(extra, PooledVector) else ""
-            if isinstance(extra, PooledVector) and request_id in self._requests:
-                # Wherever it stands: it may have lost its blocks meanwhile.
-                ended = True
-                self._finish(self._requests[request_id], FinishReason.STOP)
+            if isinstance(extra, PooledVector) and request_id in self.requests.by_id:
+                # Also if it was preempted meanwhile.
+                self.requests.finish(self.requests.by_id[request_id], FinishReason.STOP)
                 outputs.append(VectorOutput(request_id, extra.vector, 0, 1, FinishReason.STOP))
-        # Chunks of a prompt that did not end in this step have log-probabilities of their own.
-        outputs += [TokenOutput(i, prompt_logprobs=x) for i, x in of_prompts.items() if i in self._requests]
-        if ended:
-            self._drop_finished()
+        # A chunk of a prompt that did not end in this step has log-probabilities, too.
+        outputs += [TokenOutput(i, prompt_logprobs=x) for i, x in of_prompts.items() if i in self.requests.by_id]
         if self.speculation is not None:
             only_decodes = all(s.num_tokens == s.num_sampled for s in plan.scheduled)
             sizes = len(plan.scheduled), plan.num_tokens
-            self.speculation.step_done(self._clock(), *sizes, only_decodes=only_decodes, idle=not self._running)
+            self.speculation.step_done(self._clock(), *sizes, only_decodes=only_decodes, idle=not self.requests.running)
         return outputs
 
-    # --- Pieces -------------------------------------------------------------------------------------------------------
+    # --- Helpers ------------------------------------------------------------------------------------------------------
 
     def _roll_back(self, request: Request, num_drafts: int, num_tokens: int) -> None:
-        """Of the tokens that a step sampled with `num_drafts` drafts only the first `num_tokens` count: the drafts that were
-        right, and the token behind them."""
+        """Take back a step with `num_drafts` drafts to the `num_tokens` that count: the right drafts, and the token behind
+        them."""
         if self.speculation is not None:
             self.speculation.verified(request, num_drafts, num_tokens - 1)
         request.num_pending_drafts = 0
         request.num_pending -= num_drafts
-        if request.status is Status.RUNNING:  # else it has lost its blocks, and nothing is computed
+        if request.status is Status.RUNNING:  # else it was preempted, and nothing is computed
             request.num_computed_tokens -= num_drafts + 1 - num_tokens
 
-    def _cached_prefix(self, request: Request) -> tuple[list[list[int]], int]:
-        if not self.cache.enable_prefix_caching or request.spec.sampling.prompt_logprobs is not None:
-            return [], 0
-        return longest_hit(self.pool, request, self._own, dict(self._windows), self._block_size)
-
-    def _adopt(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
-        """Hold the blocks of `tables`, which others have written; null blocks stand where none is needed."""
-        for g, table in enumerate(tables):
-            passed = next((i for i, block in enumerate(table) if block != NULL_BLOCK), len(table))
-            self.pool.hold(table[passed:])
-            request.blocks[g], request.num_passed[g] = list(table), passed
-
-    def _register(self, request: Request) -> None:
-        """Offer to the prefix cache the blocks whose tokens are all known and scheduled."""
-        if not self.cache.enable_prefix_caching:
-            return
-        full = min(request.num_computed_tokens, len(request.token_ids)) // self._block_size
-        if full <= request.num_registered or request.status is not Status.RUNNING:
-            return
-        extend_keys(request.block_keys, request.root_key, request.token_ids, self._block_size, full)
-        for g in self._own:
-            for i in range(max(request.num_registered, request.num_passed[g]), full):
-                self.pool.register(request.blocks[g][i], group_key(request.block_keys[i], g))
-        request.num_registered = full
-
-    def _fork(self, parent: Request) -> None:
-        """Give the prompt's blocks to the requests that wait for them. They compute its last token again, each in a copy
-        of the last block, and so draw their first token for themselves."""
-        num_blocks = self._blocks_for(parent.num_prompt_tokens)
-        tables = [table if g == self._cross else table[:num_blocks] for g, table in enumerate(parent.blocks)]
-        children = [child for child in parent.forks if child.status is Status.FORKING]
-        for child in children:
-            self._adopt(child, tables)
-            child.num_computed_tokens = parent.num_prompt_tokens - 1
-            child.num_registered = child.num_computed_tokens // self._block_size
-            child.needs_copy = parent.needs_copy = True
-            parent.decodes_until = 0
-        self._forked += children
-        parent.forks = []
-
-    def _admit_forks(self) -> None:
-        forked, self._forked = self._forked, []
-        for child in forked:
-            if child.status is Status.FORKING:
-                self._wait(child)
-
-    def _drop_held_forks(self) -> bool:
-        """Take the prompt blocks back from forks that only wait; they compute the prompt again. Whether there were any."""
-        dropped = False
-        for request in (*self._forked, *(r for _, r in self._waiting)):
-            if request.status is not Status.RUNNING and request.holds_blocks:
-                self._give_back(request)
-                dropped = True
-        return dropped
-
     def _make_room(self, step: StepBuilder) -> Request | None:
-        """Free some blocks: those that waiting forks hold, else those of the last in order that is not yet in this step,
-        which is preempted and returned."""
-        if self._drop_held_forks():
+        """Free some blocks: those that waiting requests hold, or else those of the last request that is not in this step yet.
+        That request is preempted and returned."""
+        if self.requests.drop_held():
             return None
         victim = self._last_unscheduled(step)
         self._preempt(victim)
         return victim
 
-    def _last_unscheduled(self, step: StepBuilder) -> Request:
-        return next(r for r in reversed(self._running) if r not in step.scheduled)
-
     def _preempt(self, request: Request) -> None:
-        self._running.remove(request)
-        self._give_back(request)
-        self._drop_from_worker(request)
-        request.num_preemptions += 1
-        self._num_preemptions += 1
-        self._wait(request)
+        """What `plan/sleeping.py` adds to."""
+        self.requests.preempt(request)
 
-    def _give_back(self, request: Request) -> None:
-        """Release all blocks; nothing is computed any more."""
-        for g, table in enumerate(request.blocks):
-            self.pool.release(table[request.num_passed[g] :])
-            request.blocks[g], request.num_passed[g] = [], 0
-        request.num_computed_tokens = request.num_registered = 0
-        request.drafts, request.decodes_until = (), 0
-        request.needs_copy = False
-
-    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> EngineOutput:
-        """End a request wherever it stands. `_drop_finished` must follow, to take it off the running list."""
-        self._give_back(request)
-        self._drop_from_worker(request)
-        request.status = Status.FINISHED
-        if self.speculation is not None:
-            self.speculation.ended(request)
-        for child in request.forks:
-            if child.status is Status.FORKING:
-                self._wait(child)
-        request.forks = []
-        del self._requests[request.request_id]
-        self.policy.finished(request)
-        make = VectorOutput if request.spec.pooled else TokenOutput
-        return make(request.request_id, finish_reason=reason, error=error)
-
-    def _drop_finished(self) -> None:
-        self._running = [r for r in self._running if r.status is Status.RUNNING]
-
-    def _drop_from_worker(self, request: Request) -> None:
-        if request.in_worker:
-            self._released.append(request.request_id)
-            request.in_worker = False
-
-    def _wait(self, request: Request) -> None:
-        request.status = Status.WAITING
-        if not request.held:
-            heapq.heappush(self._waiting, (request.order, request))
-
-    def _next_waiting(self) -> Request | None:
-        while self._waiting:
-            request = self._waiting[0][1]
-            if request.status is Status.WAITING:
-                return request
-            heapq.heappop(self._waiting)
-        return None
-
-    def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if request.status is not Status.FINISHED:
-                self._outputs.append(self._finish(request, FinishReason.DEADLINE))
-                self._drop_finished()
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+    def _last_unscheduled(self, step: StepBuilder) -> Request:
+        return next(r for r in reversed(self.requests.running) if r not in step.scheduled)
 
     def stats(self) -> SchedulerStats:
-        size, pool = self._block_size, self.pool
-        used = pool.num_usable - pool.num_free
-        # A table's null blocks stand for as many computed tokens, so that they cancel out.
-        wasted = sum(len(r.blocks[g]) * size - r.num_computed_tokens for r in self._running for g in self._own)
-        if self._cross is not None:
-            wasted += sum(len(r.blocks[self._cross]) * size - len(r.spec.encoder_token_ids) for r in self._running)
+        kv, pool = self.kv, self.pool
         return SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             num_blocks=pool.num_usable,
             num_free_blocks=pool.num_free,
-            kv_cache_usage=used / pool.num_usable,
+            kv_cache_usage=(pool.num_usable - pool.num_free) / pool.num_usable,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
-            num_preemptions=self._num_preemptions,
-            kv_allocated_tokens=used * size,
-            kv_wasted_tokens=wasted,
+            num_preemptions=self.requests.num_preemptions,
+            kv_allocated_tokens=kv.num_used_tokens(),
+            kv_wasted_tokens=kv.num_wasted_tokens(self.requests.running),
             forced_tokens=self._num_forced,
+            tiers=None if self.tiers is None else self.tiers.stats(),
             **({} if self.speculation is None else self.speculation.stats()),
         )
-
-
-def _order(request: Request) -> tuple[int, float, int]:
-    return request.order

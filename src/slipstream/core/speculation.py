@@ -1,26 +1,28 @@
-"""Chooses the drafts that a step verifies: how many, of which requests.
+"""Chooses the drafts that a step verifies: how many, and for which requests.
 
-A draft is a guessed token behind a request's last one. The step computes it with the others and samples at each position as
-always. A draft counts if it is the token that was sampled before it; the first that is not ends the run.
+A draft is a guessed token behind a request's last one. The step computes it and samples at each position as always. A draft is
+accepted if it equals the token sampled at the position before it. The first wrong draft ends the run.
 
-With `num_speculative_tokens="auto"` the choice is by goodput, the tokens that a step is expected to yield per second:
+With `num_speculative_tokens="auto"` the choice maximises the tokens that a step is expected to yield per second:
 
-1. A draft survives with the product of the acceptance rates up to it. A rate is the request's own, drawn towards the engine's
-   while the request has few. It is kept by the length of the match, which grows along a proposal.
-2. What a step costs is measured, by its number of sequences and tokens (`StepCosts`).
-3. Drafts are added by falling survival. The number with the most tokens a second is taken, if that beats a step without.
+1. A draft survives with the product of the acceptance rates up to it. A rate is the request's own, shrunk towards the engine's
+   while the request has few drafts. Rates are kept by the length of the match, which grows along a proposal.
+2. The time of a step is measured, by its number of sequences and tokens (`StepCosts`).
+3. Drafts are added in the order of falling survival. The number with the most tokens per second is taken, if it beats a step
+   without drafts.
 
-A step without drafts runs ahead of its predecessor's tokens; a step with drafts needs them. So while some request has a
-proposal that pays, nothing is scheduled before the step in flight is done. That loses what overlap hides, for all requests of
-the step, and it is part of the measured costs: plain steps are timed with overlap, those with drafts without. Holding back only
-the requests with drafts would cost more: they would miss every second step.
+A step without drafts may be scheduled before its predecessor's tokens are known; a step with drafts needs them. So while a
+request has a proposal that pays, nothing is scheduled before the step in flight is done. All requests of the step then lose
+the overlap. The measured times contain that: plain steps are timed with overlap, steps with drafts without. To delay only
+the requests with drafts would cost more, since they would miss every second step.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from math import sqrt
 from statistics import median
 from typing import Any
@@ -33,34 +35,35 @@ MOST_SALTS = 64
 """Salts whose recent answers are kept."""
 
 LEVELS = (3, 4, 5, 7, 9, 13, 17, 25)
-"""Lengths of matches at which another acceptance rate begins."""
+"""Lengths of matches at which the next acceptance rate begins."""
 
 MARGIN = 1.05
-"""How much better than plain a step with drafts must promise to be."""
+"""A step with drafts must promise this many times the tokens per second of a plain one."""
 
 LEAST_SURVIVAL = 0.02
 
 NUM_TIMES = 15
-"""Times of a size of step that are kept; their median counts."""
+"""The number of times that are kept for a size of step. Their median counts."""
 
 LEAST_TIMES = 3
-"""Times with which a size of plain steps counts as measured."""
+"""A size of plain steps counts as measured with this many times."""
 
 SPEED_MEMORY = 0.2
-"""Share of a step's time in the average of what steps took beside what was known of their sizes."""
+"""The weight of the latest step in the running average of `StepCosts._slowness`."""
 
 STALE = 256
 """Steps after which a size is measured anew: the machine, or the lengths of the sequences, may have changed."""
 
 GUESSED_SLOPE = 0.04
-"""Share of a plain step's time that each further token is taken to cost until it was measured. Low: then it is tried."""
+"""The assumed cost of a further token, as a share of a plain step's time, until it was measured. It is low, so that drafts are
+tried."""
 
 COUNTS: tuple[int, ...] = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))
-"""Numbers of sequences, and of tokens, whose steps are timed apart. Beyond 64 they are apart by an eighth."""
+"""Numbers of sequences, and of tokens, whose steps are timed separately. Beyond 64 they grow by an eighth."""
 
 
 class Acceptance:
-    """How many drafts were tried and accepted, by the length of their match. Beyond `memory` tries both numbers halve."""
+    """The numbers of tried and accepted drafts, by the length of their match. Beyond `memory` tries both are halved."""
 
     __slots__ = ("_accepted", "_memory", "_tried")
 
@@ -78,21 +81,21 @@ class Acceptance:
                 self._accepted[level] /= 2
 
     def rate(self, level: int, expected: float, weight: float = 4.0) -> float:
-        """`expected` counts like so many tries."""
+        """The rate at `level`, where `expected` counts like `weight` tries."""
         return (self._accepted[level] + weight * expected) / (self._tried[level] + weight)
 
 
 class StepCosts:
     """Seconds of steps in which every token is sampled, by their numbers of sequences and of tokens.
 
-    Other work on the machine slows all sizes alike. So times are kept as at the speed that the machine had first: `_slowness`
-    is how much longer steps take of late than is known of their sizes. A burst of other work then makes no size look dear.
+    Other work on the machine slows all sizes alike. `_slowness` is the ratio of recent steps' times to the known times of their
+    sizes, and times are divided by it. So a burst of other work makes no size look slow.
     """
 
     def __init__(self) -> None:
         self._slowness = 1.0
         self._times: dict[tuple[int, int], deque[float]] = {}
-        self._measured: dict[tuple[int, int], int] = {}  # in which step it was last
+        self._measured: dict[tuple[int, int], int] = {}  # the step that measured it last
         self._lines: dict[int, list[tuple[int, float]]] = {}  # by sequences: (tokens, seconds), ascending
         self._step = 0
 
@@ -109,7 +112,7 @@ class StepCosts:
         self._lines.pop(key[0], None)
 
     def plain(self, num_seqs: int) -> float | None:
-        """Of a step with a token of each sequence. None: that is to be measured first."""
+        """Seconds of a step with one token of each sequence. None: it must be measured first."""
         key = (_near(num_seqs), _near(num_seqs))
         times = self._times.get(key, ())
         if len(times) < LEAST_TIMES:
@@ -120,7 +123,7 @@ class StepCosts:
         return float(median(times))
 
     def line(self, num_seqs: int, plain: float) -> list[tuple[int, float]]:
-        """What is known of steps of so many sequences: (tokens, seconds), the plain step's first."""
+        """The measured steps of `num_seqs` sequences, (tokens, seconds), beginning with the plain step."""
         first = _near(num_seqs)
         line = self._lines.get(first)
         if line is None:
@@ -131,30 +134,31 @@ class StepCosts:
         return [(num_seqs, plain), *(point for point in line if point[0] > num_seqs)]
 
 
-def seconds_at(line: Sequence[tuple[int, float]], num_tokens: int) -> float:
-    """On the straight lines between what is known; beyond, as the last one goes on, if it rises."""
-    i = 1
-    while i < len(line) and line[i][0] < num_tokens:
-        i += 1
-    if i < len(line):
-        (a, first), (b, second) = line[i - 1], line[i]
-        return first + (second - first) * (num_tokens - a) / (b - a)
-    plain, (last, seconds) = line[0][1], line[-1]
-    slope = GUESSED_SLOPE * plain / sqrt(line[0][0])
+def seconds_from(line: Sequence[tuple[int, float]], num_tokens: int) -> Iterator[float]:
+    """Seconds of steps of `num_tokens`, one more, and so on, interpolated on `line`. Beyond its end the line is extended, with
+    at least the guessed slope."""
+    for (a, first), (b, second) in pairwise(line):
+        while num_tokens <= b:
+            yield first + (second - first) * (num_tokens - a) / (b - a)
+            num_tokens += 1
+    (fewest, plain), (last, seconds) = line[0], line[-1]
+    slope = GUESSED_SLOPE * plain / sqrt(fewest)
     if len(line) > 1:
-        slope = max(slope, (seconds - plain) / (last - line[0][0]))
-    return seconds + slope * (num_tokens - last)
+        slope = max(slope, (seconds - plain) / (last - fewest))
+    while True:
+        yield seconds + slope * (num_tokens - last)
+        num_tokens += 1
 
 
 class Drafting:
-    """What is kept of one request that drafts are proposed for."""
+    """The state of one request that drafts are proposed for."""
 
     __slots__ = ("acceptance", "match", "proposer")
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
         self.acceptance = Acceptance(memory=32)
-        self.match = 0  # of the proposal that is being verified
+        self.match = 0  # length of the match whose drafts are being verified
 
 
 class Speculation:
@@ -163,14 +167,14 @@ class Speculation:
         self.costs = StepCosts()
         self.num_drafts = self.num_tokens = 0  # runs of drafts, and the tokens in them
         self.accepted_by_position: list[int] = []  # how often the i-th draft of a run was accepted
-        self._acceptance = Acceptance(memory=1024)  # of all requests
+        self._acceptance = Acceptance(memory=1024)  # over all requests
         self._traffic: dict[str, Traffic] = {}
-        self._last: float | None = None  # when the last step was done, if there was something to do since
+        self._last: float | None = None  # when the last step ended; None if the engine was idle since
         self._was_plain = False
 
     def choose(self, running: Iterable[Request]) -> bool:
-        """Put drafts behind the last tokens of running requests, where that pays. True: nothing must be scheduled before the
-        step in flight is done, since its tokens are needed for that."""
+        """Put drafts behind the last tokens of running requests, where that pays. True: nothing may be scheduled before the
+        step in flight is done, since the drafts need its tokens."""
         decodes = [
             r for r in running if r.num_tokens - r.num_computed_tokens == 1 and r.num_computed_tokens < r.end - 1
         ]
@@ -195,7 +199,9 @@ class Speculation:
 
     def _propose(self, request: Request, most: int) -> Proposal:
         most = min(most, request.end - request.num_tokens - 1)
-        if most <= 0 or request.spec.pooled:
+        if most <= 0 or request.spec.pooled or request.spec.beam_of is not None:
+            return Proposal()
+        if request.spec.sampling.mirostat_mode:  # its state follows token by token
             return Proposal()
         if request.drafting is None:
             request.drafting = Drafting(self._proposer(request))
@@ -216,34 +222,40 @@ class Speculation:
             del self._traffic[next(iter(self._traffic))]
         return found
 
+    def forget_answers(self) -> None:
+        """Of ended requests. Those that run keep what they have seen."""
+        self._traffic.clear()
+
     def _best(self, decodes: Sequence[Request], proposals: Sequence[Proposal], plain: float) -> list[int]:
-        """How many tokens of each proposal make the most tokens a second."""
+        """The number of tokens of each proposal with which the step yields the most tokens per second."""
         ranked: list[tuple[float, int, int]] = []
+        of_all: dict[int, tuple[int, float]] = {}  # by match: its level, and the rate over all requests
         for i, (request, proposal) in enumerate(zip(decodes, proposals, strict=True)):
-            survival = 1.0
-            for j in range(len(proposal.tokens)):
-                survival *= self._rate(request, proposal.match + j)
+            survival, first = 1.0, request.num_pending  # the step in flight samples the ones before
+            rate = request.drafting.acceptance.rate if request.drafting is not None else None
+            for j, match in enumerate(range(proposal.match, proposal.match + len(proposal.tokens))):
+                if match not in of_all:
+                    level = bisect_right(LEVELS, match)
+                    of_all[match] = level, self._acceptance.rate(level, match / (match + 2))
+                level, expected = of_all[match]
+                survival *= expected if rate is None else rate(level, expected)
                 if survival < LEAST_SURVIVAL:
                     break
-                if j >= request.num_pending:  # before that stands what the step in flight samples
+                if j >= first:
                     ranked.append((-survival, j, i))
         ranked.sort()
-        num_seqs, line = len(decodes), self.costs.line(len(decodes), plain)
-        expected, best, num_best = float(num_seqs), MARGIN * num_seqs / plain, 0
+        num_seqs = len(decodes)
+        tokens, best, num_best = float(num_seqs), MARGIN * num_seqs / plain, 0
+        seconds = seconds_from(self.costs.line(num_seqs, plain), num_seqs + 1)
         for n, (survival, _, _) in enumerate(ranked, 1):
-            expected -= survival
-            rate = expected / seconds_at(line, num_seqs + n)
-            if rate > best:
-                best, num_best = rate, n
+            tokens -= survival
+            rate_n = tokens / next(seconds)
+            if rate_n > best:
+                best, num_best = rate_n, n
         counts = [0] * num_seqs
         for _, _, i in ranked[:num_best]:
             counts[i] += 1
         return counts
-
-    def _rate(self, request: Request, match: int) -> float:
-        level = bisect_right(LEVELS, match)
-        of_all = self._acceptance.rate(level, match / (match + 2))
-        return request.drafting.acceptance.rate(level, of_all) if request.drafting is not None else of_all
 
     def stats(self) -> dict[str, Any]:
         """Fields of `SchedulerStats`."""
@@ -255,7 +267,7 @@ class Speculation:
             "spec_accepted_by_position": counts,
         }
 
-    # --- What came of it ------------------------------------------------------------------------------------------------
+    # --- Results --------------------------------------------------------------------------------------------------------
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self.num_drafts += 1
@@ -269,7 +281,7 @@ class Speculation:
                 acceptance.add(own.match, num_drafts, num_accepted)
 
     def step_done(self, now: float, num_seqs: int, num_tokens: int, *, only_decodes: bool, idle: bool) -> None:
-        """A step's tokens came `now`. `idle`: and there is nothing to go on with."""
+        """A step's tokens came `now`. `idle`: no request is left to compute."""
         is_plain = num_tokens == num_seqs
         # The first plain step behind one with drafts was not launched ahead.
         if only_decodes and self._last is not None and (self._was_plain or not is_plain):
@@ -284,7 +296,7 @@ class Speculation:
 
 
 def _near(count: int) -> int:
-    """The largest of `COUNTS` that is not more; beyond the last a multiple of an eighth of the power of two below."""
+    """The largest of `COUNTS` up to `count`. Beyond the last, the next lower multiple of an eighth of a power of two."""
     if count <= COUNTS[-1]:
         return COUNTS[bisect_right(COUNTS, count) - 1]
     below = 1 << (count.bit_length() - 4)

@@ -1,17 +1,17 @@
-"""A step while the scheduler plans it: who is in it with how many tokens, and what the worker is to be told."""
+"""A step while the scheduler plans it: its requests, their numbers of tokens, and the changes for the worker."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 from slipstream.config import MOST_STEP_DRAFTS
 from slipstream.core.request import Request
-from slipstream.types import NewRequest, ScheduledRequest, StepPlan, StepResult, TableUpdate
+from slipstream.types import NewRequest, ScheduledRequest, SharedPrefix, StepPlan, TableUpdate
 
 
 class StepBuilder:
-    """`budget`: how many tokens may still be added. Blocks are put down by `Scheduler._take_blocks`, before `add`."""
+    """`budget`: the number of tokens that may still be added. `KVCacheManager.allocate` notes new blocks before `add`."""
 
     __slots__ = (
         "budget",
@@ -30,10 +30,11 @@ class StepBuilder:
         "updates",
     )
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, updates: dict[str, list[TableUpdate]]) -> None:
+        """`updates`: changes of tables that the worker has not been told, by request."""
         self.budget = budget
         self.room_for_drafts = MOST_STEP_DRAFTS
-        self.decodes: list[ScheduledRequest] = []  # of one token: first in the plan
+        self.decodes: list[ScheduledRequest] = []  # requests of one token, which stand first in the plan
         self.prompts: list[ScheduledRequest] = []
         self.sampled_decodes: list[Request] = []
         self.sampled_prompts: list[Request] = []
@@ -42,9 +43,9 @@ class StepBuilder:
         self.new: list[NewRequest] = []
         self.drafts: dict[Request, int] = {}  # guessed tokens that are checked, of those that have some
         self.forced: dict[Request, tuple[int, ...]] = {}  # tokens that a grammar forces, of those that have some
-        self.updates: dict[str, list[TableUpdate]] = {}  # by request
+        self.updates = updates
         self.copies: list[tuple[int, int]] = []
-        self.copied: list[int] = []  # the copies' sources, held until the plan is made: none may be a target too
+        self.copied: Counter[int] = Counter()  # the copies' sources, held until the plan is made: none may be a target too
 
     def add(self, request: Request, computed: int, count: int, num_sampled: int, drafts: tuple[int, ...]) -> None:
         """`count` tokens of the request behind the `computed` ones, the last of them `drafts` or forced, in blocks that it
@@ -62,6 +63,11 @@ class StepBuilder:
         if num_sampled:
             (self.sampled_decodes if count == 1 else self.sampled_prompts).append(request)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the requests that are in the step."""
+        return sum(s.num_tokens for s in self.decodes) + sum(s.num_tokens for s in self.prompts)
+
     def _introduced(self, request: Request) -> NewRequest:
         spec = request.spec
         return NewRequest(
@@ -73,21 +79,17 @@ class StepBuilder:
             spec.pooled,
             spec.encoder_token_ids if request in self.encoding else (),
             len(spec.encoder_token_ids),
+            spec.lora,
+            request.mirostat_mu,
+            spec.images,
         )
 
-    def plan(self, step_id: int, released: Sequence[str]) -> StepPlan:
+    def plan(self, step_id: int, released: Sequence[str], shared: tuple[SharedPrefix, ...]) -> StepPlan:
         return StepPlan(
             step_id=step_id,
             scheduled=(*self.decodes, *self.prompts),
             new=tuple(self.new),
             released=tuple(released),
             block_copies=tuple(self.copies),
+            shared=shared,
         )
-
-
-def tokens_of_each(result: StepResult) -> list[tuple[int, ...]]:
-    """The new tokens of each request that sampled."""
-    if result.num_tokens is None:
-        return [(token,) for token in result.token_ids]
-    ends = [0, *accumulate(result.num_tokens)]
-    return [tuple(result.token_ids[begin:end]) for begin, end in pairwise(ends)]

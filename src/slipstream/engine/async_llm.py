@@ -19,52 +19,67 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slipstream.config import EngineArgs, EngineConfig
-from slipstream.engine.core_client import ChildLink, CoreClient, CoreSource, Link, as_error, resolved_config
+from slipstream.engine.beams import BeamSearchOutput
+from slipstream.engine.core_client import ChildLink, CoreClient, CoreSource, Link, resolved_config
 from slipstream.engine.core_process import (
     Abort,
+    AdaptersChanged,
     Add,
+    AddBeams,
     AddTexts,
+    Answered,
+    CacheNews,
     GetStats,
+    LoadAdapter,
     Outputs,
     Ready,
     Rejected,
     Sleep,
-    Slept,
     Stats,
     ToChild,
     ToParent,
+    UnloadAdapter,
     WakeUp,
+    WatchCache,
 )
 from slipstream.engine.folder import settled
 from slipstream.engine.grammar import check_in_thread
-from slipstream.engine.output import OutputProcessor, Sink, merge, raise_on_error
+from slipstream.engine.output import OutputProcessor, Sink, raise_on_error, refuse_best_of
+from slipstream.engine.pictures import PreparedPicture
 from slipstream.engine.pooled import TextsAnswer
 from slipstream.engine.processor import (
+    INLINE_CHARS,
     InputProcessor,
+    PreparedBeams,
     PreparedRequest,
-    PreparedTexts,
     beside,
     load_tokenizer,
     log_canary,
 )
+from slipstream.engine.streams import PendingTexts, Stream
+from slipstream.engine.texts import PreparedTexts
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.errors import EngineDeadError, EngineError, RequestError, SlipstreamError
+from slipstream.errors import EngineDeadError, EngineError, SlipstreamError, as_error
 from slipstream.hub import resolve_model
+from slipstream.outputs import RequestOutput, Vectors
 from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription, read_spec
+from slipstream.stats import CanaryResult, EngineStats
 from slipstream.types import (
-    CanaryResult,
-    EngineStats,
+    BeamSearchParams,
+    BeamsOutput,
+    LoRARequest,
     Prompt,
-    RequestOutput,
+    Reserve,
     SamplingParams,
+    Share,
+    TokenOutput,
     VectorOutput,
-    Vectors,
 )
 
 T = TypeVar("T")
@@ -78,52 +93,6 @@ looks the same."""
 class Health:
     ok: bool
     reason: str = ""
-
-
-class _Stream:
-    """What is new of one request, on its way to the consumer. Later deltas are merged into a pending one."""
-
-    on_token = None
-
-    def __init__(self) -> None:
-        self._pending: RequestOutput | None = None
-        self._error: Exception | None = None
-        self._changed = asyncio.Event()
-
-    def put(self, delta: RequestOutput) -> None:
-        self._pending = merge(self._pending, delta)
-        self._changed.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._changed.set()
-
-    async def get(self) -> RequestOutput:
-        await self._changed.wait()
-        self._changed.clear()
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            if self._error is not None:
-                self._changed.set()
-            return pending
-        assert self._error is not None
-        raise self._error
-
-
-@dataclass(frozen=True, slots=True)
-class _Texts:
-    """A request of texts, and the future of its caller, who may have left before the request ends."""
-
-    answer: TextsAnswer
-    done: asyncio.Future[None]
-
-    def end(self) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
-
-    def fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
 
 
 class AsyncLLM:
@@ -146,13 +115,16 @@ class AsyncLLM:
         self._output = OutputProcessor(tokenizer)
         self._input: InputProcessor
         self._sinks: dict[str, Sink] = {}
-        self._texts: dict[str, _Texts] = {}
+        self._texts: dict[str, PendingTexts] = {}
+        self._beams: dict[str, asyncio.Future[BeamsOutput]] = {}
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
-        self._sleep_waiters: dict[int, asyncio.Future[None]] = {}  # by their tickets
+        self._waiters: dict[int, asyncio.Future[None]] = {}  # by their tickets
         self._tickets = itertools.count()
         self.is_sleeping = False
+        self.adapters: dict[str, LoRARequest] = {}  # that are served by name; the core says which
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps = 0
+        self._cache_watchers: list[Callable[[CacheNews], None]] = []
 
     @classmethod
     async def start(
@@ -166,7 +138,7 @@ class AsyncLLM:
         raised here as they are."""
         args = settled(args)
         path = resolve_model(args.model, download_dir=args.download_dir)
-        description = read_spec(path)
+        description = read_spec(path).taking_images(args.max_images)
         source = source or CoreSource(lambda: ChildLink.start(args))
         link = await source.connect()  # a child imports torch while we build the tokenizer
         try:
@@ -191,10 +163,12 @@ class AsyncLLM:
         deadline_s: float | None = None,
         add_special_tokens: bool = True,
         cache_salt: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Deltas, until one is `finished`. A RequestError or EngineDeadError comes before anything is queued, and
         EngineOverloadedError if the queue is full. Closing the iterator cancels the request."""
-        stream = _Stream()
+        refuse_best_of(sampling)
+        stream = Stream()
         cancel = await self.submit(
             prompt,
             sampling,
@@ -204,6 +178,7 @@ class AsyncLLM:
             deadline_s=deadline_s,
             add_special_tokens=add_special_tokens,
             cache_salt=cache_salt,
+            lora=lora_request,
         )
         try:
             finished = False
@@ -225,9 +200,16 @@ class AsyncLLM:
         deadline_s: float | None = None,
         add_special_tokens: bool = True,
         cache_salt: str = "",
+        lora: LoRARequest | None = None,
+        share: Share | None = None,
+        reserve: Reserve | None = None,
+        answer_token_ids: Sequence[int] = (),
     ) -> Callable[[], None]:
         """`generate` for who is told rather than asks: what is new goes to `sink`. Returns what cancels the request, which does
-        nothing once it has ended. Errors before the request is queued are raised."""
+        nothing once it has ended. Errors before the request is queued are raised, those of `reserve` too: it is told the
+        numbers of tokens that are computed for the prompt, and of the longest answer.
+
+        An answer that began elsewhere goes on behind `answer_token_ids`; `sink` is told of these before this returns."""
 
         def prepare() -> PreparedRequest:
             return self._input.prepare(
@@ -238,12 +220,19 @@ class AsyncLLM:
                 deadline_s=deadline_s,
                 add_special_tokens=add_special_tokens,
                 cache_salt=cache_salt,
+                lora=lora,
+                share=share,
+                answer_token_ids=answer_token_ids,
             )
 
         if sampling.structured_outputs is not None:
             await check_in_thread(sampling.structured_outputs)
-        request = await beside(prepare, _num_characters(prompt) + sum(map(len, sampling.bad_words)))
+        looks_at_all = INLINE_CHARS if sampling.takes("dry") else 0  # tokens of the vocabulary, for its sequence breakers
+        request = await beside(prepare, _num_characters(prompt) + sum(map(len, sampling.bad_words)) + looks_at_all)
         child = self._running_child()
+        if reserve is not None:
+            own, *_ = engine = request.engine_requests
+            reserve(len(own.prompt_token_ids) + len(own.encoder_token_ids), sum(one.max_tokens for one in engine))
         self._output.add(request, sink.on_token)
         self._sinks[request.request_id] = sink
 
@@ -252,11 +241,28 @@ class AsyncLLM:
                 self._forget(request.request_id)
 
         try:
+            if answer_token_ids:
+                begun = TokenOutput(request.engine_requests[0].request_id, tuple(answer_token_ids))
+                for delta in self._output.process([begun])[0]:
+                    self._tell(delta)
+                if request.request_id not in self._sinks:
+                    return cancel  # a stop string was complete
             child.send(Add(list(request.engine_requests)))
         except BaseException:
             cancel()
             raise
         return cancel
+
+    def check_pictures(self, count: int) -> None:
+        """RequestError if a prompt can't have so many pictures."""
+        self._input.prompts.check_pictures(count)
+
+    async def prepare_picture(self, source: Any, detail: str = "auto") -> PreparedPicture:
+        """A picture for `multi_modal_data` of prompts, prepared in a pool of threads. RequestError says what is wrong with it.
+        `detail` is OpenAI's: "low" reads it smaller."""
+        self._input.prompts.check_pictures(1)
+        assert self._input.pictures is not None
+        return await asyncio.wrap_future(self._input.pictures.submit(source, detail))  # type: ignore[arg-type]
 
     def _forget(self, request_id: str) -> None:
         """End a request that nobody waits for any more."""
@@ -264,20 +270,27 @@ class AsyncLLM:
         self._abort(self._output.discard(request_id))
 
     async def embed(
-        self, prompts: Sequence[Prompt | tuple[str, str]], *, priority: int = 0, truncate_to: int | None = None
+        self,
+        prompts: Sequence[Prompt | tuple[str, str]],
+        *,
+        priority: int = 0,
+        truncate_to: int | None = None,
+        reserve: Reserve | None = None,
     ) -> Vectors:
         """The vector of each text, or a classifier's scores of a text or a pair (see `engine.pooled`). `truncate_to` cuts texts
         at so many tokens; −1 means the context. The texts are one request: a RequestError comes before it is queued, an error
         of one text is an error of all, and cancelling the caller cancels the request."""
 
         def prepare() -> PreparedTexts:
-            return self._input.prepare_texts(prompts, priority=priority, truncate_to=truncate_to)
+            return self._input.texts.prepare(prompts, priority=priority, truncate_to=truncate_to)
 
         prepared = await beside(prepare, sum(map(_num_characters, prompts)))
-        waiting = _Texts(TextsAnswer(prepared), asyncio.get_running_loop().create_future())
+        waiting = PendingTexts(TextsAnswer(prepared), asyncio.get_running_loop().create_future())
         if not prepared.prompts:
             return waiting.answer.vectors()
         child = self._running_child()
+        if reserve is not None:
+            reserve(sum(map(len, prepared.token_ids)), 0)
         request_id = prepared.request.request_id
         self._texts[request_id] = waiting
         try:
@@ -287,6 +300,45 @@ class AsyncLLM:
             if self._texts.pop(request_id, None) is not None:
                 self._abort([request_id])
         return waiting.answer.vectors()
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        lora: LoRARequest | None = None,
+        share: Share | None = None,
+        reserve: Reserve | None = None,
+    ) -> BeamSearchOutput:
+        """`LLM.beam_search` of one prompt. The search runs in the engine's process; cancelling the caller cancels it.
+        `share` and `reserve` as in `submit`; each beam's tokens count."""
+
+        def prepare() -> PreparedBeams:
+            return self._input.prepare_beams(
+                prompt,
+                params,
+                priority=priority,
+                add_special_tokens=add_special_tokens,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+                lora=lora,
+                share=share,
+            )
+
+        prepared = await beside(prepare, _num_characters(prompt))
+        if reserve is not None:
+            reserve(len(prepared.request.prompt_token_ids), params.beam_width * params.max_tokens)
+        child = self._running_child()
+        request_id, done = prepared.request.request_id, asyncio.get_running_loop().create_future()
+        self._beams[request_id] = done
+        try:
+            child.send(AddBeams(prepared.request))
+            return prepared.answer(await done, self.tokenizer)
+        finally:
+            if self._beams.pop(request_id, None) is not None:
+                self._abort([request_id])
 
     async def abort(self, request_id: str) -> None:
         """Cancel a request. Its stream ends with finish_reason "abort", and its blocks are free before the engine's next step.
@@ -317,7 +369,7 @@ class AsyncLLM:
     @property
     def num_requests(self) -> int:
         """Requests not yet finished."""
-        return len(self._sinks) + len(self._texts)
+        return len(self._sinks) + len(self._texts) + len(self._beams)
 
     def health(self) -> Health:
         if not self.is_alive:
@@ -349,9 +401,34 @@ class AsyncLLM:
         """Take back what `sleep` gave away. A core that can't is dead, and starts again."""
         await self._ask_for(WakeUp)
 
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Serve the adapter in the folder `path` by this name, in `adapters`. AdapterError says what is wrong with it."""
+        await self._ask_for(lambda ticket: LoadAdapter(name, path, ticket))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Requests that run end as they would. AdapterError: there is none of that name."""
+        await self._ask_for(lambda ticket: UnloadAdapter(name, ticket))
+
+    def watch_cache(self, watcher: Callable[[CacheNews], None]) -> Callable[[], None]:
+        """Tell `watcher` which blocks the prefix cache holds: all of them soon, also after the core's death, and changes from
+        then on. Returns what ends it."""
+        self._cache_watchers.append(watcher)
+        self._watch_cache()
+
+        def end() -> None:
+            self._cache_watchers.remove(watcher)
+            if not self._cache_watchers:
+                self._watch_cache()
+
+        return end
+
+    def _watch_cache(self) -> None:
+        if self._core.link is not None:
+            self._core.link.send(WatchCache(on=bool(self._cache_watchers)))
+
     async def _ask_for(self, message: Callable[[int], ToChild]) -> None:
         ticket, asked = next(self._tickets), list[asyncio.Future[None]]()
-        self._sleep_waiters[ticket] = waiter = self._ask(message(ticket), asked)
+        self._waiters[ticket] = waiter = self._ask(message(ticket), asked)
         await waiter
 
     def _ask(self, message: ToChild, waiters: list[asyncio.Future[T]]) -> asyncio.Future[T]:
@@ -381,14 +458,20 @@ class AsyncLLM:
         self.config = resolved_config(self.args, self.description, ready)
         self.ledger, self.phases, self.tiles, self.canary = ready.ledger, ready.phases, ready.tiles, ready.canary
         log_canary(self.canary)
-        self._input = InputProcessor.for_model(self.description, self.config, self.tokenizer, ids=self._ids)
+        self._input = InputProcessor.for_model(self.description, self.config, self.tokenizer, ids=self._ids, in_process=False)
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps, self.is_sleeping = 0, False
+        self.adapters = {request.name: request for request in ready.adapters}
+        if self._cache_watchers:
+            self._watch_cache()
 
     def core_said(self, message: ToParent) -> None:
         self._last_heard = time.monotonic()
         if isinstance(message, Outputs):
             self._take_texts(message.vectors)
+            for found in message.beams:
+                if (waiting := self._beams.pop(found.request_id, None)) is not None and not waiting.done():
+                    waiting.set_result(found)
             deltas, aborts = self._output.take(message.request_ids, message.token_ids, message.tokens)
             for delta in deltas:
                 self._tell(delta)
@@ -399,6 +482,9 @@ class AsyncLLM:
             if request_id is not None:  # else cancelled meanwhile
                 self._output.discard(request_id)
                 self._sinks.pop(request_id).fail(error)
+            elif (search := self._beams.pop(message.request_ids[0], None)) is not None:
+                if not search.done():
+                    search.set_exception(error)
             elif (texts := self._texts.pop(message.request_ids[0], None)) is not None:
                 texts.fail(error)
         elif isinstance(message, Stats):
@@ -409,14 +495,19 @@ class AsyncLLM:
                 for waiter in waiters:
                     if not waiter.done():
                         waiter.set_result(message.stats)
-        elif isinstance(message, Slept):
-            answered = self._sleep_waiters.pop(message.ticket)
+        elif isinstance(message, Answered):
+            answered = self._waiters.pop(message.ticket)
             if answered.done():  # its caller has gone
                 return
             if message.error:
-                answered.set_exception(RequestError(message.error, field=message.field))
+                answered.set_exception(as_error(message.kind, message.error, message.field))
             else:
                 answered.set_result(None)
+        elif isinstance(message, CacheNews):
+            for watcher in tuple(self._cache_watchers):
+                watcher(message)
+        elif isinstance(message, AdaptersChanged):
+            self.adapters = {request.name: request for request in message.adapters}
         elif isinstance(message, Ready):
             self.core_ready(message)  # it woke up
 
@@ -462,25 +553,22 @@ class AsyncLLM:
         texts, self._texts = self._texts, {}
         for waiting in texts.values():
             waiting.fail(error)
-        asked: list[asyncio.Future[Any]] = [*self._stats_waiters, *self._sleep_waiters.values()]
-        self._stats_waiters, self._sleep_waiters = [], {}
+        asked: list[asyncio.Future[Any]] = [*self._stats_waiters, *self._waiters.values(), *self._beams.values()]
+        self._stats_waiters, self._waiters, self._beams = [], {}, {}
         for waiter in asked:
             if not waiter.done():
                 waiter.set_exception(error)
 
 
-async def collect(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """The complete answer: the stream's deltas put together."""
-    whole: RequestOutput | None = None
-    async for delta in stream:
-        whole = merge(whole, delta)
-    if whole is None:
-        raise EngineError("the stream ended without an answer")
-    return whole
+def _listed(data: Any) -> list[Any]:
+    found = data.get("image", ()) if isinstance(data, dict) else ()
+    return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
 def _num_characters(prompt: Prompt | tuple[str, str]) -> int:
     """That are to be tokenised."""
     if isinstance(prompt, dict):
+        if not all(isinstance(x, PreparedPicture) for x in _listed(prompt.get("multi_modal_data"))):
+            return INLINE_CHARS + 1  # pictures are waited for
         prompt = prompt.get("prompt", "")  # type: ignore[assignment]
     return sum(map(len, prompt)) if isinstance(prompt, tuple) else len(prompt) if isinstance(prompt, str) else 0

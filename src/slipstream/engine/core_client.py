@@ -15,23 +15,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
-import shutil
 import subprocess
 import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import msgspec
 
-from slipstream import errors
 from slipstream.config import EngineArgs, EngineConfig, resolve
-from slipstream.engine.core_process import Failed, Phase, Ready, Start, Stop, ToChild, ToParent
-from slipstream.errors import ConfigError, EngineDeadError, EngineError, ModelError, SlipstreamError
+from slipstream.engine.core_process import Ready, Start, Stop, ToChild, ToParent
+from slipstream.engine.temporary import OwnedFolder
+from slipstream.errors import ConfigError, EngineDeadError, ModelError, SlipstreamError
 from slipstream.spec.description import ModelDescription
+from slipstream.worker.start_messages import Failed, Phase
 
 MAX_FAST_DEATHS = 3
 MAX_RESTART_PAUSE_S = 30.0
@@ -94,16 +93,17 @@ class ChildLink(Link):
 
     def __init__(self) -> None:
         self._folder = socket_folder()
+        path = f"{self._folder.path}/engine"
         # The process comes before the folder: if we are killed, it is there to remove it.
-        command = [sys.executable, "-m", "slipstream.engine.core_process", f"ipc://{self._folder}/engine"]
+        command = [sys.executable, "-m", "slipstream.engine.core_process", f"ipc://{path}"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
         try:
-            os.mkdir(self._folder, 0o700)
-            super().__init__(f"{self._folder}/engine")
+            self._folder.make()
+            super().__init__(path)
         except BaseException:
             self.process.kill()
             self.process.wait()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             raise
 
     @classmethod
@@ -116,7 +116,7 @@ class ChildLink(Link):
         except BaseException:
             await child.end()
             raise
-        shutil.rmtree(child._folder, ignore_errors=True)  # both ends are open: nobody looks for the socket's name again
+        child._folder.remove()  # both ends are open: nobody looks for the socket's name again
         return child
 
     def death(self) -> EngineDeadError | None:
@@ -135,7 +135,7 @@ class ChildLink(Link):
             self.process.kill()  # nothing, if it has ended
             self.process.stdin.close()
             await super().end()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
 
 def restart_pause(deaths: int, error: Exception) -> float | None:
@@ -191,7 +191,7 @@ class CoreClient:
                 if isinstance(message, Phase):
                     progress(message.name)
                 elif isinstance(message, Failed):
-                    raise as_error(message.error, message.message, message.field)
+                    raise message.as_error
             self.link, self.down_reason = link, ""
             self._owner.core_ready(message)
         except BaseException:
@@ -258,10 +258,10 @@ class CoreClient:
         return self.link
 
 
-def socket_folder() -> str:
-    """The path of a new folder for sockets, which the caller makes. ConfigError if it is too long for a socket in it."""
-    folder = f"{tempfile.gettempdir()}/slipstream-{secrets.token_hex(8)}"
-    if len(os.fsencode(folder + "/engine")) > _SOCKET_PATH_BYTES:
+def socket_folder() -> OwnedFolder:
+    """A folder for sockets, which the caller makes. ConfigError if its path is too long for a socket in it."""
+    folder = OwnedFolder()
+    if len(os.fsencode(folder.path + "/engine")) > _SOCKET_PATH_BYTES:
         raise ConfigError(
             f"the folder for temporary files, {tempfile.gettempdir()}, has too long a path for a Unix socket "
             f"({_SOCKET_PATH_BYTES} bytes with the socket's name); set TMPDIR to a shorter one"
@@ -281,11 +281,3 @@ def wait_or_kill(process: subprocess.Popen[bytes], seconds: float) -> int:
 def describe_exit(code: int) -> str:
     """How a process ended, by its return code."""
     return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-
-
-def as_error(kind: str, message: str, field: str | None) -> SlipstreamError:
-    """Another process's error, as an exception of this one."""
-    known: Any = getattr(errors, kind, None)
-    if isinstance(known, type) and issubclass(known, SlipstreamError):
-        return known(message, field=field)
-    return EngineError(f"{kind}: {message}")

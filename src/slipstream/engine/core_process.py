@@ -4,12 +4,12 @@ HTTP, tokenising and detokenising then never delay a step, and if the engine cra
 Messages are msgpack over a ZeroMQ pair on a Unix socket, in a folder that only this user can enter. The child ends when its
 standard input closes, so it never outlives its parent.
 
-Parent to child: Start, Add, AddTexts, Abort, GetStats, Sleep, WakeUp, Attach, Detach, Stop. Child to parent: Phase, Ready,
-Outputs, Rejected, Stats, Slept, Failed.
+Parent to child: Start, Add, AddTexts, AddBeams, Abort, GetStats, Sleep, WakeUp, LoadAdapter, UnloadAdapter, WatchCache,
+Attach, Detach, Stop. Child to parent: Phase, Ready, Outputs, Rejected, Stats, Answered, AdaptersChanged, CacheNews, Failed.
 
-Front ends have a pair of their own, by a number: the parent attaches them. They send Add, AddTexts, Abort, GetStats, Sleep and
-WakeUp. They are sent Ready, and then what belongs to their own requests, one message a step. Ids of requests are unique over
-all of them.
+Front ends have a pair of their own, by a number: the parent attaches them. They send Add, AddTexts, AddBeams, Abort, GetStats,
+Sleep, WakeUp, LoadAdapter, UnloadAdapter and WatchCache. They are sent Ready, AdaptersChanged, and then what belongs to their
+own requests, one message a step. Ids of requests are unique over all of them.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ import threading
 import time
 from array import array
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from slipstream.config import DeviceInfo, EngineArgs
-from slipstream.errors import EngineAsleepError, RequestError
+from slipstream.config import EngineArgs
+from slipstream.errors import AdapterError, EngineAsleepError, RequestError, SlipstreamError
 from slipstream.plan.hardware import bound_spinning
-from slipstream.plan.memory import MemoryLedger
+from slipstream.stats import EngineStats
 from slipstream.types import (
-    CanaryResult,
+    BeamsOutput,
+    BeamsRequest,
     EngineOutput,
     EngineRequest,
-    EngineStats,
+    LoRARequest,
     TextsRequest,
     TokenOutput,
     VectorOutput,
 )
+from slipstream.worker.start_messages import Failed, Phase, Started
 
 if TYPE_CHECKING:
     import zmq
@@ -53,6 +56,9 @@ follows whenever there is nothing to do."""
 
 HEARTBEAT_S = 1.0
 """The child reports this often, between steps and without work. If it is silent, it hangs."""
+
+TEND_MS = 2
+"""How often to look what has been stored while there are no requests."""
 
 PARENT = 0
 """The number of who started the child."""
@@ -70,6 +76,10 @@ class AddTexts(msgspec.Struct, tag=True):
     request: TextsRequest
 
 
+class AddBeams(msgspec.Struct, tag=True):
+    request: BeamsRequest
+
+
 class Abort(msgspec.Struct, tag=True):
     request_ids: list[str]
 
@@ -79,7 +89,7 @@ class GetStats(msgspec.Struct, tag=True):
 
 
 class Sleep(msgspec.Struct, tag=True):
-    """Take no more requests, finish those there are, then give memory back (`Asleep`). Slept is the answer, as to WakeUp. It
+    """Take no more requests, finish those there are, then give memory back (`Asleep`). Answered is the answer, as to WakeUp. It
     has the question's `ticket`: a later question may be answered first."""
 
     level: int
@@ -88,6 +98,27 @@ class Sleep(msgspec.Struct, tag=True):
 
 class WakeUp(msgspec.Struct, tag=True):
     ticket: int
+
+
+class LoadAdapter(msgspec.Struct, tag=True):
+    """Serve the adapter in the folder `path` by this name. Answered is the answer; all are told by AdaptersChanged before."""
+
+    name: str
+    path: str
+    ticket: int
+
+
+class UnloadAdapter(msgspec.Struct, tag=True):
+    """Requests that run end as they would; the adapter's memory goes when the last has ended and others need it."""
+
+    name: str
+    ticket: int
+
+
+class WatchCache(msgspec.Struct, tag=True):
+    """Tell which blocks the prefix cache holds, with CacheNews: all of them now, changes after each step. Or no more."""
+
+    on: bool
 
 
 class Attach(msgspec.Struct, tag=True):
@@ -107,21 +138,20 @@ class Stop(msgspec.Struct, tag=True):
     pass
 
 
-ToChild: TypeAlias = Start | Add | AddTexts | Abort | GetStats | Sleep | WakeUp | Attach | Detach | Stop
+_Question: TypeAlias = GetStats | Sleep | WakeUp | LoadAdapter | UnloadAdapter | WatchCache
+ToChild: TypeAlias = Start | Add | AddTexts | AddBeams | Abort | _Question | Attach | Detach | Stop
 
 
-class Phase(msgspec.Struct, tag=True):
-    name: str
-
-
-class Ready(msgspec.Struct, tag=True):
+class Ready(Started, tag=True):
     """After the start, and after each time that it woke up."""
 
-    device: DeviceInfo
-    ledger: MemoryLedger
-    phases: dict[str, float]
-    tiles: str = ""  # the tile table of a GPU
-    canary: CanaryResult | None = None
+    adapters: list[LoRARequest] = msgspec.field(default_factory=list)
+
+
+class AdaptersChanged(msgspec.Struct, tag=True):
+    """The adapters that are served by name, all of them."""
+
+    adapters: list[LoRARequest]
 
 
 class Outputs(msgspec.Struct, tag=True, gc=False):
@@ -131,6 +161,7 @@ class Outputs(msgspec.Struct, tag=True, gc=False):
     token_ids: bytes = b""  # int32 in the machine's order, one for each of `request_ids`
     tokens: list[TokenOutput] = []
     vectors: list[VectorOutput] = []
+    beams: list[BeamsOutput] = []
 
     @classmethod
     def of(cls, outputs: list[EngineOutput]) -> Outputs:
@@ -138,10 +169,12 @@ class Outputs(msgspec.Struct, tag=True, gc=False):
         token_ids: list[int] = []
         tokens: list[TokenOutput] = []
         vectors: list[VectorOutput] = []
+        beams = [output for output in outputs if isinstance(output, BeamsOutput)]
         told: set[str] = set()  # whose news are among `tokens`: what comes later must stand behind them
         for output in outputs:
             if not isinstance(output, TokenOutput):
-                vectors.append(output)
+                if isinstance(output, VectorOutput):
+                    vectors.append(output)
                 continue
             request_id, ids, reason, _, cached, logprobs, of_prompt, _, drafted, _ = output
             if drafted or reason or cached or logprobs or of_prompt or len(ids) != 1 or request_id in told:
@@ -150,7 +183,7 @@ class Outputs(msgspec.Struct, tag=True, gc=False):
             else:
                 request_ids.append(request_id)
                 token_ids.append(ids[0])
-        return cls(request_ids, array("i", token_ids).tobytes(), tokens, vectors)
+        return cls(request_ids, array("i", token_ids).tobytes(), tokens, vectors, beams)
 
 
 class Rejected(msgspec.Struct, tag=True):
@@ -167,23 +200,31 @@ class Stats(msgspec.Struct, tag=True):
     asked: bool  # the answer to a GetStats; else a heartbeat
 
 
-class Slept(msgspec.Struct, tag=True):
-    """It sleeps, or is awake, as was asked; or why not."""
+class Answered(msgspec.Struct, tag=True):
+    """It was done as asked; or why not."""
 
     ticket: int
     error: str = ""
+    kind: str = "RequestError"
     field: str | None = None
 
 
-class Failed(msgspec.Struct, tag=True):
-    """The engine could not start, or a step failed. The child ends after it."""
+class CacheNews(msgspec.Struct, tag=True):
+    """What the prefix cache holds. Keys are those of `core.prefix_cache`, one behind the other; of a model with several groups
+    of layers the first group's stand for all. News have numbers without gaps; after a gap everything is told anew (`whole`)."""
 
-    error: str
-    message: str
-    field: str | None
+    number: int
+    block_size: int
+    root_key: bytes  # of requests without adapter and salt
+    adapters: dict[str, bytes]  # the root keys of those that were used, by name
+    stored: bytes
+    removed: bytes = b""
+    whole: bool = False
 
 
-ToParent: TypeAlias = Phase | Ready | Outputs | Rejected | Stats | Slept | Failed
+ToParent: TypeAlias = (
+    Phase | Ready | Outputs | Rejected | Stats | Answered | AdaptersChanged | CacheNews | Failed
+)
 
 
 class CoreProcess:
@@ -203,6 +244,11 @@ class CoreProcess:
         self._asleep: Asleep | None = None  # while it is not
         self._to_sleep: list[tuple[int, Sleep]] = []  # who asked for it
         self._to_wake: list[tuple[int, WakeUp]] = []
+        self._adapters: dict[str, LoRARequest] = {}  # that are served by name
+        self._cache_watchers: set[int] = set()
+        self._cache_news = 0  # the number of the last
+        self._last_adapter = 0  # the highest id given
+        self._tending = False  # blocks go on to the tiers below the device's cache while there are no requests
         self._last_report = time.monotonic()
         self._connect(PARENT, address)
 
@@ -226,20 +272,25 @@ class CoreProcess:
             from slipstream.engine.engine_core import EngineCore
 
             self._core = EngineCore.build(start.args, progress=lambda phase: self._send(Phase(phase)))
+            if (lora := self._core.config.lora) is not None:
+                self._adapters = {request.name: request for request in lora.requests}
+                self._last_adapter = len(self._adapters)
             self._send(Phase("graphs"))
             self._prepare()
             while self._serve() and self._sleep(start.args):
                 pass
             return 0
         except Exception as error:
-            field = getattr(error, "field", None)
-            self._send(Failed(type(error).__name__, str(error), field))
-            if field is None and not isinstance(error, _reported()):
+            failed = Failed.of(error)
+            self._send(failed)
+            if failed.field is None and not isinstance(error, _reported()):
                 import traceback
 
                 traceback.print_exc()
             return 1
         finally:
+            if self._core is not None:
+                self._core.shutdown()
             self._context.destroy()
 
     def _prepare(self) -> None:
@@ -249,7 +300,11 @@ class CoreProcess:
         core.warm(WARM_S)
         executor = core.executor
         self._ready = Ready(core.config.device.info, core.ledger, executor.phases, executor.tiles, executor.canary)
+        self._ready.adapters = list(self._adapters.values())
         self._send_all(self._ready)
+        if self._cache_watchers:
+            core.listen_to_cache(on=True)
+            self._tell_cache(whole_to=tuple(self._cache_watchers))
 
     def _serve(self) -> bool:
         """Make steps until it is to sleep, or (False) to stop."""
@@ -263,6 +318,7 @@ class CoreProcess:
             if worked and not core.has_work:
                 gc.collect()
                 worked = False
+            self._tending = not core.has_work and core.tend()
             if not core.has_work and not self._poller.poll(0):
                 core.executor.capture_next()  # sizes of steps that were not prepared at the start
             if not self._take_messages():
@@ -270,6 +326,8 @@ class CoreProcess:
             worked = worked or core.has_work
             if core.has_work:
                 self._deliver(core.step())
+                if self._cache_watchers:
+                    self._tell_cache()
             self._report()
         return True
 
@@ -285,7 +343,7 @@ class CoreProcess:
         asleep.free()
         self._send_all(self._stats())
         for number, message in asked:
-            self._send(Slept(message.ticket), number)
+            self._send(Answered(message.ticket), number)
         while not self._to_wake:
             if not self._take_messages():
                 return False
@@ -294,7 +352,7 @@ class CoreProcess:
         self._prepare()
         woken, self._to_wake = self._to_wake, []
         for number, question in woken:
-            self._send(Slept(question.ticket), number)
+            self._send(Answered(question.ticket), number)
         return True
 
     def _take_messages(self) -> bool:
@@ -314,6 +372,18 @@ class CoreProcess:
         if (now := time.monotonic()) - self._last_report >= HEARTBEAT_S:
             self._send_all(self._stats())
             self._last_report = now
+
+    def _tell_cache(self, whole_to: Iterable[int] = ()) -> None:
+        """What changed, to those that watch; before that all there is to `whole_to`."""
+        core = self._core
+        assert core is not None
+        news = core.cache_changes()
+        if news is not None:
+            self._cache_news += 1
+            for number in self._cache_watchers - set(whole_to):
+                self._send(CacheNews(self._cache_news, *core.cache_identity(), *news), number)
+        for number in whole_to:
+            self._send(CacheNews(self._cache_news, *core.cache_identity(), core.cached_keys(), whole=True), number)
 
     def _stats(self, *, asked: bool = False) -> Stats:
         return Stats(self._core.stats(experts=asked) if self._core else EngineStats(is_sleeping=True), asked)
@@ -336,7 +406,7 @@ class CoreProcess:
         if self._to_wake or (self._to_sleep and core is not None and not core.has_work):
             return 0
         if core is None or not core.has_work:
-            return int(HEARTBEAT_S * 1000)
+            return TEND_MS if self._tending else int(HEARTBEAT_S * 1000)
         if core.can_step:
             return 0
         wakeup = core.next_wakeup()
@@ -344,7 +414,7 @@ class CoreProcess:
 
     def _handle(self, message: ToChild, number: int) -> None:
         core = self._core
-        if isinstance(message, Add | AddTexts):
+        if isinstance(message, Add | AddTexts | AddBeams):
             added = message.requests if isinstance(message, Add) else [message.request]
             if number != PARENT:
                 self._owners.update((request.request_id, number) for request in added)
@@ -353,6 +423,8 @@ class CoreProcess:
                     raise EngineAsleepError("the model sleeps; POST /wake_up wakes it")
                 if isinstance(message, Add):
                     core.add(message.requests)
+                elif isinstance(message, AddBeams):
+                    core.add_beams(message.request)
                 else:
                     core.add_texts(message.request)
             except Exception as error:
@@ -371,18 +443,50 @@ class CoreProcess:
             self._take_sleep(message, number)
         elif isinstance(message, WakeUp):
             self._take_wake_up(message, number)
+        elif isinstance(message, LoadAdapter | UnloadAdapter):
+            try:
+                self._change_adapters(message)
+                self._send(Answered(message.ticket), number)
+            except SlipstreamError as error:
+                self._send(Answered(message.ticket, error.message, type(error).__name__, error.field), number)
+        elif isinstance(message, WatchCache):
+            (self._cache_watchers.add if message.on else self._cache_watchers.discard)(number)
+            if core is not None:
+                core.listen_to_cache(on=bool(self._cache_watchers))
+                if message.on:
+                    self._tell_cache(whole_to=(number,))
         elif isinstance(message, Attach):
             self._connect(message.number, f"ipc://{message.path}")
             self._send(self._ready, message.number)
             self._send(self._stats(), message.number)
         elif isinstance(message, Detach) and message.number in self._sockets:
             socket = self._sockets.pop(message.number)
+            self._cache_watchers.discard(message.number)
             self._poller.unregister(socket)
             socket.close(linger=0)
             ids = [request_id for request_id, owner in self._owners.items() if owner == message.number]
             if core is not None:
                 core.abort(ids)
             self._forget(ids)
+
+    def _change_adapters(self, message: LoadAdapter | UnloadAdapter) -> None:
+        core, known = self._core, self._adapters.get(message.name)
+        if core is None or self._to_sleep:
+            raise EngineAsleepError("the model sleeps; POST /wake_up wakes it")
+        if isinstance(message, UnloadAdapter):
+            if known is None:
+                raise AdapterError(f"no adapter is served as {message.name!r}", field="lora_name")
+            core.unload_adapter(known.id)
+            del self._adapters[message.name]
+        else:
+            if known is not None:
+                raise AdapterError(f"an adapter is served as {message.name!r} already; unload it first", field="lora_name")
+            request = LoRARequest(message.name, self._last_adapter + 1, message.path)
+            core.load_adapter(request)
+            self._last_adapter += 1
+            self._adapters[message.name] = request
+        self._ready.adapters = list(self._adapters.values())
+        self._send_all(AdaptersChanged(self._ready.adapters))
 
     def _take_sleep(self, message: Sleep, number: int) -> None:
         from slipstream.engine.engine_core import Asleep
@@ -394,18 +498,18 @@ class CoreProcess:
             elif self._asleep is not None and message.level > self._asleep.level:
                 raise RequestError(f"it sleeps at level {self._asleep.level}; wake it up first", field="level")
             else:
-                self._send(Slept(message.ticket), number)
+                self._send(Answered(message.ticket), number)
         except RequestError as error:
-            self._send(Slept(message.ticket, error.message, error.field), number)
+            self._send(Answered(message.ticket, error.message, field=error.field), number)
 
     def _take_wake_up(self, message: WakeUp, number: int) -> None:
         for other, sleep in self._to_sleep:
-            self._send(Slept(sleep.ticket, "it was woken before it slept"), other)
+            self._send(Answered(sleep.ticket, "it was woken before it slept"), other)
         self._to_sleep.clear()
         if self._core is None:
             self._to_wake.append((number, message))
         else:
-            self._send(Slept(message.ticket), number)
+            self._send(Answered(message.ticket), number)
 
     def _forget(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -442,6 +546,7 @@ def end_with_parent(folder: str) -> None:
 
 
 def main() -> int:
+    gc.disable()  # a start makes objects that all stay; `_serve` says when cycles are looked for
     bound_spinning()
     # Ctrl-C and a service manager's SIGTERM reach the whole process group. The parent decides when the child ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

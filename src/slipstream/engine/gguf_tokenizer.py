@@ -98,7 +98,9 @@ def read(file: GGUFFile) -> TokenizerParts:
 def _read(file: GGUFFile) -> TokenizerParts:
     path, fields = file.path, _Fields(file.metadata, file.path)
     kind = fields.get("model", str, None)
-    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(fields.array("tokens", str))]
+    tokens = fields.array("tokens", str)
+    if not all(tokens):
+        tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
     if not tokens:
         raise CheckpointError(f"{path} carries no tokenizer", field="tokenizer.ggml.tokens")
     kinds = fields.array("token_type", int, len(tokens)) or [int(Kind.NORMAL)] * len(tokens)
@@ -137,8 +139,9 @@ def _read(file: GGUFFile) -> TokenizerParts:
             f"tokenizer.ggml.model = {kind!r} is not supported; gpt2, llama, t5 and bert are", field="tokenizer.ggml.model"
         )
     bos, eos = fields.token_id("bos", bos, len(tokens)), fields.token_id("eos", eos, len(tokens))
+    control = int(Kind.CONTROL)
     others = [fields.token_id(name, None, len(tokens)) for name in ("eot", "eom")]
-    named = [i for i, token in enumerate(tokens) if kinds[i] == Kind.CONTROL and token in _ENDS]
+    named = [i for i, kind in enumerate(kinds) if kind == control and tokens[i] in _ENDS]
     ends = tuple(dict.fromkeys(i for i in (eos, *others, *named) if i is not None))
     ids = {name: fields.token_id(key, None, len(tokens)) for name, key in (("unk", "unknown"), ("pad", "padding"))}
     special = SpecialTokens(
@@ -189,7 +192,7 @@ def _wordpiece(fields: _Fields, tokens: list[str]) -> TokenizerParts:
 
 def _byte_level(fields: _Fields, tokens: list[str], kinds: list[int], split: Split) -> tokenizers.Tokenizer:
     merges = [line.partition(" ")[::2] for line in fields.array("merges", str)]
-    vocab = {token: i for i, token in enumerate(tokens)}
+    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
     with reading(fields.path, "tokenizer.ggml.merges"):
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole_tokens))
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns]
@@ -216,7 +219,7 @@ class _Fields:
     def array(self, name: str, kind: type, length: int | None = None) -> list[Any]:
         """Empty if it is not there; else of `length`."""
         value = self.get(name, list, None) or []
-        if any(type(item) is not kind for item in value):
+        if not set(map(type, value)) <= {kind}:
             raise self._error(name, f"is not made of {kind.__name__}")
         if length is not None and len(value) not in (0, length):
             raise self._error(name, f"has {len(value)} entries for {length} tokens")

@@ -12,7 +12,6 @@ exactly where the grammar may end. Where nothing more can follow, the answer end
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import json
@@ -21,19 +20,22 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from slipstream.engine.bounded_threads import BoundedThreads
+from slipstream.engine.string_lengths import Counts, LengthVocabulary, StringLengths, counts_only
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.engine.tokenizer_parts import is_panic
 from slipstream.errors import RequestError
 from slipstream.types import EngineRequest, SamplingParams, StepPlan, StructuredOutputsParams, TokenMask
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MAX_CHARACTERS = 256 * 1024
 """Of a schema, a regular expression, a grammar, or all choices."""
@@ -47,7 +49,6 @@ MAX_STUCK = 4
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Between two tokens of JSON. Without a bound a model that has lost its way writes spaces until max_tokens."""
 
-LIMITS = LLParserLimits(max_grammar_size=250_000, initial_lexer_fuel=1_000_000, verbose_errors=False)
 CACHED_GRAMMARS = 64
 PARALLEL_ROWS = 8
 """From so many masks on, several threads compute them."""
@@ -80,13 +81,26 @@ def _compose(params: StructuredOutputsParams) -> str:
                     raise ValueError(f"drafts differ in what $id beside $ref means (in the schema's {path or 'root'})")
                 return json_grammar(json.dumps({} if schema is True else schema), **_options(params))
             case "regex":
-                return _library(LLMatcher.grammar_from_regex, text)
+                return str(_library(_llguidance().LLMatcher.grammar_from_regex, text))
             case "choice":
-                return _library(grammar_from, "choice", text)
+                return str(_library(_llguidance().grammar_from, "choice", text))
             case _:
-                return _library(grammar_from, "grammar", text)
+                return str(_library(_llguidance().grammar_from, "grammar", text))
     except (ValueError, RecursionError) as error:
         raise _refused(str(error), name) from None
+
+
+def _llguidance() -> Any:
+    """The library, imported by the first request with a grammar: it would take a tenth of every start."""
+    import llguidance
+
+    return llguidance
+
+
+@cache
+def limits() -> Any:
+    """The bounds of a grammar's compilation."""
+    return _llguidance().LLParserLimits(max_grammar_size=250_000, initial_lexer_fuel=1_000_000, verbose_errors=False)
 
 
 def _given(params: StructuredOutputsParams) -> tuple[str, Any]:
@@ -95,7 +109,7 @@ def _given(params: StructuredOutputsParams) -> tuple[str, Any]:
 
 
 def json_grammar(schema: str, **options: Any) -> str:
-    return _library(LLMatcher.grammar_from_json_schema, schema, overrides=options)
+    return str(_library(_llguidance().LLMatcher.grammar_from_json_schema, schema, overrides=options))
 
 
 def _library(call: Callable[..., T], *args: Any, **options: Any) -> T:
@@ -124,6 +138,8 @@ def check(params: StructuredOutputsParams) -> None:
 async def check_in_thread(params: StructuredOutputsParams) -> None:
     """`check`, while the event loop goes on. What it finds is kept, so that the next `check` takes no time."""
     try:
+        import asyncio  # a front end has it already
+
         await asyncio.wrap_future(_checks.submit(partial(check, params)))
     except TimeoutError:
         raise _refused(_too_slow(), _given(params)[0]) from None
@@ -157,7 +173,7 @@ def _refused(message: str, name: str) -> RequestError:
 
 def _invalid(grammar: str) -> str | None:
     try:
-        is_error, messages = _library(LLMatcher.validate_grammar_with_warnings, grammar, None, limits=LIMITS)
+        is_error, messages = _library(_llguidance().LLMatcher.validate_grammar_with_warnings, grammar, None, limits=limits())
     except ValueError as error:
         return str(error)
     return messages[0] if is_error else None
@@ -210,7 +226,8 @@ class GrammarError(Exception):
 
 class GrammarState:
     """Where one answer stands in its grammar. `ends`: the tokens that end it; of `never`, none is allowed anywhere. `sampling`
-    says what else the request rules out, so that it is known where nothing is left."""
+    says what else the request rules out, so that it is known where nothing is left. `lengths`: the same answer by the
+    lengths of its strings, where that is enough."""
 
     def __init__(
         self,
@@ -218,9 +235,11 @@ class GrammarState:
         ends: Collection[int] = (),
         never: Collection[int] = (),
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
+        lengths: StringLengths | None = None,
     ) -> None:
-        self._matcher, self._sampling = matcher, sampling
+        self._matcher, self._sampling, self.lengths = matcher, sampling, lengths
         self._ends, self._never = tuple(ends), tuple(set(never) - set(ends))
+        self._limited = sampling.allowed_token_ids is not None or bool(sampling.bad_words_token_ids)
         self._answer: list[int] = []
         self._allowed: Bits | None = None  # as a mask
 
@@ -243,10 +262,11 @@ class GrammarState:
             into[token >> 5] &= ~_bit(token)
         for token in self._ends:
             into[token >> 5] = into[token >> 5] | _bit(token) if accepts else into[token >> 5] & ~_bit(token)
-        limited = self._sampling.allowed_token_ids is not None or self._sampling.bad_words_token_ids
-        fits = not limited or bool(into.any())
-        self._rule_out(into)
-        if not into.any():
+        limited = self._limited
+        fits = not limited or not _is_empty(into)
+        if limited:
+            self._rule_out(into)
+        if _is_empty(into):
             if accepts:
                 return False
             what = "what allowed_token_ids and bad_words leave" if limited and fits else "the model's vocabulary"
@@ -271,26 +291,32 @@ class GrammarState:
         if not self._matcher.consume_tokens(list(tokens)):
             self._check()
             raise GrammarError("a token was drawn that the grammar does not allow")
+        if self.lengths is not None:
+            self.lengths.accept(tokens)
         if self._sampling.bad_words_token_ids:
             self._answer += tokens
 
     def forced(self, num_pending: int = 0) -> tuple[int, ...]:
         """The tokens that must follow `num_pending` ones which its masks have forced, up to one behind which the answer is not
         complete. () if not even those are known."""
-        if self._sampling.allowed_token_ids is not None or self._sampling.bad_words_token_ids:
+        if self._limited:
             return ()  # what is forced may be ruled out
         tokens: list[int] = self._matcher.compute_ff_tokens()
         taken = next((i for i, token in enumerate(tokens) if token in self._ends or token in self._never), len(tokens))
         if taken <= num_pending:
             return ()
-        self.accept(tokens[:taken])
+        if not self._matcher.consume_tokens(tokens[:taken]):
+            self._check()
+            raise GrammarError("a forced token can't follow")
         complete = self.is_finished
-        self.rollback(taken)
+        self._matcher.rollback(taken)
         return tuple(tokens[num_pending : taken - complete])
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last tokens."""
         self._matcher.rollback(num_tokens)
+        if self.lengths is not None:
+            self.lengths.rollback(num_tokens)
         del self._answer[len(self._answer) - num_tokens :]
 
     def mask_drafts(self, masks: Bits, drafts: Sequence[int]) -> None:
@@ -323,8 +349,13 @@ class GrammarState:
             raise GrammarError(self._matcher.get_error().splitlines()[0])
 
 
+@lru_cache(maxsize=4096)
 def _bit(token: int) -> np.int32:
     return np.uint32(1 << (token & 31)).astype(np.int32)
+
+
+def _is_empty(mask: Bits) -> bool:
+    return mask.tobytes() == bytes(mask.nbytes)  # several times faster than `any`
 
 
 class _Vocabulary:
@@ -333,11 +364,22 @@ class _Vocabulary:
     def __init__(self, tokenizer: Tokenizer, num_rows: int, ends: Sequence[int]) -> None:
         self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_token_id
         self.tokens = [tokenizer.token_bytes(i) for i in range(min(tokenizer.vocab_size, num_rows))]
+        self.tokens += [b""] * (num_rows - len(self.tokens))  # of an embedding with more rows
         self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < num_rows)
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes) -> list[int]:
         return self._tokenizer.encode(text.decode(), add_special_tokens=False)
+
+
+Compiled: TypeAlias = "tuple[LLMatcher, tuple[LLMatcher, Counts] | None]"
+"""A grammar's matcher, and the one by the lengths of strings, where that helps."""
+
+
+def _counts(params: StructuredOutputsParams) -> Counts | None:
+    if params.json is None or params.around is not None or params.whitespace_pattern is not None:
+        return None
+    return counts_only(json.loads(params.json) if isinstance(params.json, str) else params.json)
 
 
 class Grammars:
@@ -348,11 +390,13 @@ class Grammars:
         self.load, self.num_rows, self._ends_of = load, num_rows, ends
         self._ends: tuple[int, ...] = ()
         self._vocabulary: LLTokenizer | None = None
+        self._read: _Vocabulary | None = None  # what both are made of
+        self._lengths: LengthVocabulary | None = None
         seconds, self._lock = lambda: MAX_SECONDS, threading.Lock()
-        self._threads: BoundedThreads[LLMatcher] = BoundedThreads(seconds, most=2, most_stuck=MAX_STUCK, name="grammars")
+        self._threads: BoundedThreads[Compiled] = BoundedThreads(seconds, most=2, most_stuck=MAX_STUCK, name="grammars")
         self._executor: LLExecutor | None = None
-        self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
-        self._pending: dict[str, tuple[EngineRequest, Future[LLMatcher]]] = {}
+        self._compiled: OrderedDict[StructuredOutputsParams, Compiled] = OrderedDict()
+        self._pending: dict[str, tuple[EngineRequest, Future[Compiled]]] = {}
         self._states: dict[str, GrammarState] = {}
 
     def begin(self, request: EngineRequest) -> bool:
@@ -360,10 +404,10 @@ class Grammars:
         many compilations are stuck."""
         params = request.sampling.structured_outputs
         assert params is not None
-        matcher = self._compiled.get(params)
-        if matcher is not None:
+        ready = self._compiled.get(params)
+        if ready is not None:
             self._compiled.move_to_end(params)
-            self._start(request, matcher)
+            self._start(request, ready)
             return True
         same = (future for other, future in self._pending.values() if other.sampling.structured_outputs == params)
         future = next(same, None) or self._threads.submit(partial(self._compile, params))
@@ -387,12 +431,12 @@ class Grammars:
             elif failure is not None:  # whatever it is, it is this request's alone
                 error = str(failure) or type(failure).__name__
             else:
-                matcher, params = future.result(), request.sampling.structured_outputs
+                compiled, params = future.result(), request.sampling.structured_outputs
                 assert params is not None
-                self._compiled[params] = matcher
+                self._compiled[params] = compiled
                 while len(self._compiled) > CACHED_GRAMMARS:
                     self._compiled.popitem(last=False)
-                self._start(request, matcher)
+                self._start(request, compiled)
             found.append((request_id, error))
         return found
 
@@ -444,17 +488,18 @@ class Grammars:
             if tokens:
                 with contextlib.suppress(GrammarError):  # `finish_mask` says so below
                     state.accept(tokens)
-        bits = np.full((len(positions), -(-self.num_rows // 32)), -1, np.int32)
-        rows = list(itertools.accumulate((s.num_sampled for s, _ in found), initial=0))
-        together = len(found) >= PARALLEL_ROWS
-        if together:
-            self._executor = self._executor or LLExecutor()
-            matchers = [(state.matcher, row) for state, row in zip(states, rows, strict=False)]
-            self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
+        words = -(-self.num_rows // 32)
+        memory = bytearray(len(positions) * words * 4)
+        bits = np.frombuffer(memory, np.int32).reshape(len(positions), words)
+        if len(positions) > len(found):
+            bits.fill(-1)  # behind a wrong guess anything is allowed
+        rows = list(itertools.accumulate((s.num_sampled for s, _ in found), initial=0))[:-1]
+        inside = self._inside_strings(states, rows, bits)
+        self._compute([(state.matcher, row) for state, row in zip(states, rows, strict=True) if row not in inside], bits)
         ended: dict[str, str | None] = {}
-        for (s, _), state, row, tokens in zip(found, states, rows, forced, strict=False):
+        for (s, _), state, row, tokens in zip(found, states, rows, forced, strict=True):
             try:
-                if (state.finish_mask if together else state.mask)(bits[row]):
+                if state.finish_mask(bits[row]):
                     state.mask_drafts(bits[row : row + s.num_sampled], drafts.get(s.request_id, ())[len(tokens) :])
                 else:
                     ended[s.request_id] = None
@@ -464,23 +509,68 @@ class Grammars:
                 bits[row] = -1  # what is drawn is thrown away
             elif tokens:
                 state.rollback(len(tokens))
-        return TokenMask(tuple(positions), bits.tobytes()), ended
+        return TokenMask(tuple(positions), memory), ended
 
-    def _start(self, request: EngineRequest, matcher: LLMatcher) -> None:
+    def _compute(self, matchers: list[tuple[LLMatcher, int]], bits: Bits) -> None:
+        """The matchers' own masks, each into its row."""
+        size = bits.shape[1] * 4
+        if len(matchers) < PARALLEL_ROWS:
+            for matcher, row in matchers:
+                matcher.unsafe_compute_mask_ptr(bits[row].ctypes.data, size)
+            return
+        self._executor = self._executor or _llguidance().LLExecutor()
+        self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, size, len(bits))
+
+    def _inside_strings(self, states: Sequence[GrammarState], rows: Sequence[int], bits: Bits) -> set[int]:
+        """Masks that follow from the lengths of strings. Which rows they are."""
+        own = []
+        for state, row in zip(states, rows, strict=True):
+            if (lengths := state.lengths) is not None and lengths.may_be_inside:
+                if lengths.settle():
+                    own.append((lengths, row))
+                else:
+                    state.lengths = None
+        if not own:
+            return set()
+        masks = np.zeros((len(own), own[0][0].vocabulary.num_words), np.int32)
+        self._compute([(lengths.matcher, i) for i, (lengths, _) in enumerate(own)], masks)
+        found = set()
+        for (lengths, row), mask in zip(own, masks, strict=True):
+            if (expanded := lengths.expand(mask)) is not None:
+                bits[row] = expanded
+                found.add(row)
+        return found
+
+    def _start(self, request: EngineRequest, compiled: Compiled) -> None:
+        matcher, by_length = compiled
+        lengths = None
+        if by_length is not None:
+            assert self._lengths is not None
+            lengths = StringLengths(self._lengths, by_length[0].deep_copy(), by_length[1])
         ends = (*request.eos_token_ids, *request.sampling.stop_token_ids)
-        self._states[request.request_id] = GrammarState(matcher.deep_copy(), ends, self._ends, request.sampling)
+        state = GrammarState(matcher.deep_copy(), ends, self._ends, request.sampling, lengths)
+        self._states[request.request_id] = state
+        with contextlib.suppress(GrammarError):  # the next mask says so
+            state.accept(request.answer_token_ids)
 
-    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+    def _compile(self, params: StructuredOutputsParams) -> Compiled:
+        counts = _counts(params)
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary()
+            if counts is not None and self._lengths is None:
+                assert self._read is not None
+                self._lengths = LengthVocabulary(self._read.tokens, self._read.special_token_ids, self.num_rows)
         try:
-            matcher = _library(LLMatcher, self._vocabulary, compose(params), log_level=0, limits=LIMITS)
+            grammar, second = compose(params), None
+            matcher = _library(_llguidance().LLMatcher, self._vocabulary, grammar, log_level=0, limits=limits())
+            if counts is not None and self._lengths is not None:
+                second = _library(_llguidance().LLMatcher, self._lengths.tokenizer, grammar, log_level=0, limits=limits())
         except ValueError as error:  # a RequestError is one
             raise GrammarError(str(error)) from None
         if matcher.is_error():
             raise GrammarError(matcher.get_error().splitlines()[0])
-        return matcher
+        return matcher, None if counts is None or second is None or second.is_error() else (second, counts)
 
     def _make_vocabulary(self) -> LLTokenizer:
         tokenizer = self.load()
@@ -488,5 +578,8 @@ class Grammars:
             raise GrammarError("structured outputs need a tokenizer (skip_tokenizer_init is set)")
         # llguidance wants an end token also of a model that has none.
         self._ends = tuple(self._ends_of(tokenizer)) or (min([*tokenizer.special_ids, self.num_rows - 1]),)
-        vocabulary = _Vocabulary(tokenizer, self.num_rows, self._ends)
-        return LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=self.num_rows, eos_token=list(self._ends))
+        self._read = _Vocabulary(tokenizer, self.num_rows, self._ends)
+        library = _llguidance()
+        wrapped, ends = library.TokenizerWrapper(self._read), list(self._ends)
+        made: LLTokenizer = library.LLTokenizer(wrapped, n_vocab=self.num_rows, eos_token=ends)
+        return made

@@ -10,19 +10,21 @@ from __future__ import annotations
 import dataclasses
 import gc
 import inspect
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from slipstream.arguments import suggesting
 from slipstream.config import EngineArgs, EngineConfig, setting_help
-from slipstream.engine.engine_core import Asleep, EngineCore, check_alive
+from slipstream.engine.beams import BeamSearchOutput
+from slipstream.engine.engine_core import Asleep, EngineCore, check_alive, collect_and_release
 from slipstream.engine.folder import settled
-from slipstream.engine.output import OutputProcessor, merge, raise_on_error
+from slipstream.engine.output import OutputProcessor, best_of, merge, raise_on_error, refuse_best_of
+from slipstream.engine.pictures import without_pictures
 from slipstream.engine.pooled import (
     EncodingOutput,
     TextsAnswer,
@@ -43,20 +45,20 @@ from slipstream.engine.processor import (
     load_tokenizer,
     log_canary,
 )
+from slipstream.engine.progress import progress_bar
 from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.tools import Formats, Reading, finish_reason, for_template, offer, reading
 from slipstream.errors import RequestError
+from slipstream.outputs import ChatMessage, EmbeddingOutput, RequestOutput, RerankResult, ScoreOutput, Vectors
 from slipstream.plan.memory import MemoryLedger
+from slipstream.stats import CanaryResult, EngineStats
 from slipstream.types import (
-    CanaryResult,
-    EmbeddingOutput,
+    BeamSearchParams,
+    BeamsOutput,
     EngineOutput,
-    EngineStats,
+    LoRARequest,
     Prompt,
-    RequestOutput,
-    RerankResult,
     SamplingParams,
-    ScoreOutput,
-    Vectors,
     tokens_of,
     vectors_of,
 )
@@ -96,6 +98,15 @@ def _takes(settings: Callable[P, EngineArgs]) -> Callable[[Callable[[S, EngineAr
         return made
 
     return decorate
+
+
+def _read_by(how: Reading, sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """The parameters of an answer that is read so."""
+    return dataclasses.replace(
+        sampling,
+        structured_outputs=how.structured(sampling.structured_outputs, tokenizer),
+        skip_special_tokens=sampling.skip_special_tokens and not how.shows(tokenizer),
+    )
 
 
 class LLM:
@@ -165,6 +176,7 @@ class LLM:
         """The parameters of a request without any: those of the model's generation_config.json, else the usual ones."""
         return default_sampling(self.core.description)
 
+    @suggesting
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt] | None = None,
@@ -173,11 +185,12 @@ class LLM:
         progress: bool = True,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """The answers, in the order of the prompts. Give one SamplingParams for all, or one for each.
 
         If a prompt or its parameters can't work, a RequestError names it before anything runs. `progress` shows a bar on a
-        terminal.
+        terminal. `lora_request`: an adapter for all, or one for each (or None), with `enable_lora`.
 
         vLLM's names do the same: `use_tqdm` for the bar, `prompt_token_ids` in place of prompts.
         """
@@ -190,8 +203,9 @@ class LLM:
         assert prompts is not None
         prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         shown = progress if use_tqdm is None else use_tqdm
-        return self._run(prompts, sampling_params, progress=shown, add_special_tokens=True)
+        return self._run(prompts, sampling_params, progress=shown, add_special_tokens=True, lora=lora_request)
 
+    @suggesting
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -200,32 +214,89 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Message] | None = None,
+        tool_choice: str | Message | None = None,
+        parallel_tool_calls: bool | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         progress: bool = True,
         use_tqdm: bool | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or several, through the model's chat template, or another.
 
-        `continue_final_message` (with `add_generation_prompt=False`) goes on with the last message. `tools` and
-        `chat_template_kwargs` are given to the template.
+        Each answer has its `text` and, as `message`, its parts: content, reasoning and tool calls. `tools`, `tool_choice` and
+        `parallel_tool_calls` are OpenAI's: with "required", a named function, a `strict` tool or without parallel calls the
+        answer keeps to the tools' schemas. The formats of calls and of reasoning are those that the chat template asks for;
+        `tool_call_parser` and `reasoning_parser` name others, or "none".
+
+        A content may be a list of parts with pictures among them: {"type": "image_url", "image_url": {"url": a data: URI}}, or
+        vLLM's {"type": "image_pil", "image_pil": a PIL image, bytes or an array}.
+
+        `continue_final_message` (with `add_generation_prompt=False`) goes on with the last message. `chat_template_kwargs` are
+        given to the template. RequestError names what can't work before anything runs.
         """
         tokenizer = self.get_tokenizer()
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if single else list(messages)
+        offered, formats = offer(tools, tool_choice, parallel_tool_calls), Formats(tool_call_parser, reasoning_parser)
+        template = chat_template or (tokenizer.tool_template if offered.is_made else tokenizer.chat_template)
         given: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
-            "tools": tools,
+            "tools": tools if offered.is_made else None,
             "chat_template": chat_template,
         }
         if taken := set(given) & set(chat_template_kwargs or ()):
             raise RequestError(f"chat_template_kwargs: {min(taken)} is an argument of its own", field="chat_template_kwargs")
         given |= chat_template_kwargs or {}
-        prompts: list[Prompt] = [tokenizer.apply_chat_template(list(c), **given) for c in conversations]
+        parted = [without_pictures(for_template(list(c))) for c in conversations]
+        texts = [tokenizer.apply_chat_template(plain, **given) for plain, _ in parted]
+        to_name = "tool_call_parser"
+        readings = [reading(formats, offered, template, partial(str, text), to_name=to_name) for text in texts]
+        prompts: list[Prompt] = [
+            {"prompt": text, "multi_modal_data": {"image": pictures}} if pictures else text
+            for text, (_, pictures) in zip(texts, parted, strict=True)
+        ]
+        each = self._each(sampling_params, len(prompts))
+        if readings and readings[0] is not None:
+            readings[0].check()  # the others have the same tools
+        each = [own if how is None else _read_by(how, own, tokenizer) for how, own in zip(readings, each, strict=True)]
         shown = progress if use_tqdm is None else use_tqdm
-        return self._run(prompts, sampling_params, progress=shown, add_special_tokens=False)
+        answers = self._run(prompts, each, progress=shown, add_special_tokens=False, lora=lora_request)
+        for how, answer in zip(readings, answers, strict=True):
+            for output in answer.outputs:
+                output.message = ChatMessage(output.text) if how is None else how.message(output.text)
+                if output.finish_reason is not None:
+                    output.finish_reason = finish_reason(output.finish_reason, len(output.message.tool_calls))
+        return answers
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers of each prompt, as transformers finds them; `engine/beams.py` says how. A RequestError names a
+        prompt that can't work before anything runs."""
+        prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        adapters = self._adapters(lora_request, len(prompts))
+        searches = [self._input.prepare_beams(p, params, lora=a) for p, a in zip(prompts, adapters, strict=True)]
+        found: dict[str, BeamsOutput] = {}
+        core, ids = self.core, [s.request.request_id for s in searches]
+        with self._exclusive(), no_collections():
+            try:
+                for search in searches:
+                    core.add_beams(search.request)
+                while len(found) < len(searches):
+                    found |= {o.request_id: o for o in self._core_step() if isinstance(o, BeamsOutput)}
+            finally:
+                core.abort(ids)
+        return [s.answer(found[s.request.request_id], self.tokenizer) for s in searches]
+
+    @suggesting
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -249,6 +320,7 @@ class LLM:
         self._read(prompts, truncate, take, progress=progress if use_tqdm is None else use_tqdm)
         return list(chain.from_iterable(found[first] for first in sorted(found)))
 
+    @suggesting
     def rerank(
         self,
         query: str,
@@ -264,6 +336,7 @@ class LLM:
         answer = self._read(texts, truncate, lambda first, vectors: None, progress=progress)
         return rank(self.core.description, documents, answer.vectors(), top_n)
 
+    @suggesting
     def score(
         self,
         data_1: str | Sequence[str],
@@ -282,6 +355,7 @@ class LLM:
         found, counts = scores(self.core.description, len(first), answer.vectors())
         return [ScoreOutput(score=float(score), num_tokens=count) for score, count in zip(found, counts, strict=True)]
 
+    @suggesting
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -299,11 +373,20 @@ class LLM:
         return encoded(self._read(prompts, truncate, lambda first, vectors: None, progress=shown).vectors())
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """One request's answer as it comes: each item holds what is new. Closing the iterator cancels the request."""
+        refuse_best_of(sampling_params)
         request = self._input.prepare(
-            prompt, sampling_params or self.get_default_sampling_params(), add_special_tokens=add_special_tokens
+            prompt,
+            sampling_params or self.get_default_sampling_params(),
+            add_special_tokens=add_special_tokens,
+            lora=lora_request,
         )
         core = self.core  # an error before anything is queued
         with self._exclusive():
@@ -319,8 +402,16 @@ class LLM:
             finally:
                 core.abort(self._output.discard(request.request_id))
 
+    def load_adapter(self, lora_request: LoRARequest) -> None:
+        """Read an adapter before a request needs it. AdapterError says what is wrong with it."""
+        self.core.load_adapter(lora_request)
+
+    def unload_adapter(self, lora_request: LoRARequest) -> None:
+        """Give an adapter's memory back."""
+        self.core.unload_adapter(lora_request.id)
+
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix (for measurements)."""
+        """Forget every cached prefix, and the answers in which drafts are looked up (for measurements)."""
         self.core.scheduler.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
@@ -349,7 +440,14 @@ class LLM:
 
     def shutdown(self) -> None:
         """Give the model's memory back."""
-        self._core = self._asleep = None
+        core, self._core, self._asleep = self._core, None, None
+        if core is None:
+            return
+        core.shutdown()
+        release = core.release_gpu
+        del core  # only now can its memory be found unused
+        if release is not None:
+            collect_and_release(release)
 
     def __enter__(self) -> Self:
         return self
@@ -366,25 +464,46 @@ class LLM:
         *,
         progress: bool,
         add_special_tokens: bool,
+        lora: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        each = (
-            [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
-        )
-        if len(each) != len(prompts):
-            raise RequestError(
-                f"{len(each)} sampling_params for {len(prompts)} prompts; give one for all, or one for each",
-                field="sampling_params",
-            )
+        each = self._each(sampling_params, len(prompts))
+        adapters = self._adapters(lora, len(prompts))
         requests = []
-        for i, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
+        prompts = self._input.prompts.with_prepared(prompts)
+        for i, (prompt, sampling, adapter) in enumerate(zip(prompts, each, adapters, strict=True)):
             try:
-                requests.append(self._input.prepare(prompt, sampling, add_special_tokens=add_special_tokens))
+                requests.append(
+                    self._input.prepare(prompt, sampling, add_special_tokens=add_special_tokens, lora=adapter)
+                )
             except RequestError as error:
                 error.add_note(f"in prompt {i} of {len(prompts)}")
                 raise
         return self._finish_all(requests, progress=progress)
+
+    def _adapters(
+        self, lora: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
+    ) -> list[LoRARequest | None]:
+        """Of each prompt."""
+        adapters = [lora] * num_prompts if lora is None or isinstance(lora, LoRARequest) else list(lora)
+        if strange := [a for a in adapters if not (a is None or isinstance(a, LoRARequest))]:
+            raise RequestError(f"lora_request is a LoRARequest(name, id, folder), got {strange[0]!r}", field="lora_request")
+        if len(adapters) != num_prompts:
+            raise RequestError(
+                f"{len(adapters)} lora_request for {num_prompts} prompts; give one for all, or one for each",
+                field="lora_request",
+            )
+        return adapters
+
+    def _each(self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        """One for each of so many prompts."""
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        each = [sampling_params] * count if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+        if len(each) != count:
+            raise RequestError(
+                f"{len(each)} sampling_params for {count} prompts; give one for all, or one for each", field="sampling_params"
+            )
+        return each
 
     @no_collections()
     def _read(
@@ -397,14 +516,14 @@ class LLM:
     ) -> TextsAnswer:
         """The model's vectors of the texts. `take(first, vectors)` is called with each part as soon as it is there; the part
         begins with text number `first`."""
-        prepared = self._input.prepare_texts(texts, truncate_to=-1 if truncate else None)
+        prepared = self._input.texts.prepare(texts, truncate_to=-1 if truncate else None)
         answer, request = TextsAnswer(prepared), prepared.request
         if not prepared.prompts:
             return answer
         with self._exclusive():
             try:
                 self.core.add_texts(request)
-                with _progress(len(prepared.prompts), shown=progress) as advance:
+                with progress_bar(len(prepared.prompts), shown=progress) as advance:
                     while not answer.finished:
                         for output in vectors_of(self._core_step()):
                             if output.request_id == request.request_id:
@@ -424,7 +543,7 @@ class LLM:
                 for request in requests:
                     self._output.add(request)
                     core.add(request.engine_requests)
-                with _progress(len(requests), shown=progress) as advance, no_collections():
+                with progress_bar(len(requests), shown=progress) as advance, no_collections():
                     while self._output:
                         for delta in self._step(until_done=True):
                             done[delta.request_id] = merge(done.get(delta.request_id), raise_on_error(delta))
@@ -432,7 +551,7 @@ class LLM:
                                 advance(1, sum(len(c.token_ids) for c in done[delta.request_id].outputs))
             finally:  # an error or an interrupt leaves nothing behind
                 core.abort([key for r in requests for key in self._output.discard(r.request_id)])
-        return [done[r.request_id] for r in requests]
+        return [best_of(done[r.request_id], r) for r in requests]
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -459,34 +578,3 @@ class LLM:
             check_alive(core)
             core.wait()
         return outputs
-
-
-@contextmanager
-def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar with tokens per second, on a terminal only. Yields a function of how many more requests are done, and
-    their number of tokens."""
-    if not (shown and sys.stderr.isatty()):
-        yield lambda num_requests, num_tokens: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    bar = Progress(
-        TextColumn("[progress.description]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]:.0f} tok/s"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    begin, done = time.perf_counter(), 0
-    with bar:
-        task = bar.add_task("requests", total=total, speed=0.0)
-
-        def advance(num_requests: int, num_tokens: int) -> None:
-            nonlocal done
-            done += num_tokens
-            bar.update(task, advance=num_requests, speed=done / (time.perf_counter() - begin))
-
-        yield advance

@@ -18,17 +18,8 @@ from slipstream.engine.detokenizer import IncrementalDetokenizer
 from slipstream.engine.processor import PreparedRequest
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineError, RequestError
-from slipstream.types import (
-    CompletionOutput,
-    EngineRequest,
-    FinishReason,
-    Logprob,
-    PositionLogprobs,
-    RequestOutput,
-    RequestTimes,
-    TokenLogprobs,
-    TokenOutput,
-)
+from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestTimes
+from slipstream.types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs, TokenOutput
 
 OnToken: TypeAlias = Callable[[int, str, float], None]
 """Is told of a token: its id, the text that it lets out, and when it came (time.monotonic())."""
@@ -266,7 +257,9 @@ def raise_on_error(output: RequestOutput) -> RequestOutput:
     the message is the choice's stop_reason."""
     for choice in output.outputs:
         if choice.finish_reason == FinishReason.INVALID:
-            raise RequestError(str(choice.stop_reason), field="structured_outputs")
+            error = str(choice.stop_reason)
+            field = "logits_processors" if error.startswith("logits_processors: ") else "structured_outputs"
+            raise RequestError(error, field=field)
         if choice.finish_reason == FinishReason.ERROR:
             raise EngineError(str(choice.stop_reason))
     return output
@@ -289,6 +282,28 @@ def merge(whole: RequestOutput | None, delta: RequestOutput) -> RequestOutput:
     whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
     whole.prompt_logprobs = delta.prompt_logprobs or whole.prompt_logprobs
     return whole
+
+
+def mean_logprob(logprobs: Sequence[PositionLogprobs] | None) -> float:
+    """Of an answer's tokens; by it `best_of` chooses."""
+    return sum(p.chosen.logprob for p in logprobs) / len(logprobs) if logprobs else float("-inf")
+
+
+def best_of(output: RequestOutput, request: PreparedRequest) -> RequestOutput:
+    """A complete answer with the `n` best of the choices that were drawn, the best first, in place."""
+    if request.sampling.best_of is not None:
+        ranked = sorted(output.outputs, key=lambda choice: -mean_logprob(choice.logprobs))  # of equals the first stays first
+        output.outputs = ranked[: request.sampling.n]
+        for index, choice in enumerate(output.outputs):
+            choice.index = index
+            choice.logprobs = None if request.hides_logprobs else choice.logprobs
+    return output
+
+
+def refuse_best_of(sampling: SamplingParams | None) -> None:
+    """RequestError: which answers are the best is known at their end."""
+    if sampling is not None and sampling.best_of is not None:
+        raise RequestError("a stream can't have best_of above n: the best are known at the end", field="best_of")
 
 
 def extend(whole: CompletionOutput, new: CompletionOutput) -> None:

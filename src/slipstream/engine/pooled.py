@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.engine.processor import PreparedTexts
+from slipstream.engine.texts import PreparedTexts
 from slipstream.errors import EngineError, RequestError
+from slipstream.outputs import EmbeddingOutput, RerankResult, Vectors
 from slipstream.spec.description import ModelDescription
-from slipstream.types import EmbeddingOutput, FinishReason, Prompt, RerankResult, VectorOutput, Vectors
+from slipstream.types import FinishReason, Prompt, VectorOutput
 
 
 def scores_pairs(model: ModelDescription) -> bool:

@@ -1,41 +1,44 @@
 """From what a user asks to what the engine runs.
 
-`InputProcessor` turns a prompt and its SamplingParams into engine requests, and a call's texts into one, and rejects what could
-not work, before anything is queued. The way back is `output.py`. No torch.
+`InputProcessor` turns a prompt and its SamplingParams into engine requests, and rejects what could not work, before anything is
+queued. A prompt's tokens are from `prompts.py`, and a call's texts go through `texts.py`. The way back is `output.py`. No
+torch.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import itertools
 import logging
-import marshal
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import TypeVar
 
 from slipstream.config import EngineArgs, EngineConfig
+from slipstream.engine.beams import BeamSearchOutput, BeamSearchSequence
+from slipstream.engine.beams import check as check_beams
 from slipstream.engine.grammar import check
+from slipstream.engine.pictures import PictureProcessor, placed
+from slipstream.engine.prompts import PromptReader
+from slipstream.engine.sampler_params import Breakers, with_functions
+from slipstream.engine.texts import TextsProcessor
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.errors import ContextLengthError, RequestError, UnsupportedModelError
+from slipstream.errors import AdapterError, ContextLengthError, EngineError, RequestError, UnsupportedModelError
 from slipstream.hub import resolve_model
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.model import ModelSpec
-from slipstream.spec.pooling import PoolingSpec
+from slipstream.stats import CanaryResult
 from slipstream.types import (
-    CanaryResult,
+    BeamSearchParams,
+    BeamsOutput,
+    BeamsRequest,
     EngineRequest,
+    FinishReason,
+    LoRARequest,
     Prompt,
     SamplingParams,
-    TextsRequest,
+    Share,
 )
 
 _logger = logging.getLogger("slipstream.engine")
@@ -48,19 +51,24 @@ _T = TypeVar("_T")
 
 async def beside(work: Callable[[], _T], num_characters: int) -> _T:
     """What `work` gives, which renders or tokenises so many characters. Other requests' tokens don't wait for much of it."""
-    return await asyncio.to_thread(work) if num_characters > INLINE_CHARS else work()
+    if num_characters <= INLINE_CHARS:
+        return work()
+    import asyncio  # whoever awaits has it
 
+    return await asyncio.to_thread(work)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A user's request, checked: its n engine requests, the first of which the others fork from. Engine requests have ids
-    of their own, never used twice, so that late news of a cancelled request can't reach another of the same name."""
+    """A user's request, checked: its engine requests, one for each answer that is drawn, the first of which the others fork
+    from. Engine requests have ids of their own, never used twice, so that late news of a cancelled request can't reach another
+    of the same name."""
 
     request_id: str
     prompt: str | None
     sampling: SamplingParams
     engine_requests: tuple[EngineRequest, ...]
+    hides_logprobs: bool = False  # nobody asked for the answers' log-probabilities
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
@@ -69,12 +77,28 @@ class PreparedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedTexts:
-    """The texts of one call, checked and tokenised."""
+class PreparedBeams:
+    """A beam search, checked and tokenised."""
 
-    request: TextsRequest
-    prompts: list[str | None]
-    token_ids: list[list[int]]  # the caller's own lists, where tokens were given
+    request: BeamsRequest
+    prompt: str | None
+
+    def answer(self, output: BeamsOutput, tokenizer: Tokenizer | None) -> BeamSearchOutput:
+        """What a user gets. EngineError if the engine failed."""
+        if output.error is not None or not output.answers:
+            raise EngineError(output.error or f"the search ended with {output.finish_reason}")
+        prompt = list(self.request.prompt_token_ids)
+        sequences = [
+            BeamSearchSequence(
+                [*prompt, *answer.token_ids],
+                None if tokenizer is None else tokenizer.decode(list(answer.token_ids)),
+                answer.logprob,
+                answer.score,
+                "stop" if answer.finish_reason is FinishReason.STOP else "length",
+            )
+            for answer in output.answers
+        ]
+        return BeamSearchOutput(self.prompt, prompt, sequences, output.num_cached_tokens)
 
 
 def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | None:
@@ -118,14 +142,25 @@ class InputProcessor:
         eos_token_ids: Sequence[int],
         description: ModelDescription | None = None,
         ids: Iterator[str] | None = None,
+        takes_adapters: bool = False,
+        in_process: bool = True,
+        pictures: PictureProcessor | None = None,
     ) -> None:
-        """Without a description the model is a decoder that is not asked for vectors. `ids` are those of engine requests."""
+        """Without a description the model is a decoder that is not asked for vectors. `ids` are those of engine requests.
+        `in_process`: the model runs in this process, so that a request can hold functions. `pictures`: of a model that takes
+        some."""
         self.tokenizer = tokenizer
         self.description = description
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
+        self.takes_adapters = takes_adapters
+        self.in_process = in_process
+        self._breakers = Breakers(tokenizer, vocab_size)
+        self.pictures = pictures
         self._ids = ids or map(str, itertools.count())
+        self.prompts = PromptReader(tokenizer, vocab_size, max_model_len, description, pictures)
+        self.texts = TextsProcessor(self.prompts, self._ids)
 
     @classmethod
     def for_model(
@@ -135,9 +170,13 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         *,
         ids: Iterator[str] | None = None,
+        in_process: bool = True,
     ) -> InputProcessor:
         """An answer ends at any end token that the model's files or the tokenizer name."""
         default_sampling(description)  # wrong ones are found at the start
+        vision, images, pictures = description.spec.vision, description.images, None
+        if vision is not None and images is not None and config.images is not None:
+            pictures = PictureProcessor(vision, images, config.images.max_images)
         return cls(
             tokenizer,
             vocab_size=description.spec.vocab_size,
@@ -145,6 +184,9 @@ class InputProcessor:
             eos_token_ids=end_tokens(description, tokenizer),
             description=description,
             ids=ids,
+            takes_adapters=config.lora is not None,
+            in_process=in_process and config.parallel.num_ranks == 1,
+            pictures=pictures,
         )
 
     def prepare(
@@ -157,20 +199,30 @@ class InputProcessor:
         deadline_s: float | None = None,
         add_special_tokens: bool = True,
         cache_salt: str = "",
+        lora: LoRARequest | None = None,
+        share: Share | None = None,
+        answer_token_ids: Sequence[int] = (),
     ) -> PreparedRequest:
         """Check and tokenise. RequestError names the field; ContextLengthError if prompt or answer do not fit."""
         spec = None if self.description is None else self.description.spec
         if spec is not None and not spec.generates:
             use = "/rerank, LLM.rerank" if spec.classifier else "/v1/embeddings, LLM.embed or `slipstream embed`"
             raise RequestError(f"this model ({spec.family}) is {spec.kind} and writes no text; use {use}", field="model")
-        text, tokens = self._tokens(prompt, add_special_tokens, any_length=sampling.truncate_prompt_tokens is not None)
+        if lora is not None and not self.takes_adapters:
+            raise AdapterError("adapters are off; start with enable_lora", field="lora_request")
+        prompt, pictures = self.prompts.parted(prompt)
+        any_length = sampling.truncate_prompt_tokens is not None
+        text, tokens = self.prompts.tokens(prompt, add_special_tokens, any_length=any_length, pictures=pictures)
+        images = placed(tokens, pictures, self.prompts.vision) if pictures else ()
+        if images and any_length:
+            raise RequestError("a prompt with pictures can't be cut", field="truncate_prompt_tokens")
         if sampling.truncate_prompt_tokens is not None:
-            tokens = self._last(tokens, sampling, text is not None and add_special_tokens)
+            tokens = self.prompts.last(tokens, sampling, text is not None and add_special_tokens)
         encoded: tuple[int, ...] = ()
         if spec is not None and spec.encoder is not None:
             encoded, tokens = tokens, (spec.encoder.start_token_id,)
             if len(encoded) > self.max_model_len:
-                raise self._too_long(len(encoded))
+                raise self.prompts.too_long(len(encoded))
             if sampling.prompt_logprobs is not None:
                 raise RequestError("an encoder's prompt has no log-probabilities (echo needs them)", field="prompt_logprobs")
         room = self.max_model_len - len(tokens)
@@ -191,24 +243,29 @@ class InputProcessor:
             raise RequestError(
                 f"min_tokens={sampling.min_tokens} is more than the {max_tokens} that fit", field="min_tokens"
             )
-        self._check_ids("logit_bias", sampling.logit_bias)
-        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        self.prompts.check_ids("logit_bias", sampling.logit_bias)
+        self.prompts.check_ids("stop_token_ids", sampling.stop_token_ids)
         if sampling.structured_outputs is not None:
             if self.tokenizer is None:
                 message = "structured outputs need a tokenizer (skip_tokenizer_init is set)"
                 raise RequestError(message, field="structured_outputs")
             check(sampling.structured_outputs)
-        sampling = self._with_words(sampling)
+        sampling = with_functions(self._breakers.put(self._with_words(sampling)), in_process=self.in_process)
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer (skip_tokenizer_init is set)", field="stop")
         if deadline_s is not None and not deadline_s > 0:
             raise RequestError("deadline_s must be above 0", field="deadline_s")
+        hides_logprobs = sampling.best_of is not None and sampling.logprobs is None
+        if hides_logprobs:  # they say which answers are the best
+            sampling = dataclasses.replace(sampling, logprobs=0)
+        if answer_token_ids:
+            self._check_answer(answer_token_ids, sampling, max_tokens)
         key = next(self._ids)
         now = time.monotonic()
         first = EngineRequest(
             request_id=key,
             prompt_token_ids=tokens,
-            sampling=sampling if sampling.n == 1 else dataclasses.replace(sampling, n=1),
+            sampling=sampling if sampling.num_drawn == 1 else dataclasses.replace(sampling, n=1, best_of=None),
             eos_token_ids=() if sampling.ignore_eos else self.eos_token_ids,
             max_tokens=max_tokens,
             arrival=now,
@@ -216,18 +273,56 @@ class InputProcessor:
             deadline=None if deadline_s is None else now + deadline_s,
             cache_salt=cache_salt,
             encoder_token_ids=encoded,
+            lora=lora,
+            share=share,
+            answer_token_ids=tuple(answer_token_ids),
+            images=images,
         )
-        others = (self._fork(first, i) for i in range(1, sampling.n))
-        return PreparedRequest(request_id or f"request-{key}", text, sampling, (first, *others))
+        others = (self._fork(first, i) for i in range(1, sampling.num_drawn))
+        return PreparedRequest(request_id or f"request-{key}", text, sampling, (first, *others), hides_logprobs)
 
-    def _last(self, tokens: tuple[int, ...], sampling: SamplingParams, special: bool) -> tuple[int, ...]:
-        """The last tokens, as many as `truncate_prompt_tokens` says; the `special` ones that begin a text stay."""
-        limit = sampling.truncate_prompt_tokens
-        if limit == -1:
-            limit = max(1, self.max_model_len - (sampling.max_tokens or 1))
-        assert limit is not None
-        before = self.tokenizer.prefix[:limit] if self.tokenizer is not None and special else ()
-        return tokens if len(tokens) <= limit else (*before, *tokens[len(tokens) - limit + len(before) :])
+    def _check_answer(self, begun: Sequence[int], sampling: SamplingParams, max_tokens: int) -> None:
+        """That an answer can go on behind the tokens that are there."""
+        self.prompts.check_ids("answer_token_ids", begun)
+        if len(begun) >= max_tokens:
+            raise RequestError(f"{len(begun)} tokens of at most {max_tokens} are there already", field="answer_token_ids")
+        if sampling.n > 1 or sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+            message = "an answer of several choices or with log-probabilities can't go on elsewhere; ask again for all of it"
+            raise RequestError(message, field="answer_token_ids")
+
+    def prepare_beams(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        lora: LoRARequest | None = None,
+        share: Share | None = None,
+    ) -> PreparedBeams:
+        """A beam search over one prompt. Errors as of `prepare`."""
+        ends = () if params.ignore_eos else self.eos_token_ids
+        if self.description is not None:
+            check_beams(params, len(ends), self.description.spec)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=params.max_tokens, truncate_prompt_tokens=truncate_prompt_tokens
+        )
+        made = self.prepare(prompt, sampling, priority=priority, add_special_tokens=add_special_tokens, lora=lora)
+        (first,) = made.engine_requests
+        if first.images:
+            raise RequestError("beam search takes no pictures", field="multi_modal_data")
+        request = BeamsRequest(
+            request_id=first.request_id,
+            prompt_token_ids=first.prompt_token_ids,
+            params=params,
+            eos_token_ids=ends,
+            arrival=first.arrival,
+            priority=priority,
+            lora=lora,
+            share=share,
+        )
+        return PreparedBeams(request, made.prompt)
 
     def _with_words(self, sampling: SamplingParams) -> SamplingParams:
         """Its bad words as tokens. RequestError if no allowed token is left."""
@@ -240,135 +335,14 @@ class InputProcessor:
             encoded = (tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms)
             words = tuple(dict.fromkeys((*words, *encoded)))
             sampling = dataclasses.replace(sampling, bad_words=(), bad_words_token_ids=words)
-        self._check_ids("bad_words_token_ids", list(itertools.chain.from_iterable(words)))
+        self.prompts.check_ids("bad_words_token_ids", list(itertools.chain.from_iterable(words)))
         allowed = sampling.allowed_token_ids
         if allowed is not None:
-            self._check_ids("allowed_token_ids", allowed)
+            self.prompts.check_ids("allowed_token_ids", allowed)
             sampling = dataclasses.replace(sampling, allowed_token_ids=tuple(dict.fromkeys(allowed)))
             if set(allowed) <= {word[0] for word in words if len(word) == 1}:
                 raise RequestError("every one of allowed_token_ids is one of bad_words", field="allowed_token_ids")
         return sampling
-
-    def prepare_texts(
-        self, texts: Sequence[Prompt | tuple[str, str]], *, priority: int = 0, truncate_to: int | None = None
-    ) -> PreparedTexts:
-        """A request for the embeddings of texts, or for a classifier's scores of texts or pairs. The model's own prompt stands
-        before a text. What is longer than the context, or than `truncate_to` tokens (−1: the context), is refused, or cut at
-        its end with the latter given; of a pair, the second text is cut. A note of the error says which text is at fault."""
-        spec, how = self._pooled_spec(pair=any(isinstance(text, tuple) for text in texts))
-        limit = self.max_model_len
-        if truncate_to is not None and (truncate_to == 0 or truncate_to < -1 or truncate_to > limit):
-            raise RequestError(f"it must be −1 or from 1 to {limit}, got {truncate_to}", field="truncate_prompt_tokens")
-        room = limit if truncate_to == -1 else truncate_to
-        prompts: list[str | None] = []
-        token_ids: list[list[int]] = []
-        packed: list[npt.NDArray[np.int32]] = []  # the same
-        num_first: list[int] = []  # of pairs of a model that tells the two parts apart
-        for kind, run in itertools.groupby(texts, _kind):  # a call's texts are of one kind, as a rule
-            given: list[Any] = list(run)
-            if kind is tuple:
-                found, firsts = self._pairs(given, how, room)
-                prompts += [pair[1] for pair in given]
-                num_first += [0] * (len(token_ids) - len(num_first)) + firsts if spec.num_token_types > 1 else []
-            elif kind is str:
-                given = [how.prompt + text for text in given] if how.prompt else given
-                found = self._texts(given, room, first=len(token_ids))
-                prompts += given
-            else:
-                found, ids = self._tokenised(given, room, first=len(token_ids))
-                prompts += [None] * len(given)
-                packed.append(ids)
-            if kind is not dict:
-                packed.append(np.fromiter(itertools.chain.from_iterable(found), np.int32))
-            token_ids += found
-        lengths = array("i", map(len, token_ids))
-        if max(lengths, default=0) > limit:
-            index = next(i for i, n in enumerate(lengths) if n > limit)
-            raise _in_text(self._too_long(lengths[index]), index)
-        if num_first:  # a text that is no pair is all of the first part
-            num_first += [0] * (len(token_ids) - len(num_first))
-            num_first = [first or n for first, n in zip(num_first, lengths, strict=True)]
-        request = TextsRequest(
-            request_id=next(self._ids),
-            token_ids=b"".join([ids.tobytes() for ids in packed]),
-            lengths=lengths.tobytes(),
-            num_first=array("i", num_first).tobytes(),
-            arrival=time.monotonic(),
-            priority=priority,
-        )
-        return PreparedTexts(request, prompts, token_ids)
-
-    def _pairs(
-        self, pairs: list[tuple[str, str]], how: PoolingSpec, room: int | None
-    ) -> tuple[list[list[int]], list[int]]:
-        """Their tokens, and how many of each are the first text's."""
-        if self.tokenizer is None:
-            raise RequestError("pairs of texts need a tokenizer (skip_tokenizer_init is set)", field="prompt")
-        if how.score_tokens is not None:
-            judged = [list(_judged(self.tokenizer, *pair, how.prompt, room)) for pair in pairs]
-            return judged, [len(tokens) for tokens in judged]
-        found = self.tokenizer.encode_pairs(pairs, max_length=room)
-        return [ids for ids, _ in found], [first for _, first in found]
-
-    def _texts(self, texts: list[str], room: int | None, *, first: int) -> list[list[int]]:
-        for index, text in enumerate(texts, first):
-            with _named(index):
-                self._check_text(text, any_length=room is not None)
-        assert self.tokenizer is not None
-        found = self.tokenizer.encode_batch(texts)
-        end = list(self.tokenizer.suffix)
-        for i, ids in enumerate(found):
-            if not ids:
-                raise _in_text(RequestError("the prompt is empty; give at least one token", field="prompt"), first + i)
-            if room is not None and len(ids) > room:
-                found[i] = ids[: room - len(end)] + end if room > len(end) else ids[:room]
-        return found
-
-    def _tokenised(
-        self, prompts: list[Any], room: int | None, *, first: int
-    ) -> tuple[list[list[int]], npt.NDArray[np.int32]]:
-        """Prompts that are tokens already, and these behind each other. All are looked at together; one by one only to name
-        what is wrong."""
-        try:
-            found = [prompt["prompt_token_ids"] for prompt in prompts if len(prompt) == 1]
-            found = [ids if type(ids) is list else list(ids) for ids in found]
-            whole = all(found) and len(found) == len(prompts)
-        except (TypeError, LookupError, ValueError):
-            whole = False
-        ids = whole_numbers(found) if whole else None
-        if ids is None or ids.min() < 0 or ids.max() >= self.vocab_size:
-            found = []
-            for index, prompt in enumerate(prompts, first):
-                with _named(index):
-                    found.append(list(map(int, self._tokens(prompt, True)[1])))
-            ids = np.fromiter(itertools.chain.from_iterable(found), np.int32)
-        if room is not None and max(map(len, found)) > room:
-            found = [tokens[:room] for tokens in found]
-            ids = np.fromiter(itertools.chain.from_iterable(found), np.int32)
-        return found, ids
-
-    def _pooled_spec(self, *, pair: bool) -> tuple[ModelSpec, PoolingSpec]:
-        """The model, if it can do it."""
-        assert self.description is not None
-        spec, how = self.description.spec, self.description.pooling
-        if spec.encoder is not None:
-            raise RequestError(f"this model ({spec.family}) is an encoder-decoder and gives no embeddings", field="model")
-        if not spec.is_encoder and spec.classifier is None and how.kind != "last":
-            raise RequestError(f"of a decoder only the last token stands for a text, not {how.kind!r}", field="model")
-        if pair and spec.classifier is None and how.score_tokens is None:
-            raise RequestError("only a cross-encoder takes pairs of texts", field="model")
-        return spec, how
-
-    def _too_long(self, num_tokens: int) -> ContextLengthError:
-        return ContextLengthError(
-            f"the text has {num_tokens} tokens and this model takes {self.max_model_len}; shorten it"
-            + (
-                " or have it cut (truncate=True; over HTTP truncate_prompt_tokens: -1)"
-                if self.description and self.description.spec.is_encoder
-                else ""
-            ),
-            field="prompt",
-        )
 
     def _fork(self, first: EngineRequest, index: int) -> EngineRequest:
         """Choice `index`: the same prompt, its own seed, and no second look at the prompt's log-probabilities."""
@@ -378,117 +352,6 @@ class InputProcessor:
             first,
             request_id=f"{first.request_id}/{index}",
             fork_of=first.request_id,
+            images=tuple(dataclasses.replace(image, pixels=b"") for image in first.images),
             sampling=dataclasses.replace(sampling, seed=seed, prompt_logprobs=None),
         )
-
-    def _tokens(
-        self, prompt: Prompt, add_special_tokens: bool, *, any_length: bool = False
-    ) -> tuple[str | None, tuple[int, ...]]:
-        given: Any = prompt
-        if isinstance(given, dict) and set(given) == {"prompt"} and isinstance(given["prompt"], str):
-            prompt = given["prompt"]  # vLLM's other way to say a text
-        if isinstance(prompt, str):
-            self._check_text(prompt, any_length=any_length)
-            assert self.tokenizer is not None
-            text, tokens = prompt, tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
-        elif isinstance(given, dict) and set(given) == {"prompt_token_ids"}:
-            given = given["prompt_token_ids"]
-            try:
-                text, tokens = None, tuple(given)
-            except TypeError:
-                raise RequestError(
-                    f"prompt_token_ids is a list of ints, got {given!r}", field="prompt_token_ids"
-                ) from None
-            self._check_ids("prompt_token_ids", tokens)
-        else:
-            raise RequestError(
-                'a prompt is a string, {"prompt": "…"} or {"prompt_token_ids": [...]}, got ' + type(prompt).__name__,
-                field="prompt",
-            )
-        if not tokens:
-            raise RequestError("the prompt is empty; give at least one token", field="prompt")
-        return text, tokens
-
-    def _check_text(self, text: str, *, any_length: bool = False) -> None:
-        if self.tokenizer is None:
-            raise RequestError(
-                "a text prompt needs a tokenizer (skip_tokenizer_init is set); pass prompt_token_ids", field="prompt"
-            )
-        # No token stands for more than a few dozen characters: a hopeless text is refused before it is tokenised.
-        if len(text) > self.max_model_len * 128 and not any_length:
-            raise ContextLengthError(
-                f"the prompt has {len(text)} characters, far more than the context of {self.max_model_len} tokens; shorten it",
-                field="prompt",
-            )
-
-    def _check_ids(self, name: str, ids: Sequence[int] | dict[int, float]) -> None:
-        if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size):
-            return  # without a loop in Python: a step of the engine waits for the first 16,384
-        for token in ids:
-            if not isinstance(token, int) or isinstance(token, bool):
-                hint = "; `tolist()` of an array gives ints" if hasattr(token, "tolist") else ""
-                raise RequestError(f"{name}: {token!r} is not a token id, which is an int{hint}", field=name)
-            if not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"{name}: {token!r} is not a token id of this model (0 … {self.vocab_size - 1})", field=name
-                )
-
-
-_RECORD = np.dtype([("kind", "u1"), ("value", "<i4")])
-
-
-def whole_numbers(lists: list[list[int]]) -> npt.NDArray[np.int32] | None:
-    """The numbers in the lists behind each other; None if one is no `int` of 32 bits.
-
-    `marshal` (its format 2) writes the head of a list, and such an int, as five bytes, a kind and 32 bits, and any other object
-    with another kind: the fastest look at the type of each of many objects, with a conversion that costs nothing more.
-    """
-    heads = np.arange(len(lists) + 1)  # the outer list's, then one before the numbers of each
-    heads[2:] += np.cumsum(np.fromiter(map(len, lists), np.int64))[:-1]
-    try:
-        records = np.frombuffer(marshal.dumps(lists, 2), _RECORD)
-    except ValueError:  # what marshal does not know, or bytes that are no multiple of five
-        return None
-    if not np.array_equal(np.flatnonzero(records["kind"] != ord("i")), heads):
-        return None
-    return np.delete(records["value"], heads).astype(np.int32, copy=False)
-
-
-def _kind(text: object) -> type:
-    return tuple if isinstance(text, tuple) else str if isinstance(text, str) else dict
-
-
-@contextmanager
-def _named(index: int) -> Iterator[None]:
-    """A RequestError inside is text `index`'s."""
-    try:
-        yield
-    except RequestError as error:
-        raise _in_text(error, index) from error.__cause__
-
-
-def _in_text(error: RequestError, index: int) -> RequestError:
-    error.text = index
-    error.add_note(f"in text {index}")
-    return error
-
-
-def _judged(tokenizer: Tokenizer, query: str, document: str, instruction: str, room: int | None) -> tuple[int, ...]:
-    """A query and a document as the chat template of a model that judges them has it; the document is cut to `room` tokens in
-    all."""
-    said = [{"role": "system", "content": instruction}] if instruction else []
-
-    def rendered(text: str) -> tuple[int, ...]:
-        messages = [*said, {"role": "query", "content": query}, {"role": "document", "content": text}]
-        return tuple(tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False))
-
-    tokens = rendered(document)
-    if room is None or len(tokens) <= room:
-        return tokens
-    cut = tokenizer.encode(document, add_special_tokens=False)
-    while len(tokens) > room:
-        if not cut:
-            raise RequestError(f"{room} tokens leave no room for a document", field="truncate_prompt_tokens")
-        cut = cut[: max(0, len(cut) - (len(tokens) - room))]
-        tokens = rendered(tokenizer.decode(cut))
-    return tokens

@@ -64,7 +64,7 @@ def build(
 
 def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
     """Mark the tokens that a text names as a whole. Of these, only the user-defined ones are not special."""
-    whole = {Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED}
+    whole = {int(kind) for kind in (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)}  # a Kind's hash takes longer
     backend.add_tokens(
         [
             AddedToken(token, special=kind != Kind.USER_DEFINED, normalized=False)

@@ -20,7 +20,7 @@ import tokenizers
 from tokenizers import processors
 
 from slipstream.engine import gguf_tokenizer, tokenizer_folder
-from slipstream.engine.chat_template import render
+from slipstream.engine.chat_template import render, shaped_for
 from slipstream.engine.tiktoken import spelling
 from slipstream.engine.tokenizer_parts import SpecialTokens, TokenizerParts, on_text
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
@@ -44,6 +44,7 @@ class Tokenizer:
         self._texts: tuple[dict[int, str], dict[int, str]] = {}, {}
         self._spelling, self._strips_leading_space = _decoding(backend)
         self._num_rows: int | None = None  # of the model's embedding, if the model is known
+        self.image_placeholder: str | None = None  # of a model that takes pictures
 
     @classmethod
     def for_model(cls, model: ModelDescription, path: str | Path | None = None) -> Tokenizer:
@@ -57,6 +58,7 @@ class Tokenizer:
         else:
             tokenizer = cls.from_pretrained(model.path if path is None else path)
         rows = tokenizer._num_rows = model.spec.vocab_size
+        tokenizer.image_placeholder = None if model.spec.vision is None else model.spec.vision.prompt.placeholder
         largest = max([tokenizer._largest_ordinary_id(), *tokenizer._special.prefix, *tokenizer._special.suffix])
         if largest >= rows:
             raise CheckpointError(
@@ -245,8 +247,9 @@ class Tokenizer:
         tokenize: bool = False,
         **variables: Any,
     ) -> str:
-        """The conversation as the model wants to see it. RequestError (field "messages") says what the template
-        refused. `tools` choose the template named tool_use, where there is one; `chat_template` is one to take in the model's
+        """The conversation as the model wants to see it. A message's content is a text, or a list of parts, of the types text
+        and image; the template gets what it can read. RequestError (field "messages") says what the template refused.
+        `tools` choose the template named tool_use, where there is one; `chat_template` is one to take in the model's
         place. With `continue_final_message` the text ends with the last message's, for the model to go on with it."""
         if tokenize:
             message = "apply_chat_template gives text; encode(text, add_special_tokens=False) gives its tokens"
@@ -264,6 +267,7 @@ class Tokenizer:
             if not isinstance(last.get("content"), str):
                 raise RequestError("continue_final_message needs a last message that is text", field="messages")
             messages = [*messages[:-1], {**last, "content": last["content"] + _END}]
+        messages = shaped_for(template, messages, self.image_placeholder)
         given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         text = render(template, {**self._special.texts, **variables, **given})
         if continue_final_message:

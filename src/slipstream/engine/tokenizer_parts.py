@@ -15,6 +15,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,7 +32,7 @@ MAX_MAPPED_BYTES = 255
 """The longest text that SentencePiece's map of characters may put in the place of others; NFKC has 33."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpecialTokens:
     """What a model's files say of them. `prefix` and `suffix` stand around every text that is encoded with special
     tokens. `texts` are the names that chat templates use: bos_token, eos_token, …"""

@@ -24,6 +24,7 @@ from slipstream.spec.model import ModelSpec
 from slipstream.worker.canary import Canary, make_canary
 from slipstream.worker.executor import load_runner
 from slipstream.worker.forward import Forwards
+from slipstream.worker.model_runner import ModelRunner
 
 STEP_TOKENS = 2048
 """The most tokens that go through the model at once."""
@@ -56,8 +57,9 @@ class Scorer:
         UnsupportedModelError if it is not a decoder."""
         args = settled(args)
         description, runner, _ = load_runner(
-            dataclasses.replace(args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None)
+            dataclasses.replace(args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None), by_torch=True
         )
+        assert isinstance(runner, ModelRunner)
         if description.spec.kind != "a decoder":
             raise UnsupportedModelError(
                 f"{description.name} is {description.spec.kind}; only decoders can be measured on text", field="model_type"

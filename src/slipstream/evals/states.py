@@ -13,6 +13,7 @@ from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.layers import Tap
 from slipstream.worker.executor import load_runner
 from slipstream.worker.forward import StateCache
+from slipstream.worker.model_runner import ModelRunner
 
 
 class Collected(StateCache):
@@ -30,7 +31,8 @@ class States:
 
     def __init__(self, args: EngineArgs, layers: Sequence[int], *, context: int, step_tokens: int) -> None:
         args = dataclasses.replace(args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None)
-        self.description, runner, _ = load_runner(args)
+        self.description, runner, _ = load_runner(args, by_torch=True)
+        assert isinstance(runner, ModelRunner)
         self.forwards, self.block_size = runner.forwards, runner.config.cache.block_size
         decoder = self.forwards.decoder
         self.spec, self.device, size = decoder.spec, decoder.device, decoder.spec.hidden_size

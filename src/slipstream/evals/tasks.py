@@ -31,13 +31,14 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """`stderr` is None if the task has none."""
+    """`stderr` is None if the task has none, `higher_is_better` if it does not say."""
 
     name: str
     metric: str
     value: float
     stderr: float | None
     num_questions: int
+    higher_is_better: bool | None = None
 
 
 def run_tasks(llm: LLM, names: Sequence[str], *, limit: int | None = None, num_fewshot: int | None = None) -> list[TaskResult]:
@@ -77,7 +78,10 @@ def multiple_choice(llm: LLM, questions: Sequence[Question], *, name: str = "cho
         right += rates.index(max(rates)) == question.answer
     share = right / len(questions)
     stderr = math.sqrt(share * (1 - share) / len(questions))
-    return TaskResult(name=name, metric="acc_norm", value=share, stderr=stderr, num_questions=len(questions))
+    count = len(questions)
+    return TaskResult(
+        name=name, metric="acc_norm", value=share, stderr=stderr, num_questions=count, higher_is_better=True
+    )
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -159,4 +163,5 @@ def _result(name: str, result: dict[str, Any]) -> TaskResult:
         value=float(metrics[key]),
         stderr=float(stderr) if isinstance(stderr, (int, float)) else None,
         num_questions=int(counts.get("effective", 0)),
+        higher_is_better=(result.get("higher_is_better", {}).get(name) or {}).get(metric),
     )

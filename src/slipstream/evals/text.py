@@ -111,6 +111,12 @@ def read_windows(settings: TextSettings, tokenizer: Tokenizer, *, download_dir: 
     return found
 
 
+def check_text(settings: TextSettings, *, download_dir: str | None = None) -> None:
+    """ConfigError or DownloadError if there is no text, before a model is loaded."""
+    if next(iter(read_documents(settings.source, settings.part, download_dir=download_dir)), None) is None:
+        raise ConfigError(f"{_which(settings.source, settings.part)} holds no text to score", field="text")
+
+
 def calibration_windows(
     source: str = DEFAULT_TEXT,
     *,

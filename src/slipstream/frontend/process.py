@@ -39,7 +39,7 @@ from slipstream.frontend.control import (
 )
 from slipstream.server.load import Load
 from slipstream.server.metrics import Counts
-from slipstream.server.run import Server, configure_logging, make_server
+from slipstream.server.run import Server, configure_logging, make_server, settle
 
 
 class EngineStaysDownError(EngineDeadError):
@@ -81,6 +81,7 @@ class FrontEnd:
             while not server.started and not serving.done():
                 await asyncio.sleep(0.01)
             self._server = server
+            settle()
             self._channel.send(Serving())
             await serving
         finally:

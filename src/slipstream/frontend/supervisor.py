@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
 import mmap
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -29,7 +29,6 @@ from slipstream.engine.core_client import (
     ChildLink,
     CoreClient,
     CoreSource,
-    as_error,
     describe_exit,
     resolved_config,
     socket_folder,
@@ -37,7 +36,7 @@ from slipstream.engine.core_client import (
 )
 from slipstream.engine.core_process import Attach, Detach, Ready, ToParent
 from slipstream.engine.folder import settled
-from slipstream.errors import EngineError, SlipstreamError
+from slipstream.errors import ConfigError, EngineError, SlipstreamError, as_error
 from slipstream.frontend.control import (
     Channel,
     Drain,
@@ -56,6 +55,7 @@ from slipstream.hub import resolve_model
 from slipstream.plan.memory import MemoryLedger
 from slipstream.server.load import Load
 from slipstream.server.metrics import Metrics
+from slipstream.server.rates import forget_front_end
 from slipstream.server.run import stop_signals
 from slipstream.server.state import ServerSettings
 from slipstream.spec.description import read_spec
@@ -151,8 +151,10 @@ class Supervisor:
         *,
         shortens: bool = False,
     ) -> None:
+        if settings.grpc_port == 0:
+            raise ConfigError("several front ends share one port for gRPC; name it", field="grpc_port")
         engines = [settled(args) for args in engines]
-        self._engines, self._settings, self._shortens = engines, settings, shortens
+        self._engines, self._shortens = engines, shortens
         self._listener, self._num_front_ends = listener, num_front_ends
         self._cores = [SharedCore(index, args, self._tell) for index, args in enumerate(engines)]
         self._front_ends: dict[int, FrontEnd] = {}  # by slot
@@ -162,6 +164,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._folder = socket_folder()
+        self._settings = dataclasses.replace(settings, shared_dir=self._folder.path)
         self._load_fd = _shared_memory(Load.size(num_front_ends))
         self._load = mmap.mmap(self._load_fd, 0)
         listener.setblocking(False)
@@ -205,7 +208,7 @@ class Supervisor:
         finally:
             self._listener.close()
             await asyncio.gather(*(core.client.stop() for core in self._cores))
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             os.close(self._load_fd)
 
     def _stop(self) -> None:
@@ -258,10 +261,10 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         with theirs:
             shared = (theirs.fileno(), self._listener.fileno(), self._load_fd)
-            command = [sys.executable, "-m", "slipstream.frontend.process", *map(str, shared), self._folder]
+            command = [sys.executable, "-m", "slipstream.frontend.process", *map(str, shared), self._folder.path]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=shared)
         try:
-            os.makedirs(self._folder, 0o700, exist_ok=True)  # after the process, which removes it if we are killed
+            self._folder.make()  # after the process, which removes it if we are killed
             channel: Channel[ToSupervisor] = await Channel.open(ours, ToSupervisor)
         except BaseException:
             process.kill()
@@ -303,6 +306,7 @@ class Supervisor:
         front_end.channel.close()
         del self._front_ends[front_end.slot]
         Load(memoryview(self._load), front_end.slot).clear()
+        forget_front_end(self._folder.path, front_end.slot)
         self._ended.add(front_end.counts)
         front_end.took_counts()
         for core in self._cores:

@@ -1,9 +1,9 @@
-"""The op set to train with: plain torch that autograd differentiates, over whole sequences.
+"""The op set for training: plain torch that autograd differentiates, over whole sequences.
 
-What it computes is `reference.py`'s, with products in the type of their operands (under autocast: its type). It needs a
-*flat* cache: one block a sequence, as long as the longest of the step, new for each layer and each pass (`model.sequences`
-makes them), so that a cache is nothing but this pass's keys and values as attention wants them. Steps that read an earlier
-step's cache belong to the other op sets, and so do rounded weights: training sees dense ones.
+1. It computes the same as `reference.py`, with products in the type of their operands (under autocast: its type).
+2. It needs a *flat* cache: one block a sequence, as long as the longest of the step, new for each layer and each pass
+   (`model.sequences` makes them). Such a cache is this pass's keys and values in the layout of attention.
+3. It has no steps that read an earlier step's cache, and no rounded weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slipstream.spec.scheme import Scheme
 
 
 class AutogradOps(ReferenceOps):
-    """`ReferenceOps` with the products, the attention and nothing else made fit for training."""
+    """`ReferenceOps` with other products and another attention."""
 
     name = "autograd"
 
@@ -57,8 +57,8 @@ class AutogradOps(ReferenceOps):
 
 
 class WatchedOps(AutogradOps):
-    """`watch(weight, x)` is told the input [T, E] of every product, and what every norm norms, by the weight's identity (an
-    expert's is a view of all experts')."""
+    """Calls `watch(weight, x)` with the input [T, E] of every product and norm. The weight tells which; an expert's is a
+    view of all experts'."""
 
     def __init__(self, watch: Callable[[Tensor, Tensor], None]) -> None:
         self.watch = watch
@@ -75,7 +75,7 @@ class WatchedOps(AutogradOps):
 
 
 def _mask(length: int, window: int | None, slopes: Tensor | None, q: Tensor) -> Tensor | None:
-    """What a token sees, [1 or H, L, L]; None: itself and all before it."""
+    """The attention mask [1 or H, L, L]; None: a token sees itself and all before it."""
     if slopes is None and (window is None or window >= length):
         return None
     at = torch.arange(length, device=q.device)
@@ -89,7 +89,7 @@ def _mask(length: int, window: int | None, slopes: Tensor | None, q: Tensor) -> 
 
 
 def _each(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: AttentionParams) -> Tensor:
-    """Sequence by sequence: scores with a cap, or sinks, have no fused attention."""
+    """Attention sequence by sequence: there is no fused one with a soft cap or sinks."""
     found = [
         attend(part, kv.k[i, :, : len(part)], kv.v[i, :, : len(part)], s)
         for i, part in enumerate(q.split(meta.seq_lens.tolist()))

@@ -1,16 +1,17 @@
-"""From a record of ops to the operators of a C++ program, fused where the program can.
+"""Lowers a record of ops to the operators of a C++ program, with fusion. Nothing here imports torch.
 
-`lower` walks the record once. It decides where each value stands and what is fused; an `Emitter` writes the operators. The
-base `Emitter` writes nothing: with it `lower` only says whether a model could be lowered. Nothing here imports torch.
+`lower` walks the record once. It chooses a buffer for each value and decides what is fused; an `Emitter` writes the
+operators. The base `Emitter` writes nothing: with it `lower` only tells whether a model can be lowered.
 
 What is fused:
 
-1. A product whose result only joins a sum adds into that sum's buffer itself. So do embeddings of positions and mixtures.
+1. A product whose result is only added to a sum adds into that sum's buffer. So do embeddings of positions and mixtures of
+   experts.
 2. Gate and up are one product, with their activation as its epilogue.
 3. Norms, activations and gathers write the form that the next product reads (`FORM_*` of `kernels.native`). If their readers
    want several forms they write float32, which is converted once for each other form.
 
-A buffer is free for other values after the last read of what is in it.
+A buffer is free for another value after the last read of its own.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Scratch:
         return self.taken[-1].number
 
     def take(self, number: int) -> Buffer:
-        """This one stays."""
+        """Keep this buffer for good."""
         found = next(b for b in self.taken if b.number == number)
         self.taken.remove(found)
         return found
@@ -119,7 +120,7 @@ class Buffer:
     size: int
     rows_a_token: int = 1
     bound: bool = False
-    values: set[int] = field(default_factory=set)  # what stands in it and will be read again
+    values: set[int] = field(default_factory=set)  # the values in it that will be read again
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """x · sigmoid(weight), of which the product is still to be made; without x the sigmoid alone."""
+    """x · sigmoid(weight), not multiplied yet; without x the sigmoid alone."""
 
     weight: Buffer
     x: Buffer | None = None
@@ -181,8 +182,8 @@ class Lowered:
 def lower(
     ops: Sequence[Op], given: Value | None, result: Value | None, emit: Emitter, more: Sequence[Value] = ()
 ) -> Lowered | Reason:
-    """Write `ops` with `emit`. `given` is made before; `result` is handed to the caller, and copies of `more`. A `Reason` says
-    what the program lacks."""
+    """Write `ops` with `emit`. `given` is the program's input; `result` and copies of `more` go to the caller. Returns a
+    `Reason` if the program lacks something."""
     try:
         return Lowering(sums_of_norms(ops), given, result, emit, more).run()
     except Refused as refused:
@@ -190,8 +191,8 @@ def lower(
 
 
 def sums_of_norms(ops: Sequence[Op]) -> list[Op]:
-    """The same ops, where a sum that a later norm makes of the same two values is that norm's. What reads it stands behind the
-    norm then. So what is read between layers costs no sum, and a product can still add into the residual."""
+    """The same ops, without sums that a later norm makes of the same two values. The ops that read such a sum are moved
+    behind the norm. So a tap between layers costs no sum, and a product can still add into the residual."""
     norms = {op.inputs: op for op in reversed(ops) if op.name == "norm" and len(op.inputs) == 2}
     same: dict[int, Value] = {}  # sums that are made by a norm
     late: dict[int, list[Op]] = {}  # by a norm's sum: what waits for it
@@ -308,7 +309,7 @@ class Lowering:
                     self.free(buffer)
 
     def stored(self, value: Value, form: int = F32) -> Buffer:
-        """Where the value stands, in that form."""
+        """The buffer that has the value in that form."""
         place = self.places.get(value.index)
         if not isinstance(place, Stored):
             raise Refused(SUM)
@@ -333,7 +334,7 @@ class Lowering:
         return forms.pop() if len(forms) == 1 else F32
 
     def target(self, value: Value) -> tuple[int, bool]:
-        """Where an op writes the value, in float32, and whether it adds to what stands there."""
+        """The buffer to which an op writes the value, in float32, and whether it adds to the buffer's value."""
         if (into := self._sum_of(value)) is not None:
             self.put(value, Added(into))
             return into.number, True
@@ -342,7 +343,8 @@ class Lowering:
         return buffer.number, False
 
     def _sum_of(self, value: Value) -> Buffer | None:
-        """The buffer of what the value is added to and to nothing else, if it stands there already and is not read before."""
+        """The buffer of the sum that the value is added to, if nothing else reads the value, and nothing reads that buffer
+        before."""
         uses = self.uses.get(value.index, [])
         if len(uses) != 1 or self._is_result(value.index) or self._is_kept(value.index):
             return None
@@ -418,7 +420,7 @@ class Lowering:
         write(out.number, form, activation)
 
     def _rope_and_cache(self, op: Op) -> None:
-        """The queries stay where they stand, at the beginning of the rows."""
+        """The queries stay in place, at the beginning of the rows."""
         rows = self.stored(op.x)
         self.emit.rope_and_cache(rows.number, *_cache_of(op), op.arguments["heads"], has_queries=True)
         self.put(op.out, Stored(rows))
@@ -520,5 +522,5 @@ def _known(activation: Activation) -> Activation:
 
 
 def _cache_of(op: Op) -> tuple[int, int]:
-    """The layer whose cache it uses, and the group whose tables say where."""
+    """The layer whose cache it uses, and the group whose block tables it uses."""
     return op.arguments["kv"].layer, op.arguments["meta"].group

@@ -1,15 +1,17 @@
 """Latent attention in the C++ kernels (csrc/cpu): a layer's operators between the products before it and the one after it.
 
-Keys and values are made of latents by a small product for each head (`heads` below). These weights are packed like those of
-experts, in float32 or bfloat16, and one operator multiplies all heads. The cache is read in place: a token's row is read once,
-as key and as value of all heads.
+A small product for each head (`heads` below) expands latents to keys and values. These weights are packed like those of
+experts, in float32 or bfloat16, and one operator multiplies all heads. The cache is read in place: a token's row is read
+once, as key and value of all heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from slipstream.kernels import native
 from slipstream.kernels.cpu_moe import NativeExperts, pack_expert_weight
@@ -21,9 +23,10 @@ NewBuffer = Callable[[str, int, int], int]
 """(name, form, size) → a buffer of the program"""
 
 
-def pack_head_weight(weight: Tensor, arena: Arena) -> NativeExperts:
+def pack_head_weight(weight: npt.NDArray[Any], arena: Arena) -> NativeExperts:
     """[H, in, out], a product for each head."""
-    return pack_expert_weight(Linear(weight=weight.transpose(1, 2).flatten(0, 1)), len(weight), arena)
+    below: Any = np.ascontiguousarray(weight.swapaxes(1, 2)).reshape(-1, weight.shape[1])
+    return pack_expert_weight(Linear(weight=below), len(weight), arena)
 
 
 def add_latent_queries(
@@ -40,7 +43,7 @@ def add_latent_queries(
     num_heads, nope_dim = _num_heads(keys), keys.inner
     plain = new("plain", keys.form, num_heads * nope_dim)
     sizes = num_heads, nope_dim, keys.rows
-    how = params.norm.weight.float(), params.norm.eps, cos_sin, rotary, params.interleaved
+    how = native.float32(params.norm.weight), params.norm.eps, cos_sin, rotary, params.interleaved
     p.add("latent_queries", q, row, queries, plain, keys.form, layer, *sizes, *how)
     _add_heads(p, plain, queries, rotary, rotary + keys.rows, keys)
 

@@ -1,33 +1,41 @@
-"""Mixtures of experts in the C++ kernels (csrc/cpu/experts.cpp): how their weights are held, and a layer's operators.
+"""Mixtures of experts in the C++ kernels (csrc/cpu/experts.cpp): the layout of their weights, and a layer's operators.
 
-An expert's weight is packed like any product's, in every form but the sparse one; the experts stand one after the other. A
-layer's operators do this:
+An expert's weight is packed like any product's, in every form except the sparse one. The experts follow one another. A layer's
+operators do this:
 
-1. Choose each token's experts, and put the tokens' rows in the order of their experts.
+1. Choose each token's experts, and sort the token–expert pairs by expert.
 2. Run each product over all rows of an expert, cut into tasks of about the same cost.
 3. Sum a token's rows in the order of its choices, so that the sum does not depend on what else is in the batch.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
-from slipstream.kernels.native import Arena, Packed, PackedExperts, Program
-from slipstream.kernels.quantize import ROWS_AT_ONCE, unpack4
+from slipstream.kernels.native import Arena, Packed, PackedExperts, Program, stand_in
 from slipstream.kernels.weights import BlockLinear, GroupedLinear, Linear, ScaledLinear
 from slipstream.spec.model import MoESpec
+from slipstream.spec.scheme import E2M1, Scheme
+
+if TYPE_CHECKING:
+    from slipstream.kernels.native import Array
+
+ROWS_AT_ONCE = 4096
+"""Rows of a weight whose float32 values are held while it is rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeExperts(Linear):
     """All experts' weights. `parts` follow one another in each expert's rows; several where a checkpoint mixes types. `weight`
-    only tells shape and type (on the meta device). `bias` is float32."""
+    only tells shape and type. `bias` is float32."""
 
     parts: tuple[PackedExperts, ...]
 
@@ -37,12 +45,12 @@ class NativeExperts(Linear):
 
     @property
     def form(self) -> int:
-        """What every part reads."""
+        """The form of the inputs, which is the same for every part."""
         return native.form_of(self.parts[0].kind)
 
     @property
     def rows(self) -> int:
-        """Of one expert."""
+        """Rows of one expert."""
         return sum(part.rows for part in self.parts)
 
     @property
@@ -50,34 +58,42 @@ class NativeExperts(Linear):
         return self.parts[0].inner
 
 
-def pack_expert_weight(w: Linear, num_experts: int, arena: Arena, *, eight_bits: bool = False) -> NativeExperts:
-    """The weights of all experts, one below the other, in any form that a checkpoint or `quantize.round_linear` has; dense ones
-    in their own type, or rounded to int8 with a scale a row."""
-    rows = w.out_features // num_experts
+def pack_expert_weight(w: Linear, num_experts: int, arena: Arena, *, rounded: int | None = None) -> NativeExperts:
+    """The weights of all experts (arrays), one below the other, in any form that a checkpoint or `round_groups` has; dense ones
+    in their own type, or `rounded` to a kind that `Packed.put_dense` makes."""
+    rows, weight, kept = w.out_features // num_experts, _array(w.weight), _array(w.weight)
     if isinstance(w, BlockLinear):
-        parts, stand_in = _of_blocks(w, num_experts, arena), w.weight
+        parts = _of_blocks(w, num_experts, arena)
     elif isinstance(w, GroupedLinear):
         form = group_form(w)
-        experts = PackedExperts.empty(form.kind, rows, w.weight.shape[1] * 4, num_experts, arena)
+        experts = PackedExperts.empty(form.kind, rows, weight.shape[1] * 4, num_experts, arena)
         for e in range(num_experts):
             form.put(experts.of(e), e * rows)
-        parts, stand_in = (experts,), torch.empty(len(w.weight), experts.inner, device="meta", dtype=w.scales.dtype)
+        parts, kept = (experts,), stand_in((len(weight), experts.inner), _array(w.scales).dtype)
     else:
         scaled = isinstance(w, ScaledLinear)
-        if scaled and w.weight.dtype != torch.int8:
+        if scaled and weight.dtype != np.int8:
             raise ConfigError("the CPU's kernels have no fp8 product; use kernels='reference'", field="kernels")
-        dense = native.BF16 if w.weight.dtype == torch.bfloat16 else native.F32
-        kind = native.I8 if scaled or eight_bits else dense
-        experts = PackedExperts.empty(kind, rows, w.weight.shape[1], num_experts, arena)
+        dense = native.BF16 if native.type_name(weight) == "bfloat16" else native.F32
+        kind = native.I8 if scaled else dense if rounded is None else rounded
+        experts = PackedExperts.empty(kind, rows, weight.shape[1], num_experts, arena)
         for e in range(num_experts):
             own = slice(e * rows, (e + 1) * rows)
             if isinstance(w, ScaledLinear):
-                experts.of(e).put_codes(w.weight[own], w.scales[own])
+                experts.of(e).put_codes(weight[own], _array(w.scales)[own])
+                own_type: Any = w.out_dtype
+                kept = stand_in(weight.shape, own_type)
             else:
-                experts.of(e).put_dense(w.weight[own])
-        kept = w.out_dtype if isinstance(w, ScaledLinear) else w.weight.dtype
-        parts, stand_in = (experts,), torch.empty_like(w.weight, device="meta", dtype=kept)
-    return NativeExperts(weight=stand_in, bias=None if w.bias is None else w.bias.float().contiguous(), parts=parts)
+                experts.of(e).put_dense(weight[own])
+        parts = (experts,)
+    bias: Any = None if w.bias is None else native.float32(w.bias)
+    only: Any = stand_in(kept.shape, kept.dtype)
+    return NativeExperts(weight=only, bias=bias, parts=parts)
+
+
+def _array(x: Any) -> npt.NDArray[Any]:
+    assert isinstance(x, np.ndarray), "the kernels' weights are made of arrays (kernels/arrays.py)"
+    return x
 
 
 def _of_blocks(w: BlockLinear, num_experts: int, arena: Arena) -> tuple[PackedExperts, ...]:
@@ -94,6 +110,7 @@ def _of_blocks(w: BlockLinear, num_experts: int, arena: Arena) -> tuple[PackedEx
         experts = whole or PackedExperts.empty(native.BLOCK_KINDS[piece.type], count, inner, num_experts, arena)
         for e in range(num_experts):
             experts.of(e).put_blocks(piece.blocks[e * count :].ctypes.data, count, piece.start if whole else 0)
+        piece.read()
         parts.append(experts)
     return (whole,) if whole is not None else tuple(parts)
 
@@ -103,37 +120,84 @@ def _of_blocks(w: BlockLinear, num_experts: int, arena: Arena) -> tuple[PackedEx
 
 @dataclass(frozen=True, slots=True)
 class GroupForm:
-    """How a `GroupedLinear` is packed: 4-bit codes as they are, with scales, and what is added, in float32 [out, groups]."""
+    """Pack a `GroupedLinear`: its 4-bit codes unchanged, with scales and minima in float32 [out, groups]."""
 
     w: GroupedLinear
     kind: int
-    scales: Tensor
-    minima: Tensor | None
+    scales: npt.NDArray[np.float32]
+    minima: npt.NDArray[np.float32] | None
 
     def put(self, packed: Packed, first: int = 0) -> None:
         """The weight's rows from `first` on, as many as `packed` has."""
         for row in range(0, packed.rows, ROWS_AT_ONCE):
             at = slice(first + row, first + min(packed.rows, row + ROWS_AT_ONCE))
-            codes = unpack4(self.w.weight[at], self.w.chunk).to(torch.uint8)
+            codes = unpack4(_array(self.w.weight)[at], self.w.chunk)
             packed.put_codes4(codes, self.scales[at], None if self.minima is None else self.minima[at], row)
 
 
 def group_form(w: GroupedLinear) -> GroupForm:
     """Scales are held in float32; in groups of 32 in float16, if that holds them exactly, as GGUF's Q4_0; of floats (e2m1)
     their exponents."""
-    scales = w.scales.float().T.contiguous()
+    scales = np.ascontiguousarray(_array(w.scales).astype(np.float32).T)
     if w.codes == "e2m1":
         return GroupForm(w, native.MX, scales, None)
-    minima = None if w.zeros is None else -w.zeros.float().T * scales
+    minima = None if w.zeros is None else -_array(w.zeros).astype(np.float32).T * scales
     kind = native.W4 if minima is None else native.W4M
     if w.group_size == 32:
         if minima is None:  # of a group of zeros any scale is right
-            some = (unpack4(part, w.chunk).unflatten(1, (-1, 32)).ne(8).any(-1) for part in w.weight.split(ROWS_AT_ONCE))
-            scales = scales.where(torch.cat([*some]), 0.0)
-        halves = minima is None and torch.equal(scales.half().float(), scales)
+            parts = (_array(w.weight)[at : at + ROWS_AT_ONCE] for at in range(0, len(w.weight), ROWS_AT_ONCE))
+            some = [(unpack4(part, w.chunk).reshape(len(part), -1, 32) != 8).any(-1) for part in parts]
+            scales = np.where(np.concatenate(some), scales, np.float32(0.0))
+        with np.errstate(over="ignore"):
+            halves = minima is None and np.array_equal(scales.astype(np.float16).astype(np.float32), scales)
         kind = native.Q4 if halves else native.W4M32
-        minima = -8 * scales if minima is None and not halves else minima
+        minima = np.float32(-8) * scales if minima is None and not halves else minima
     return GroupForm(w, kind, scales, minima)
+
+
+def round_groups(weight: npt.NDArray[Any], bias: Any, scheme: Scheme) -> GroupedLinear:
+    """`quantize.round_linear` of a dense weight [out, in] by mxfp4, in arrays, some rows at a time. Scales are of the weight's
+    type."""
+    size = scheme.group_size
+    assert size is not None
+    assert scheme.name == "mxfp4"
+    chunk = chunk_of(weight.shape[1], size)
+    parts = [_round_floats(weight[at : at + ROWS_AT_ONCE], size, weight.dtype) for at in range(0, len(weight), ROWS_AT_ONCE)]
+    made: Any = np.concatenate([pack4(codes, chunk) for codes, _ in parts])
+    scales: Any = np.concatenate([scales for _, scales in parts], axis=1)
+    return GroupedLinear(
+        weight=made, scales=scales, bias=bias, group_size=size, chunk=chunk, codes="e2m1"
+    )
+
+
+def _round_floats(weight: npt.NDArray[Any], size: int, kind: np.dtype[Any]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]:
+    """The same to e2m1, scaled so that the largest magnitude's power of two falls on 4, the largest code's (OCP Microscaling
+    Formats 1.0, section 6.3); of two codes as near, the larger."""
+    groups = weight.astype(np.float32).reshape(len(weight), -1, size)
+    exponents = np.floor(np.log2(np.maximum(np.abs(groups).max(-1), np.float32(1e-12)))) - np.float32(2)
+    scaled = groups / np.exp2(exponents)[..., None]
+    edges = [(a + b) / 2 for a, b in itertools.pairwise(E2M1)]
+    codes = np.searchsorted(np.array(edges, np.float32), np.abs(scaled).reshape(-1), side="right").astype(np.uint8)
+    codes = codes.reshape(weight.shape) + np.where(scaled < 0, np.uint8(8), np.uint8(0)).reshape(weight.shape)
+    return codes, np.ascontiguousarray(np.exp2(exponents).astype(kind).T)
+
+
+def chunk_of(inner: int, size: int) -> int:
+    """`quantize.chunk_of`"""
+    return next(c for c in (4 * size, 2 * size, size) if inner % c == 0 and c >= 64)
+
+
+def pack4(codes: npt.NDArray[np.uint8], chunk: int) -> npt.NDArray[np.int16]:
+    """Codes 0 … 15 [out, in] → `GroupedLinear.weight`."""
+    a, b, c, d = np.split(codes.astype(np.uint16).reshape(len(codes), -1, chunk), 4, axis=-1)
+    return (a | b << 4 | c << 8 | d << 12).view(np.int16).reshape(len(codes), -1)
+
+
+def unpack4(words: npt.NDArray[np.int16], chunk: int) -> npt.NDArray[np.uint8]:
+    """`GroupedLinear.weight` → codes 0 … 15 [out, in]."""
+    chunks = words.view(np.uint16).reshape(len(words), -1, chunk // 4)
+    codes = np.concatenate([chunks >> shift & 15 for shift in (0, 4, 8, 12)], axis=-1)
+    return codes.astype(np.uint8).reshape(len(words), -1)
 
 
 # --- A layer's operators ----------------------------------------------------------------------------------------------
@@ -143,20 +207,29 @@ NewBuffer = Callable[[str, int, int, int], int]
 
 
 def add_choice(
-    p: Program, x: int, logits: int, counts: int, spec: MoESpec, correction: Tensor | None, rows: int, form: int, size: int
+    p: Program, x: int, logits: int, counts: int, spec: MoESpec, correction: Array | None, rows: int, form: int, size: int
 ) -> None:
-    """Each token's experts by the router's `logits` (float32), and the tokens' rows x (float32) in the order of their experts,
-    into `rows` in `form`. `counts`: a buffer for int64 [experts], bound if they are counted."""
+    """Choose each token's experts by the router's `logits` (float32), and write the tokens' rows x (float32), sorted by
+    expert, to `rows` in `form`. `counts`: a buffer for int64 [experts], bound if tokens are counted."""
     g = spec.groups
     groups = (0, 0, False) if g is None else (g.num_groups, g.num_chosen, g.by == "best_two")
     sizes = (spec.num_experts, spec.num_experts_per_token)
+    held = spec.held or (0, spec.num_experts)
     how = (spec.scores == "sigmoid", spec.normalize, spec.weight_scale)
-    p.add("route", logits, *sizes, *how, None if correction is None else correction.float(), *groups)
+    correction = None if correction is None else native.float32(correction)
+    p.add("route", logits, *sizes, *how, correction, *groups, *held)
     p.add("gather", x, rows, form, size, counts)
 
 
+def add_made_choice(p: Program, x: int, choice: int, spec: MoESpec, rows: int, form: int, size: int) -> None:
+    """`add_choice` where the choice is made already: `choice` has a token's experts and then their weights, float32 [2 · k]. An
+    expert below 0 is none."""
+    p.add("choice", choice, spec.num_experts, spec.num_experts_per_token)
+    p.add("gather", x, rows, form, size, -1)
+
+
 def add_experts(p: Program, x: int, up: NativeExperts, down: NativeExperts, spec: MoESpec, new: NewBuffer) -> int:
-    """The two products and the activation between them, over gathered rows in `up.form`; where the results are."""
+    """The two products and the activation between them, over gathered rows in `up.form`. Returns the results' buffer."""
     e, k = spec.expert, spec.num_experts_per_token
     activation = native.activation_of(e.activation)
     assert activation is not None
@@ -179,7 +252,7 @@ def add_down(p: Program, inner: int, down: NativeExperts, spec: MoESpec, new: Ne
 def add_expert_linear(
     p: Program, x: int, y: int, w: NativeExperts, form: int = -1, activation: tuple[int, float, float] = (0, 0.0, 0.0)
 ) -> None:
-    """Part by part; with a form, gate and up whose activation goes out in it."""
+    """A product, part by part. With a form it is gate and up, and the result is their activation in that form."""
     for column, part in _columns(w.parts):
         bias = None if w.bias is None else w.bias[column:]
         weight = (part.kind, part.rows, part.inner, part.data, part.stride)

@@ -1,5 +1,5 @@
-"""The torch ops that are fast on a CPU, in bfloat16 and float32. They run where the C++ kernels (`cpu.py`) are not built, and
-are the rest of the op set where they are. An op that is not here gains nothing over the reference.
+"""Torch ops that are fast on a CPU, in bfloat16 and float32. They run where the C++ kernels (`cpu.py`) are not built, and
+for ops that the C++ kernels lack. Ops that are not here are the reference's, which is as fast.
 
 Choices, measured by `benchmarks/kernels.py --op torch`:
 
@@ -7,10 +7,10 @@ Choices, measured by `benchmarks/kernels.py --op torch`:
    weight replaces the dense one. A tied embedding keeps its table for look-ups, and a packed copy serves as the head.
 2. Attention is `scaled_dot_product_attention` over gathered blocks. The query heads of a kv head are packed as rows, since
    `enable_gqa` expands the cache. Scores stay in float32: in bfloat16 they are up to 1.6 × as fast and a fifth less exact.
-3. Argmax, top-k and the draw go through a vocabulary chunk by chunk. Nothing is sorted that need not be.
+3. The sampler is NumPy's (`sampling.py`), which a process without torch has, too.
 4. Freed temporaries are kept (`keep_freed_memory`): giving their pages back costs more than filling them.
 
-Limits: what is gathered beyond a sequence's end is masked, but still multiplied by 0, so the cache must be finite.
+Limits: keys and values beyond a sequence's end are masked, but multiplied by 0. So the cache must be finite.
 """
 
 from __future__ import annotations
@@ -22,31 +22,30 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
+from slipstream.kernels import sampling
+from slipstream.kernels.adapters import LoRATokens, LoRAWeights
+from slipstream.kernels.arrays import to_array
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
 from slipstream.kernels.native import has_cpu_kernels
-from slipstream.kernels.ops import AttentionParams, Experts, NormParams, QKVLayout
+from slipstream.kernels.ops import AttentionParams, Experts, NormParams, OpSet, QKVLayout
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
     activate,
-    apply_bias_and_penalties,
     attend,
     biases,
     count_experts,
-    first_beyond,
     gather_sequence,
-    nucleus,
     rms,
     route,
-    scaled_probs,
     softmax,
-    uniform,
 )
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear
 from slipstream.spec.model import Activation, OwnNorm
@@ -58,15 +57,12 @@ MAX_TEMPORARY_BYTES = 4 * 2**20
 PACK_BATCH = 32
 """The number of tokens that oneDNN lays weights out for; the layout serves other numbers as well."""
 
-NUCLEUS_STEPS = (64, 1024)
-"""How many of the likeliest tokens top-p looks at before it sorts the vocabulary."""
-
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear(Linear):
-    """`packed` is the weight in oneDNN's order; `weight` only tells its shape and type (on the meta device)."""
+    """`packed` is the weight in oneDNN's layout. `weight` is on the meta device and only has the shape and type."""
 
     packed: Tensor
 
@@ -102,7 +98,7 @@ def keep_freed_memory() -> bool:
 
 
 class CpuOps(ReferenceOps):
-    """It keeps what it derived from the last step's metadata, since every layer needs that again. Metadata is known by its
+    """It caches values derived from the last step's metadata, since every layer needs them. The key is the metadata's
     identity, so its tensors must never be written to."""
 
     name = "torch"
@@ -122,6 +118,8 @@ class CpuOps(ReferenceOps):
         return made
 
     # --- Layers -----------------------------------------------------------------------------------------------------
+
+    packed_attention = OpSet.packed_attention  # by torch's own kernel; the reference's is the oracle
 
     def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         if scheme is not None:
@@ -158,18 +156,24 @@ class CpuOps(ReferenceOps):
         up, down, spec = experts.up, experts.down, experts.spec
         weights, chosen = route(router_logits, spec, experts.correction)
         count_experts(chosen, load)
+        held = spec.num_held
+        if spec.held is not None:  # others come behind all that are here, and get no product
+            here = (chosen >= spec.held[0]) & (chosen < spec.held[0] + held)
+            chosen, weights = torch.where(here, chosen - spec.held[0], held), torch.where(here, weights, 0.0)
         by_expert, order = chosen.flatten().sort(stable=True)
-        ends = chosen.flatten().bincount(minlength=spec.num_experts).cumsum(0).int()
-        per_expert = (spec.num_experts, -1, x.shape[1])
+        count = int((by_expert < held).sum())
+        by_expert, order = by_expert[:count], order[:count]
+        ends = by_expert.bincount(minlength=held).cumsum(0).int()
+        per_expert = (held, -1, x.shape[1])
         h = F.grouped_mm(x[order // chosen.shape[1]], up.weight.view(per_expert).transpose(1, 2), offs=ends)
         if up.bias is not None:
-            h += up.bias.view(spec.num_experts, -1)[by_expert]
+            h += up.bias.view(held, -1)[by_expert]
         rows = self.activation(h, spec.expert.activation, gated=spec.expert.gated)
         assert isinstance(rows, Tensor)
-        y = F.grouped_mm(rows, down.weight.view(spec.num_experts, x.shape[1], -1).transpose(1, 2), offs=ends)
+        y = F.grouped_mm(rows, down.weight.view(held, x.shape[1], -1).transpose(1, 2), offs=ends)
         if down.bias is not None:
-            y += down.bias.view(spec.num_experts, -1)[by_expert]
-        back = torch.empty_like(y).index_copy_(0, order, y).view(*chosen.shape, x.shape[1])
+            y += down.bias.view(held, -1)[by_expert]
+        back = y.new_zeros(chosen.numel(), x.shape[1]).index_copy_(0, order, y).view(*chosen.shape, x.shape[1])
         return (back.float() * weights[..., None]).sum(dim=1).to(x.dtype)
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
@@ -178,6 +182,22 @@ class CpuOps(ReferenceOps):
             y: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), w.packed, w.bias, "none", [], "")
             return y
         return F.linear(x, w.weight, w.bias)
+
+    def lora(self, y: Tensor, x: Activations, w: LoRAWeights, tokens: LoRATokens) -> Tensor:
+        """One adapter's tokens after another's: a batched product over gathered weights took 1.3 to 30 times as long."""
+        assert isinstance(x, Tensor)
+        rank, parts = w.rank, w.parts
+        for slot, begin, end in tokens.groups:
+            whole = end - begin == len(y)
+            at = tokens.order[begin:end]
+            inner = (x if whole else x[at]) @ w.down[slot].T
+            for p in w.live:
+                more = inner[:, p * rank : (p + 1) * rank] @ w.up[slot, parts[p]].T
+                if whole:
+                    y[:, parts[p]] += more
+                else:
+                    y[:, parts[p]].index_add_(0, at, more)
+        return y
 
     def norm(
         self, x: Tensor, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
@@ -210,7 +230,7 @@ class CpuOps(ReferenceOps):
             normed = ((qk[:, : h.num_heads], h.q_norm), (qk[:, h.num_heads :], h.k_norm))
             qk = torch.cat([rms(t, w, h.norm_eps, h.norm_offset) for t, w in normed], dim=1)
         if cos_sin is not None:
-            # The tensor stands in the value too, so that its id is not used again within the step.
+            # The value holds the tensor, too, so that its id is not used again within the step.
             _, cos, sin = self._once_a_step(
                 meta, (id(cos_sin), h.interleaved), lambda: (cos_sin, *_turning(cos_sin[meta.positions], h.interleaved))
             )
@@ -250,25 +270,15 @@ class CpuOps(ReferenceOps):
     # --- Sampling ---------------------------------------------------------------------------------------------------
 
     def mask_logits(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        allowed = np.unpackbits(bits.numpy().view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-        for row, own in zip(rows.tolist(), torch.from_numpy(allowed == 0), strict=True):
-            logits[row].masked_fill_(own, float("-inf"))
+        sampling.mask_logits(to_array(logits), rows.numpy(), bits.numpy())
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        if params.all_greedy and not params.changes_logits:
-            return argmax(logits)
-        logits = apply_bias_and_penalties(logits.float(), params)
-        greedy = argmax(logits)
-        if params.all_greedy:
-            return greedy
-        probs = scaled_probs(logits, params)
-        if params.any_min_p:
-            probs = probs.where(probs >= params.min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
-        if params.any_top_k:
-            probs = probs.where(logits >= _least_of_top_k(logits, params.top_k), 0.0)
-        if params.any_top_p:
-            probs = probs.where(probs >= _least_of_top_p(probs, params.top_p), 0.0)
-        return torch.where(params.temperature > 0, draw(probs, uniform(params.seeds, params.history_lens)), greedy)
+        return torch.from_numpy(sampling.sample(logits.float().numpy(), params, self._largest))
+
+    def _largest(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+        """The first largest of each row [S, V]."""
+        found: npt.NDArray[np.int64] = np.argmax(logits, axis=1)
+        return found
 
 
 # --- Rotation -------------------------------------------------------------------------------------------------------
@@ -310,7 +320,7 @@ def _head_slots(slot_mapping: Tensor, num_kv_heads: int, block_size: int) -> Ten
 def decode_groups(
     meta: AttentionMetadata, lens: list[int], kv: LayerKV, window: int | None, dtype: torch.dtype
 ) -> list[DecodeGroup]:
-    """The step's decodes, in groups that padding makes little dearer. Blocks before the window are not gathered."""
+    """The step's decodes, in groups with little padding. Blocks before the window are not gathered."""
     _, num_kv_heads, block_size, _ = kv.k.shape
     count, block_bytes = meta.num_decodes, kv.k[0].nbytes
     firsts = [0 if window is None else max(0, length - window) // block_size for length in lens[:count]]
@@ -321,7 +331,7 @@ def decode_groups(
         index = torch.tensor(rows)
         group_lens = meta.seq_lens[index][:, None]
         first = torch.tensor([firsts[i] for i in rows])[:, None]
-        # What a shorter sequence has beyond its end is masked, so any block will do there.
+        # Blocks beyond a shorter sequence's end are masked, so they may be any.
         columns = (first + torch.arange(n)).clamp(max=meta.block_table.shape[1] - 1)
         blocks = meta.block_table[index].gather(1, columns).long()
         at = first * block_size + torch.arange(n * block_size)
@@ -433,70 +443,3 @@ def _tiled(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: AttentionPar
         first = length - num_queries + begin
         last = length - num_queries + end if s.causal else length
         out[begin:end] = attend(q[begin:end], keys[:, :last], values[:, :last], s, first=first)
-
-
-# --- Sampling -------------------------------------------------------------------------------------------------------
-
-
-def argmax(x: Tensor) -> Tensor:
-    """The first largest of each row [S, V]. torch's maximum is fast, its argmax is not: find the chunk, then look."""
-    chunks = _chunks(x, 256)
-    at = chunks.amax(dim=-1).argmax(dim=-1)
-    return at * chunks.shape[-1] + _pick(chunks, at).argmax(dim=-1)
-
-
-def largest(x: Tensor, k: int) -> Tensor:
-    """The k largest of each row [S, V], descending. They are in the k chunks with the largest maxima."""
-    chunks = _chunks(x, math.isqrt(x.shape[-1] // k))
-    if chunks.shape[-1] < 4:
-        return x.topk(k, dim=-1).values
-    found = chunks.amax(dim=-1).topk(k, dim=-1).indices
-    return chunks.gather(1, found[:, :, None].expand(-1, -1, chunks.shape[-1])).flatten(1).topk(k, dim=-1).values
-
-
-def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """`reference.draw`: first the chunk in which the running sum exceeds u · total, then the token."""
-    chunks = _chunks(weights, 256)
-    running = chunks.sum(-1, dtype=torch.float64).cumsum(-1)
-    target = u.double()[:, None] * running[:, -1:]
-    at = torch.searchsorted(running, target, right=True).clamp(max=chunks.shape[1] - 1)
-    before = torch.where(at > 0, running.gather(1, (at - 1).clamp(min=0)), 0.0)
-    return at[:, 0] * chunks.shape[-1] + first_beyond(_pick(chunks, at[:, 0]), target - before)
-
-
-def _least_of_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
-    """The k-th largest logit of each row [S, 1]; −inf for rows without top_k."""
-    limited = (top_k > 0) & (top_k < logits.shape[-1])
-    if not bool(limited.any()):
-        return logits.new_full((len(logits), 1), -math.inf)
-    k = torch.where(limited, top_k, 1).long()
-    least = largest(logits, int(k.max())).gather(1, k[:, None] - 1)
-    return torch.where(limited[:, None], least, -math.inf)
-
-
-def _least_of_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    """`reference.nucleus`, looking at more of a row's tokens only while they do not make up top_p."""
-    vocab = probs.shape[-1]
-    least = probs.new_zeros(len(probs), 1)
-    pending = (top_p < 1.0).nonzero()[:, 0]
-    for count in (*(c for c in NUCLEUS_STEPS if c < vocab), vocab):
-        if not len(pending):
-            break
-        rows, wanted = probs[pending], top_p[pending]
-        ordered = largest(rows, count)
-        done = ordered.sum(-1, dtype=torch.float64) >= wanted * rows.sum(-1, dtype=torch.float64)
-        done |= torch.tensor(count == vocab)
-        least[pending[done]] = nucleus(ordered[done], rows[done], wanted[done])
-        pending = pending[~done]
-    return least
-
-
-def _chunks(x: Tensor, at_most: int) -> Tensor:
-    """[S, V] → [S, V / width, width] with the largest width up to `at_most` that divides V."""
-    width = next(w for w in range(max(1, at_most), 0, -1) if x.shape[-1] % w == 0)
-    return x.reshape(len(x), -1, width)
-
-
-def _pick(chunks: Tensor, at: Tensor) -> Tensor:
-    """Chunk at[s] of each row: [S, width]."""
-    return chunks[torch.arange(len(chunks)), at]

@@ -2,6 +2,8 @@
 
 A step is *ragged*: the tokens of all sequences are concatenated. Sequence i has tokens query_start_loc[i] :
 query_start_loc[i + 1]. Shapes: T tokens in the step, S sequences, K kv heads, D head dim, B blocks, X experts, V vocabulary.
+
+On a CPU the tensors may be NumPy's arrays. Torch is imported only by what makes tensors.
 """
 
 from __future__ import annotations
@@ -9,11 +11,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from slipstream.spec.model import AttentionKind, LatentAttentionSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+NO_ADAPTER = -1
+"""In the place of an adapter's slot: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,15 @@ def by_dim(v: Tensor) -> Tensor:
     return v.transpose(2, 3).contiguous().transpose(2, 3)
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Which decodes of a step begin with the same blocks: int32 [num_decodes] each. A group's members stand side by side."""
+
+    begins: Tensor  # the first member of each sequence's group, which is itself where it has none
+    ends: Tensor  # the one behind the group's last member
+    num_tokens: Tensor  # that the group shares: whole blocks, fewer tokens than any member has
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
     """Where this step's tokens are. Tensors are on the model's device, ints on the host.
@@ -68,7 +84,8 @@ class AttentionMetadata:
     2. `from_start`: the other sequences have nothing in the cache before this step. False: unknown.
     3. `groups`: the metadata for each cache group (`CacheGroup`), this one first. Empty: all layers use these tables. In a
        `cross` group positions and slots are unused.
-    4. In a captured graph ints are upper bounds, and padded sequences have seq_len 0 and write to slot 0 of the null block.
+    4. `shared`: what decodes share, for layers that look at all tokens. An op may leave it out of account.
+    5. In a captured graph ints are upper bounds, and padded sequences have seq_len 0 and write to slot 0 of the null block.
     """
 
     query_start_loc: Tensor  # int32 [S + 1]
@@ -82,6 +99,7 @@ class AttentionMetadata:
     from_start: bool = False
     token_types: Tensor | None = None  # int64 [T], for texts of two parts; None: all tokens have type 0
     text_ends: Tensor | None = None  # int32 [T]: where each token's text ends; None: unknown, or no whole texts
+    shared: SharedPrefixes | None = None
     groups: tuple[AttentionMetadata, ...] = ()
 
     def of_group(self, group: int) -> AttentionMetadata:
@@ -91,6 +109,11 @@ class AttentionMetadata:
     def with_groups(self, *others: AttentionMetadata) -> AttentionMetadata:
         """The metadata of a model with more groups, of which this is the first."""
         return dataclasses.replace(self, groups=(self, *others)) if others else self
+
+    def sharing(self, shared: SharedPrefixes) -> AttentionMetadata:
+        """The same in every group."""
+        groups = tuple([dataclasses.replace(group, shared=shared) for group in self.groups])
+        return dataclasses.replace(self, shared=shared, groups=groups)
 
     @classmethod
     def alone(
@@ -113,6 +136,8 @@ class AttentionMetadata:
     ) -> AttentionMetadata:
         """`num_seqs` sequences of `length` tokens, the last `num_new` of them new; each has its own blocks in every group, from
         block 1 on."""
+        import torch
+
         num_blocks = -(-length // block_size)
         own = torch.arange(num_seqs * num_blocks, dtype=torch.int32, device=device).view(num_seqs, num_blocks) * num_groups + 1
         positions = torch.arange(length - num_new, length, device=device).repeat(num_seqs)

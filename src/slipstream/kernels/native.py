@@ -1,7 +1,9 @@
 """Bindings of libslipstream_cpu (csrc/cpu): ctypes over its C interface, so that one binary serves every Python and torch.
 
 The library lies in this package. `pip install .` builds it, in a source tree `python -m slipstream.kernels.build`. It is given
-the addresses of tensors and checks nothing: `Program` keeps the tensors alive, and shapes are checked here or by the callers.
+the addresses of arrays and checks nothing: `Program` keeps the arrays alive, and shapes are checked here or by the callers.
+
+An array (`Array`) is NumPy's or a tensor of torch's on the CPU. Nothing here imports torch. What is made here is NumPy's.
 """
 
 from __future__ import annotations
@@ -10,33 +12,44 @@ import ctypes
 import hashlib
 import sys
 from collections.abc import Sequence
-from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_int64
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.native_interface import SIGNATURES, LayerPointers
+from slipstream.kernels.native_interface import GroupInputs as GroupInputs
+from slipstream.kernels.native_interface import Job as Job
+from slipstream.kernels.native_interface import StepInputs as StepInputs
 from slipstream.kernels.weights import Linear
 from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, OwnActivation
 
-ABI = 11
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Array: TypeAlias = npt.NDArray[Any] | Tensor
+else:
+    Array = Any
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+ABI = 24
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32, MX, Q2K, Q3K = range(18)
 """Kinds of weights: csrc/cpu/formats.h."""
 
 CEILINGS = ("read", "int8", "bfloat16", "float32")
-"""What `add_ceiling` can do: csrc/cpu/formats.h."""
+"""The work of `add_ceiling`: csrc/cpu/formats.h."""
 
 ROWS_F32, ROWS_BF16 = -1, -2
-"""Tables that only `embed` reads, row by row as torch keeps them."""
+"""Tables that only `embed` reads, in torch's layout."""
 
 BLOCK_KINDS = {
     "Q8_0": Q8, "Q4_0": Q4, "Q4_1": Q4M, "Q5_0": Q5, "Q5_1": Q5M, "MXFP4": MX,
@@ -53,94 +66,64 @@ KIND_NAMES = {kind: name for name, kind in BLOCK_KINDS.items()} | {
     W4M: "int4 with zero points",
     W4M32: "int4 by 32",
 }
-"""For a person."""
+"""Names of the kinds, for messages."""
 
 FORM_F32, FORM_BF16, FORM_Q = range(3)
 """Forms of activations that products read."""
 
 ACTIVATIONS: dict[NamedActivation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 CLAMPED_SWIGLU = 5
-CACHES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+CACHES = {"float32": 0, "bfloat16": 1, "int8": 2}
 
 
 def activation_of(activation: Activation) -> tuple[int, float, float] | None:
-    """(kind, alpha, limit), as the operators take it. None: they don't have it."""
+    """The operators' arguments (kind, alpha, limit). None: they do not have this activation."""
     if isinstance(activation, ClampedSwiglu):
         return CLAMPED_SWIGLU, activation.alpha, activation.limit
     return None if isinstance(activation, OwnActivation) else (ACTIVATIONS[activation], 0.0, 0.0)
 
 
-class LayerPointers(ctypes.Structure):
-    _fields_ = (("k", c_void_p), ("v", c_void_p), ("k_scale", c_void_p), ("v_scale", c_void_p))
+def address(x: Array) -> int:
+    """Where an array's first number stands."""
+    # not `x.ctypes.data`, which makes an object of its own and takes twice as long
+    return int(x.__array_interface__["data"][0] if isinstance(x, np.ndarray) else x.data_ptr())
 
 
-class GroupInputs(ctypes.Structure):
-    """`ss_group`"""
-
-    _fields_ = (("seq_lens", c_void_p), ("block_table", c_void_p), ("table_stride", c_int64), ("slots", c_void_p))
-
-
-class StepInputs(ctypes.Structure):
-    """`ss_step`"""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("num_tokens", "num_seqs", "num_decodes", "block_size")),
-        ("cache", c_int32),
-        *((name, c_void_p) for name in ("token_ids", "query_start_loc", "positions")),
-        ("groups", ctypes.POINTER(GroupInputs)),
-        ("layers", ctypes.POINTER(LayerPointers)),
-    )
+def type_name(x: Array) -> str:
+    """The type of an array's numbers, such as "bfloat16"."""
+    return _type_name(x.dtype)
 
 
-_I, _L, _F, _P = c_int32, c_int64, c_float, c_void_p
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "abi": (_I, []),
-    "num_isas": (_I, []),
-    "isa_name": (c_char_p, [_I]),
-    "isa_usable": (_I, [_I]),
-    "engine_create": (_P, [_I, _I]),
-    "engine_destroy": (None, [_P]),
-    "packed_bytes": (_L, [_I, _L, _L]),
-    "pack_dense": (None, [_P, _I, _L, _L, _P, _P, _I, _L, _L, _L, _P]),
-    "pack_codes": (None, [_P, _L, _L, _P, _P, _P, _L, _L, _P]),
-    "pack_blocks": (None, [_P, _I, _L, _L, _P, _P, _L, _L, _P]),
-    "pack_codes4": (None, [_P, _I, _L, _L, _P, _P, _P, _P, _L, _L, _P]),
-    "num_zeros": (_L, [_L, _L, _P]),
-    "sparse_bytes": (_L, [_L, _L, _P]),
-    "pack_sparse": (None, [_L, _L, _P, _P]),
-    "unpack_rows": (None, [_I, _L, _L, _P, _P, _L, _P]),
-    "program_create": (_P, [_P]),
-    "program_destroy": (None, [_P]),
-    "buffer": (_I, [_P, _L, _L]),
-    "bind": (None, [_P, _I, _P, _L]),
-    "form_bytes": (_L, [_I, _L]),
-    "add_embed": (None, [_P, _I, _I, _L, _I, _L, _L, _P, _F, _I]),
-    "add_norm": (None, [_P, _I, _I, _I, _I, _I, _L, _P, _P, _F, _F]),
-    "add_convert": (None, [_P, _I, _I, _I, _L, _L]),
-    "add_linear": (None, [_P, _I, _I, _L, _I, _L, _L, _P, _P, _I]),
-    "add_head_linear": (None, [_P, _I, _I, _L, _L, _L, _I, _L, _L, _P, _L]),
-    "add_gated_linear": (None, [_P, _I, _I, _I, _I, _F, _F, _I, _L, _L, _P, _P]),
-    "add_activation": (None, [_P, _I, _I, _I, _I, _F, _F, _I, _L, _L]),
-    "add_route": (None, [_P, _I, _L, _L, _I, _I, _F, _P, _L, _L, _I]),
-    "add_gather": (None, [_P, _I, _I, _I, _L, _I]),
-    "add_expert_linear": (None, [_P, _I, _I, _L, _I, _I, _F, _F, _I, _L, _L, _P, _L, _P, _L]),
-    "add_combine": (None, [_P, _I, _I, _L, _I, _I, _I]),
-    "add_rope_and_cache": (None, [_P, _I, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F]),
-    "add_latent_queries": (None, [_P, _I, _I, _I, _I, _I, _I, _L, _L, _L, _P, _F, _P, _L, _I]),
-    "add_attention": (None, [_P, _I, _I, _I, _I, _L, _L, _L, _L, _F, _L, _F, _P, _P, _P, _L, _I]),
-    "add_argmax": (None, [_P, _I, _I, _L]),
-    "add_linear_argmax": (None, [_P, _I, _I, _I, _L, _L, _P, _P]),
-    "add_ceiling": (None, [_P, _I, _P, _L, _L]),
-    "ceiling_macs": (_L, [_P, _I, _L]),
-    "run": (None, [_P, _P, ctypes.POINTER(StepInputs)]),
-    "begin": (None, [_P, _P, ctypes.POINTER(StepInputs)]),
-    "wait": (None, [_P]),
-    "profile": (_I, [_P, _I, _P, _I]),
-}
+@cache
+def _type_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def float32(x: Array) -> Array:
+    """The same numbers in float32, in rows that lie together."""
+    return np.ascontiguousarray(x, np.float32) if isinstance(x, np.ndarray) else x.float().contiguous()
+
+
+def contiguous(x: Array) -> Array:
+    """The same numbers, in rows that lie together."""
+    return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x.contiguous()
+
+
+def row_bytes(x: Array) -> int:
+    """From one row of an array [n, m] to the next."""
+    return int(x.strides[0] if isinstance(x, np.ndarray) else x.stride(0) * x.element_size())
+
+
+def _lies_together(x: Array, *, rows_only: bool = False) -> bool:
+    """Whether an array, or with `rows_only` each of its rows, has its numbers one behind the other."""
+    if isinstance(x, np.ndarray):
+        rows = x.strides[-1] == x.itemsize or x.shape[-1] == 1 or not x.size
+        return rows if rows_only else x.flags.c_contiguous
+    return x.stride(-1) == 1 if rows_only else x.is_contiguous()
 
 
 def library_path() -> Path | None:
-    """Where the library lies: beside this file, or where an editable install keeps what it built."""
+    """The library's path: beside this file, or in an editable install's build folder. None if it is not built."""
     import slipstream.kernels
 
     folders = [str(Path(__file__).parent), *slipstream.kernels.__path__]
@@ -152,26 +135,32 @@ def has_cpu_kernels() -> bool:
     return library_path() is not None
 
 
+def _remedy() -> str:
+    from slipstream.kernels.build import remedy  # late: it imports what a build needs
+
+    return remedy()
+
+
 @cache
 def load() -> ctypes.CDLL:
-    """The library. ConfigError says what to do without one, or with one of another version."""
+    """The library. ConfigError with the remedy if it is missing or of another version."""
     path = library_path()
     if path is None:
         raise ConfigError(
-            f"the C++ kernels are not built ({LIBRARY} is missing); use kernels='torch', or get them: {remedy()}",
+            f"the C++ kernels are not built ({LIBRARY} is missing); use kernels='torch', or get them: {_remedy()}",
             field="kernels",
         )
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise ConfigError(f"{path} can't be loaded: {error}; {remedy()}", field="kernels") from error
-    for name, (result, arguments) in _SIGNATURES.items():
+        raise ConfigError(f"{path} can't be loaded: {error}; {_remedy()}", field="kernels") from error
+    for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, "ss_" + name, None)
         if function is None:
-            raise ConfigError(f"{path} is of another version (it lacks ss_{name}): {remedy()}", field="kernels")
+            raise ConfigError(f"{path} is of another version (it lacks ss_{name}): {_remedy()}", field="kernels")
         function.restype, function.argtypes = result, arguments
     if library.ss_abi() != ABI:
-        raise ConfigError(f"{path} is of another version: {remedy()}", field="kernels")
+        raise ConfigError(f"{path} is of another version: {_remedy()}", field="kernels")
     return library
 
 
@@ -189,7 +178,8 @@ def instruction_sets() -> list[str]:
 
 
 class ThreadPool:
-    """`num_threads` threads, of which the caller's is one, and an instruction set: `isa`, or the fastest."""
+    """`num_threads` threads, the caller's included, and an instruction set: `isa`, or the fastest. `num_used` of the threads
+    work (`use`)."""
 
     def __init__(self, num_threads: int, isa: str | None = None) -> None:
         library = load()
@@ -198,8 +188,19 @@ class ThreadPool:
         if isa is not None and isa not in usable:
             raise ConfigError(f"isa={isa!r} can't run here; {', '.join(usable)} can", field="isa")
         self.isa = usable[-1] if isa is None else isa
-        self.num_threads = num_threads
+        self.num_threads = self.num_used = num_threads
         self.pointer = library.ss_engine_create(num_threads, names.index(self.isa))
+
+    def use(self, num_threads: int) -> None:
+        """From now on so many of the threads work. Results stay the same, bit by bit."""
+        assert 1 <= num_threads <= self.num_threads
+        self.num_used = num_threads
+        load().ss_engine_use(self.pointer, num_threads)
+
+    @property
+    def last_s(self) -> float:
+        """Seconds that the last step took, from its beginning to its end, once it was waited for."""
+        return int(load().ss_engine_last_ns(self.pointer)) * 1e-9
 
     def __del__(self) -> None:
         if hasattr(self, "pointer"):
@@ -210,34 +211,37 @@ class ThreadPool:
 
 
 class Arena:
-    """Memory for weights, in stretches that are large enough for the system's huge pages. (Through small pages a thread waits
-    for the page table as long as for the weights.) Unwritten pages take no memory. The threads of `pool` pack what lies there;
-    without a pool the caller's thread does."""
+    """Memory for weights, allocated in pieces that are large enough for the system's huge pages. (With small pages a thread
+    waits for the page table as long as for the weights.) Unwritten pages take no memory. The threads of `pool` pack the
+    weights; without a pool the caller's thread does."""
 
     SIZE = 64 * 2**20
 
     def __init__(self, pool: ThreadPool | None = None, size: int = SIZE) -> None:
         self.pool, self._size = pool, size
-        self._rest = torch.empty(0, dtype=torch.uint8)
+        self._rest = np.empty(0, np.uint8)
 
-    def take(self, num_bytes: int) -> Tensor:
+    def take(self, num_bytes: int) -> Bytes:
         """Zeros, from an address that is a multiple of 64."""
-        if num_bytes > self._rest.numel():
-            fresh = torch.from_numpy(np.zeros(max(self._size, num_bytes) + 64, dtype=np.uint8))
-            self._rest = fresh[-fresh.data_ptr() % 64 :]
+        if num_bytes > self._rest.size:
+            fresh = np.zeros(max(self._size, num_bytes) + 64, np.uint8)
+            self._rest = fresh[-address(fresh) % 64 :]
         taken, self._rest = self._rest[:num_bytes], self._rest[-(-num_bytes // 64) * 64 :]
         return taken
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [rows, inner] in the kernels' order."""
+    """A weight [rows, inner] in the kernels' order. A sparse one may also be held as I8, `dense`, which steps of `dense_from`
+    tokens and more read."""
 
     kind: int
     rows: int
     inner: int
-    data: Tensor  # uint8
+    data: Bytes
     pool: ThreadPool | None = None  # whose threads pack it
+    dense: Bytes | None = None
+    dense_from: int = 0
 
     @staticmethod
     def empty(kind: int, rows: int, inner: int, arena: Arena) -> Packed:
@@ -251,76 +255,88 @@ class Packed:
     def _pool(self) -> int | None:
         return None if self.pool is None else int(self.pool.pointer)
 
-    def put_dense(self, values: Tensor) -> None:
-        """Pack the first n rows: float32 or bfloat16 [n, inner]."""
-        values = values if values.dtype in (torch.float32, torch.bfloat16) else values.float()
-        values = values if values.stride(1) == 1 else values.contiguous()
+    def put_dense(self, values: Array) -> None:
+        """Pack the first n rows: float32, bfloat16 or other floats [n, inner]. I8 is rounded with a scale a row, Q4M and W4M
+        with a scale and a minimum a group that are searched for (csrc/cpu/round4.h)."""
+        if type_name(values) not in ("float32", "bfloat16") or not _lies_together(values, rows_only=True):
+            values = float32(values)
         self._check(values.shape[0], values.shape[1], 0, None)
-        at, form = [_at(t) for t in (self.data, values)], (values.dtype == torch.bfloat16, values.stride(0))
+        width = 2 if type_name(values) == "bfloat16" else 4
+        at, form = [address(self.data), address(values)], (width == 2, row_bytes(values) // width)
         load().ss_pack_dense(self._pool, self.kind, self.rows, self.inner, *at, *form, len(values), 0, None)
 
-    def put_codes(self, codes: Tensor, scales: Tensor) -> None:
+    def put_codes(self, codes: Bytes, scales: npt.NDArray[np.float32]) -> None:
         """Pack the first n rows: int8 [n, inner] with scales float32 [n]."""
-        codes, scales = codes.contiguous(), scales.float().contiguous()
+        codes, scales = np.ascontiguousarray(codes), np.ascontiguousarray(scales, np.float32)
         self._check(codes.shape[0], codes.shape[1], 0, None)
-        at = [_at(t) for t in (self.data, codes, scales)]
+        at = [address(t) for t in (self.data, codes, scales)]
         load().ss_pack_codes(self._pool, self.rows, self.inner, *at, len(codes), 0, None)
 
-    def put_codes4(self, codes: Tensor, scales: Tensor, minima: Tensor | None, row0: int = 0) -> None:
+    def put_codes4(
+        self, codes: Bytes, scales: npt.NDArray[np.float32], minima: npt.NDArray[np.float32] | None, row0: int = 0
+    ) -> None:
         """Pack rows from row0 on: codes 0 … 15, uint8 [n, inner]; a number is code · scale + minimum, float32 [n, groups]."""
-        codes, scales = codes.contiguous(), scales.contiguous()
-        minima = None if minima is None else minima.contiguous()
+        codes, scales = np.ascontiguousarray(codes), np.ascontiguousarray(scales)
+        minima = None if minima is None else np.ascontiguousarray(minima)
         self._check(codes.shape[0], codes.shape[1], row0, None)
-        assert (codes.dtype, scales.dtype) == (torch.uint8, torch.float32)
+        assert codes.dtype == np.uint8
+        assert scales.dtype == np.float32
         assert scales.shape == (len(codes), self.inner // (128 if self.kind in (W4, W4M) else 32))
         assert (minima is not None) == (self.kind in (W4M, W4M32))
         assert minima is None or (minima.dtype, minima.shape) == (scales.dtype, scales.shape)
         at = [_at(t) for t in (self.data, codes, scales, minima)]
         load().ss_pack_codes4(self._pool, self.kind, self.rows, self.inner, *at, len(codes), row0, None)
 
-    def put_blocks(self, blocks: int, count: int, row0: int = 0, to: Tensor | None = None) -> None:
+    def put_blocks(self, blocks: int, count: int, row0: int = 0, to: npt.NDArray[np.int32] | None = None) -> None:
         """Pack `count` rows of GGUF's blocks at the address `blocks`, from row0 on, or to the rows `to`, int32 [count]."""
         self._check(count, self.inner, row0, to)
-        data = self.data.data_ptr()
-        load().ss_pack_blocks(self._pool, self.kind, self.rows, self.inner, data, blocks, count, row0, _at(to))
+        at = address(self.data)
+        load().ss_pack_blocks(self._pool, self.kind, self.rows, self.inner, at, blocks, count, row0, _at(to))
 
     @property
     def zeros(self) -> float:
         """The share of zeros in an I8 weight."""
         assert self.kind == I8
-        found: int = load().ss_num_zeros(self.rows, self.inner, self.data.data_ptr())
+        found: int = load().ss_num_zeros(self.rows, self.inner, address(self.data))
         return found / max(1, self.rows * self.inner)
 
     def sparse(self, arena: Arena) -> Packed:
         """An I8 weight without its zeros."""
         assert self.kind == I8
         packed = Packed(S8, self.rows, self.inner, arena.take(load().ss_sparse_bytes(self.rows, self.inner, _at(self.data))))
-        load().ss_pack_sparse(self.rows, self.inner, self.data.data_ptr(), packed.data.data_ptr())
+        load().ss_pack_sparse(self.rows, self.inner, address(self.data), address(packed.data))
+        return packed
+
+    def unfolded(self, arena: Arena) -> Packed:
+        """An S8 weight with its zeros."""
+        assert self.kind == S8
+        packed = Packed.empty(I8, self.rows, self.inner, arena)
+        load().ss_unpack_sparse(self.rows, self.inner, address(self.data), address(packed.data))
         return packed
 
     def moved(self, arena: Arena) -> Packed:
-        packed = Packed(self.kind, self.rows, self.inner, arena.take(self.data.numel()), arena.pool)
-        packed.data.copy_(self.data)
+        packed = Packed(self.kind, self.rows, self.inner, arena.take(self.data.size), arena.pool)
+        packed.data[:] = self.data
         return packed
 
-    def rows_of(self, which: Tensor) -> Tensor:
+    def rows_of(self, which: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """float32 [n, inner] of int64 [n]."""
-        which = which.long().contiguous()
-        if len(which) and not (int(which.min()) >= 0 and int(which.max()) < self.rows):
-            raise IndexError(f"rows {int(which.min())} to {int(which.max())} of {self.rows}")
-        out = torch.empty(len(which), self.inner)
-        load().ss_unpack_rows(
-            self.kind, self.rows, self.inner, self.data.data_ptr(), which.data_ptr(), len(which), out.data_ptr()
-        )
+        which = np.ascontiguousarray(which, np.int64)
+        if len(which) and not (which.min() >= 0 and which.max() < self.rows):
+            raise IndexError(f"rows {which.min()} to {which.max()} of {self.rows}")
+        out = np.empty((len(which), self.inner), np.float32)
+        at = address(self.data), address(which), len(which), address(out)
+        load().ss_unpack_rows(self.kind, self.rows, self.inner, *at)
         return out
 
-    def _check(self, count: int, inner: int, row0: int, to: Tensor | None) -> None:
+    def _check(self, count: int, inner: int, row0: int, to: npt.NDArray[np.int32] | None) -> None:
         assert inner == self.inner
         if to is None:
             assert 0 <= row0 <= row0 + count <= self.rows
         else:
-            assert (to.dtype, len(to)) == (torch.int32, count)
-            assert 0 <= int(to.min()) <= int(to.max()) < self.rows
+            assert to.dtype == np.int32
+            assert len(to) == count
+            assert 0 <= to.min() <= to.max() < self.rows
 
 
 def form_of(kind: int) -> int:
@@ -336,7 +352,7 @@ class PackedExperts:
     rows: int
     inner: int
     num_experts: int
-    data: Tensor  # uint8
+    data: Bytes
     pool: ThreadPool | None = None
 
     @staticmethod
@@ -347,7 +363,7 @@ class PackedExperts:
     @property
     def stride(self) -> int:
         """Bytes from one expert to the next."""
-        return self.data.numel() // self.num_experts
+        return self.data.size // self.num_experts
 
     def of(self, expert: int) -> Packed:
         own = self.data[expert * self.stride : (expert + 1) * self.stride]
@@ -361,8 +377,8 @@ def is_rounded(parts: Sequence[Packed | PackedExperts]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLinear(Linear):
-    """`parts` follow one another in the rows; several where a checkpoint mixes types. `weight` only tells shape and type (on
-    the meta device). `bias` is float32."""
+    """`parts` follow one another in the rows; several where a checkpoint mixes types. `weight` only tells shape and type.
+    `bias` is float32."""
 
     parts: tuple[Packed, ...]
 
@@ -372,12 +388,17 @@ class NativeLinear(Linear):
 
     @property
     def form(self) -> int:
-        """What every part reads."""
+        """The form of the inputs, which is the same for every part."""
         return self.parts[0].form
 
 
-def _at(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _at(x: Array | None) -> int | None:
+    return None if x is None else address(x)
+
+
+def stand_in(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """An array of that shape and type that takes no memory."""
+    return np.broadcast_to(np.empty((), dtype), shape)
 
 
 # --- Programs ---------------------------------------------------------------------------------------------------------
@@ -392,69 +413,74 @@ class Operator:
 
 
 class Program:
-    """A list of operators over buffers. `add` passes tensors as addresses and keeps them."""
+    """A list of operators over buffers. `add` passes arrays as addresses and keeps them."""
 
     def __init__(self, pool: ThreadPool) -> None:
-        self._library, self._pool, self._kept = load(), pool, list[Tensor]()
+        self._library, self._pool, self._kept = load(), pool, list[Array]()
         self._pointer = self._library.ss_program_create(pool.pointer)
         self.operators: list[Operator] = []
-        self.token_bytes = 0  # of its own buffers, a token
+        self.token_bytes = 0  # bytes of its own buffers for each token
 
     def __del__(self) -> None:
         if pointer := self.__dict__.pop("_pointer", None):
             self._library.ss_program_destroy(pointer)
 
     def buffer(self, form: int, size: int, rows_a_token: int = 1) -> int:
-        """A row of `size` values a token, or several, in `form`."""
+        """A buffer with one or several rows of `size` values for each token, in `form`."""
         num_bytes = self._library.ss_form_bytes(form, size)
         self.token_bytes += num_bytes * rows_a_token
         return int(self._library.ss_buffer(self._pointer, num_bytes, rows_a_token))
 
-    def bound(self, tensor: Tensor | None = None) -> int:
-        """A buffer of the caller's: `tensor` [T, n], or what `bind` gives later."""
+    def bound(self, x: Array | None = None) -> int:
+        """A buffer of the caller's: `x` [T, n], or what `bind` gives later."""
         buffer = int(self._library.ss_buffer(self._pointer, 0, 1))
-        if tensor is not None:
-            self.bind(buffer, tensor)
-            self._kept.append(tensor)
+        if x is not None:
+            self.bind(buffer, x)
+            self._kept.append(x)
         return buffer
 
-    def bind(self, buffer: int, tensor: Tensor) -> None:
-        assert tensor.dim() == 2
-        assert tensor.stride(1) == 1
-        self._library.ss_bind(self._pointer, buffer, tensor.data_ptr(), tensor.stride(0) * tensor.element_size())
+    def bind(self, buffer: int, x: Array) -> None:
+        assert len(x.shape) == 2
+        assert _lies_together(x, rows_only=True)
+        self._library.ss_bind(self._pointer, buffer, address(x), row_bytes(x))
 
     def add(self, name: str, *arguments: Any, weights: Packed | PackedExperts | None = None) -> None:
-        self._kept += [a for a in arguments if isinstance(a, Tensor)]
-        plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        arrays = [a for a in arguments if isinstance(a, np.ndarray) or hasattr(a, "data_ptr")]
+        plain = [address(a) if any(a is x for x in arrays) else a for a in arguments]
+        self._kept += arrays
         getattr(self._library, "ss_add_" + name)(self._pointer, *plain)
         self.operators.append(Operator(name, weights))
 
     def run(self, step: StepInputs, then: Program | None = None) -> None:
-        """`then`: another program over the same tokens, without a return to Python in between."""
+        """Run the program, and then the program `then` over the same tokens, without a return to Python in between."""
         self._library.ss_run(self._pointer, None if then is None else then._pointer, ctypes.byref(step))
 
     def begin(self, step: StepInputs, then: Program | None, kept: object) -> Running:
-        """`run` without waiting: the pool's other threads work while the caller does something else. `kept`: what the step
-        reads and writes."""
-        running = Running(self, then, kept)  # made first: a Ctrl-C may come in between
+        """`run` without waiting: the pool's other threads compute while the caller does other work. `kept`: the memory that
+        the step reads and writes."""
+        running = Running(self, then, kept)  # made before the step begins, in case Ctrl-C comes in between
         self._library.ss_begin(self._pointer, None if then is None else then._pointer, ctypes.byref(step))
         return running
 
     def wait(self) -> None:
-        """Until what was begun last on the pool is done, as one of its threads."""
-        if pointer := self.__dict__.get("_pointer"):  # a collector of cycles may have destroyed it, which waits too
+        """Wait until the pool's last job is done. The caller computes meanwhile, as one of its threads."""
+        if pointer := self.__dict__.get("_pointer"):  # the garbage collector may have destroyed it, which waits, too
             self._library.ss_wait(pointer)
 
+    def job(self, num_tokens: int) -> Job:
+        """What `run_job` runs: a step of so many tokens. Program and job must live as long as it may be called."""
+        return Job(self._pointer, num_tokens)
+
     def profile(self, clock: Literal["wall", "processor"] | None) -> list[int]:
-        """Nanoseconds of each operator since the last call, which started a clock: the wall's, or the processor time of all
-        threads, which a busy neighbour leaves alone."""
+        """Nanoseconds of each operator since the last call, and start a clock: wall time, or the processor time of all
+        threads, which other processes do not change."""
         ns = (c_int64 * len(self.operators))()
         self._library.ss_profile(self._pointer, {None: 0, "wall": 1, "processor": 2}[clock], ns, len(self.operators))
         return list(ns)
 
 
 class Running:
-    """A step that was begun, and what must live until it is done. Dropping it waits for the step."""
+    """A step that was begun, with the memory that must live until it is done. Its deletion waits for the step."""
 
     _program: Program | None = None
 
@@ -462,7 +488,7 @@ class Running:
         self._kept, self._program = kept, program
 
     def synchronize(self) -> None:
-        """Help, and return when it is done."""
+        """Compute with the other threads until the step is done."""
         if self._program is not None:
             self._program.wait()
             self._program, self._kept = None, ()
@@ -471,47 +497,57 @@ class Running:
         self.synchronize()
 
 
+def run_job() -> int:
+    """The address of the C function that runs a `Job`, given its address."""
+    return int(ctypes.cast(load().ss_run_job, ctypes.c_void_p).value or 0)
+
+
 def layer_pointers(kv: Sequence[LayerKV]) -> Any:
-    """An array of the layers' caches. The tensors must live as long as it is used."""
+    """An array of the layers' caches, which must live as long as it is used."""
     array = (LayerPointers * len(kv))()
     for pointers, layer in zip(array, kv, strict=True):
-        assert layer.k.is_contiguous()
-        assert layer.latent or layer.v.is_contiguous()
+        assert _lies_together(layer.k)
+        assert layer.latent or _lies_together(layer.v)
         assert layer.k.dtype == layer.v.dtype
-        pointers.k, pointers.v = layer.k.data_ptr(), layer.v.data_ptr()
+        pointers.k, pointers.v = address(layer.k), address(layer.v)
         pointers.k_scale, pointers.v_scale = _at(layer.k_scale), _at(layer.v_scale)
     return array
 
 
 def step_inputs(
-    meta: AttentionMetadata, layers: Any, kv: LayerKV, token_ids: Tensor | None = None, num_groups: int = 1
+    meta: AttentionMetadata, layers: Any, kv: LayerKV, token_ids: Array | None = None, num_groups: int = 1
 ) -> tuple[StepInputs, object]:
     """The step as the library reads it, for operators of up to `num_groups` groups, and what must live while it runs."""
-    if kv.k.dtype not in CACHES:
-        raise ConfigError(
-            f"the C++ kernels have no cache of {kv.k.dtype}; use bfloat16, float32 or int8", field="kv_cache_dtype"
-        )
-    ids = None if token_ids is None else token_ids.to(torch.int32).contiguous()
-    starts, positions = meta.query_start_loc.to(torch.int32), meta.positions.long().contiguous()
-    groups, kept = (GroupInputs * num_groups)(), list[Tensor]()
+    cache = type_name(kv.k)
+    if cache not in CACHES:
+        raise ConfigError(f"the C++ kernels have no cache of {cache}; use bfloat16, float32 or int8", field="kv_cache_dtype")
+    ids = None if token_ids is None else _ints(token_ids)
+    starts, positions = _ints(meta.query_start_loc), _longs(meta.positions)
+    groups, kept = (GroupInputs * num_groups)(), list[Array]()
     for i, group in enumerate(groups):
         own = meta.of_group(i)
-        lens, table = own.seq_lens.to(torch.int32), own.block_table.to(torch.int32)
-        table = table if table.stride(1) == 1 else table.contiguous()
-        slots = own.slot_mapping.long().contiguous()
-        group.seq_lens, group.block_table, group.slots = lens.data_ptr(), table.data_ptr(), slots.data_ptr()
-        group.table_stride = table.stride(0)
+        lens, table, slots = _ints(own.seq_lens), _ints(own.block_table), _longs(own.slot_mapping)
+        group.seq_lens, group.block_table, group.slots = address(lens), address(table), address(slots)
+        group.table_stride = row_bytes(table) // 4
         kept += (lens, table, slots)
     inputs = StepInputs(
         num_tokens=len(positions),
         num_seqs=len(starts) - 1,
         num_decodes=meta.num_decodes,
         block_size=kv.block_size,
-        cache=CACHES[kv.k.dtype],
+        cache=CACHES[cache],
         token_ids=_at(ids),
-        query_start_loc=starts.data_ptr(),
-        positions=positions.data_ptr(),
+        query_start_loc=address(starts),
+        positions=address(positions),
         groups=groups,
         layers=layers,
     )
     return inputs, (ids, starts, positions, groups, kept)
+
+
+def _ints(x: Array) -> Array:
+    return np.ascontiguousarray(x, np.int32) if isinstance(x, np.ndarray) else x.int().contiguous()
+
+
+def _longs(x: Array) -> Array:
+    return np.ascontiguousarray(x, np.int64) if isinstance(x, np.ndarray) else x.long().contiguous()

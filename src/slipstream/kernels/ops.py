@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.adapters import LoRATokens, LoRAWeights
 from slipstream.kernels.layouts import AttentionParams as AttentionParams
 from slipstream.kernels.layouts import Experts as Experts
 from slipstream.kernels.layouts import MLAParams as MLAParams
@@ -31,9 +32,10 @@ from slipstream.kernels.layouts import QKVLayout as QKVLayout
 from slipstream.kernels.layouts import TokenShape as TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
 from slipstream.kernels.positions import PositionTables
-from slipstream.kernels.quantize import round_linear
+from slipstream.kernels.quantize import numbers, round_linear
 from slipstream.kernels.weights import Activations, Linear, Quantized, SplitLinear
-from slipstream.spec.model import Activation, AttentionSpec, LatentAttentionSpec, OwnNorm
+from slipstream.platform import Group
+from slipstream.spec.model import Activation, AttentionSpec, LatentAttentionSpec, MoESpec, OwnNorm
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat, Scheme
 
@@ -48,26 +50,32 @@ class OpSet(ABC):
     """The products, of `spec.scheme.HELD_PRODUCTS`, whose quantised weights `pack_weight` and `pack_experts` take. Other
     weights are expanded first."""
 
+    has_host_experts = False
+    """Whether the host computes experts beside another device (`host_experts.HostExpertOps`)."""
+
+    shares_prefixes = False
+    """Whether `attention` reads what decodes share (`AttentionMetadata.shared`) once."""
+
     @property
     def layout(self) -> str | None:
-        """What tells this op set's packed products from all others', if a start gains by keeping them in a file; else None."""
+        """A name for this op set's layout of packed products, if keeping them in a file makes a start faster; else None."""
         return None
 
     def write_products(self, path: Path, products: Mapping[str, Linear]) -> int:
-        """Rounded products, by name, into a file that appears whole; its bytes. 0 and no file if some are none of this op set's
-        rounded forms. OSError if there is no room. Only with a `layout`."""
+        """Write rounded products, by name, to a file, which appears complete. Returns its bytes; 0, without a file, if one
+        is not in this op set's form. OSError if there is no room. Only with a `layout`."""
         raise NotImplementedError
 
     def read_products(self, path: Path) -> dict[str, Linear]:
-        """What `write_products` wrote, without biases, to be adopted. CheckpointError if it is not whole."""
+        """The products that `write_products` wrote, without biases. CheckpointError if the file is damaged."""
         raise NotImplementedError
 
     def describe(self) -> str:
-        """For messages."""
+        """The op set's name for messages."""
         return self.name
 
     def values_by_dim(self, dtype: torch.dtype) -> bool:
-        """Whether values of a cache of that type are best kept `by_dim`; otherwise as the keys are."""
+        """Whether values of a cache of type `dtype` have the layout `by_dim`; otherwise they have the keys'."""
         return False
 
     @abstractmethod
@@ -76,12 +84,12 @@ class OpSet(ABC):
         May return the weight as it is."""
 
     def pack_weight(self, w: Linear) -> Linear:
-        """A weight that a checkpoint (or a file of this op set's own) holds rounded already, for this op set's `linear`."""
+        """Lay out a weight that a checkpoint, or this op set's own file, holds rounded already."""
         return w
 
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
-        """The table that `embed` reads, or that a compiled step does. With `tied`, the output head that was made of it, that
-        may be the head itself."""
+        """The table that `embed` or a compiled step reads. `tied` is the output head that was made of it; the result may be
+        this head."""
         return table
 
     def place_of(self, table: Tensor | Linear) -> tuple[torch.device, torch.dtype]:
@@ -95,17 +103,17 @@ class OpSet(ABC):
         return PositionTables(max_model_len, device)
 
     def new_counts(self, num_experts: int, device: torch.device) -> Tensor:
-        """Where a layer's tokens are counted by expert: int64 [X] zeros."""
+        """Counters of a layer's tokens by expert: int64 [X] zeros."""
         return torch.zeros(num_experts, dtype=torch.int64, device=device)
 
     def pack_latent(self, expand: Tensor, spec: LatentAttentionSpec) -> tuple[Any, Any]:
-        """What makes keys and values of latents, [H · (P + V), C], head by head: (keys [H, P, C], values [H, C, V]), both as
-        `pack_heads` makes them."""
+        """Split the weight [H · (P + V), C] that expands latents into those of keys [H, P, C] and values [H, C, V], both in the
+        layout of `pack_heads`."""
         keys, values = expand.unflatten(0, (spec.num_heads, -1)).split((spec.nope_dim, spec.value_dim), dim=1)
         return self.pack_heads(keys), self.pack_heads(values.transpose(1, 2))
 
     def pack_heads(self, weight: Tensor) -> Any:
-        """What latent attention multiplies head by head, [H, in, out], as this op set's `mla_attention` reads it."""
+        """Lay out a weight [H, in, out] that `mla_attention` multiplies head by head."""
         return weight.contiguous()
 
     def pack_experts(self, w: Linear, *, num_experts: int) -> Linear:
@@ -124,14 +132,16 @@ class OpSet(ABC):
         layers: Sequence[Mapping[str, Tensor | None]],
         product: Linear,
         cos_sin: Tensor | None,
+        group: Group | None = None,
     ) -> Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor] | Reason:
         """A function for all layers of a step of one token, x [1, E] → the residual after the last layer [1, E]; or a `Reason`
         why this op set has none. `layers` are each layer's tensors by name; a layer with a "router" has experts. `product` is
-        any of the products, since all have the same format."""
+        any of the products, since all have the same format. Of a `group` this rank has a part of each layer, and all ranks
+        make this call, and those of the function."""
         return Reason(f"kernels={self.name!r} has no kernel for a whole step of one token", notable=False)
 
     def forms_of(self, w: Linear) -> list[tuple[str, int]]:
-        """For messages: the formats of a product's weight, with their bytes."""
+        """The formats of a product's weight and their bytes, for messages."""
         tensors = [v for f in fields(w) if isinstance(v := getattr(w, f.name), Tensor) and v.device.type != "meta"]
         name = str(w.weight.dtype).removeprefix("torch.")
         if w.sparse is not None:
@@ -143,6 +153,42 @@ class OpSet(ABC):
         """[T] int → [T, E]: rows of `table` [V, E], times `scale` rounded to the table's dtype (as Gemma does)."""
         rows = F.embedding(token_ids, table)
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype).item()
+
+    def embed_part(self, token_ids: Tensor, table: Any, scale: float = 1.0, *, first: int, size: int) -> Tensor:
+        """`embed` where `table` has the `size` rows from token `first` on: [T, E], zeros for all other tokens."""
+        local = token_ids - first
+        mine = (local >= 0) & (local < size)
+        return self.embed(local.masked_fill(~mine, 0), table, scale).masked_fill(~mine[:, None], 0.0)
+
+    def all_reduce(self, x: Tensor, group: Group) -> Tensor:
+        """The sum of x over the ranks of `group`; x may be written. [T, E] → [T, E]"""
+        return group.all_reduce(x)
+
+    def scatter_tokens(self, x: Tensor, group: Group) -> Tensor:
+        """This rank's tokens of the sum of x over the ranks of `group`, the last ones' filled up with zeros: [T, E] → [⌈T / n⌉,
+        E]"""
+        missing = -len(x) % group.size
+        return group.reduce_scatter(torch.cat((x, x.new_zeros(missing, x.shape[1]))) if missing else x)
+
+    def gather_tokens(self, x: Tensor, group: Group, num_tokens: int) -> Tensor:
+        """All ranks' tokens: [⌈T / n⌉, E] → [T, E]"""
+        return group.all_gather(x).flatten(0, 1)[:num_tokens]
+
+    def own_tokens(self, x: Tensor, group: Group) -> Tensor:
+        """This rank's of x [T, …], which all ranks have: [⌈T / n⌉, …]"""
+        each = -(-len(x) // group.size)
+        own = x[group.rank * each : (group.rank + 1) * each]
+        return torch.cat((own, x.new_zeros(each - len(own), *x.shape[1:]))) if len(own) < each else own
+
+    def all_gather(self, x: Tensor, group: Group, width: int) -> Tensor:
+        """The ranks' columns side by side, without those beyond `width`: [N, W] → [N, width]."""
+        parts = group.all_gather(x)
+        if parts.shape[1] == 1:  # they lie side by side
+            return parts.view(1, -1)[:, :width]
+        out = x.new_empty(len(x), width)
+        for start, part in zip(range(0, width, x.shape[1]), parts, strict=False):
+            out[:, start : start + x.shape[1]] = part[:, : width - start]
+        return out
 
     def embed_positions(self, meta: AttentionMetadata, table: Tensor, offset: int) -> Tensor:
         """Learned positions of the step's tokens: rows of `table` at position + offset, [T, E]."""
@@ -156,6 +202,24 @@ class OpSet(ABC):
     def linear(self, x: Activations, w: Linear) -> Tensor:
         """[T, in] → [T, out]: x · weightᵀ + bias, accumulated in float32 (int32 for int8). x is quantised to the format
         `w.inputs` if it is not yet. The result has the model's type."""
+
+    def lora(self, y: Tensor, x: Activations, w: LoRAWeights, tokens: LoRATokens) -> Tensor:
+        """y [T, out] + what the tokens' adapters make of x [T, in]: of a token with slot s, up[s] · (down[s] · x) in each part
+        of the product; of a token without one, y. Products are rounded to the model's type; `y` may be overwritten.
+
+        8-bit rows of x are read as the product itself reads them, rounded.
+        """
+        rows = numbers(x) if isinstance(x, Quantized) else x.float()
+        for t, slot in enumerate(tokens.slots.tolist()):
+            if slot >= 0:
+                inner = (w.down[slot].float() @ rows[t]).unflatten(0, (-1, w.rank))
+                for part, own in zip(w.parts, inner, strict=True):
+                    y[t, part] = (y[t, part].float() + w.up[slot, part].float() @ own).to(y.dtype)
+        return y
+
+    def adapted_linear(self, x: Activations, w: Linear, own: LoRAWeights, tokens: LoRATokens) -> Tensor:
+        """`linear`, and what adapters add to it."""
+        return self.lora(self.linear(x, w), x, own, tokens)
 
     def split_linear(self, x: Tensor, w: SplitLinear) -> Tensor:
         """`linear` with a `SplitLinear`, by the op set's 8-bit product and a dense one."""
@@ -179,7 +243,7 @@ class OpSet(ABC):
     def _own_norm(
         self, x: Tensor, norm: NormParams, residual: Tensor | None, inputs: InputFormat | None
     ) -> tuple[Activations, Tensor]:
-        """`norm` by a function of the caller's."""
+        """`norm` with the user's function."""
         assert isinstance(norm.kind, OwnNorm)
         total = x if residual is None else x + residual
         normed: Tensor = norm.kind.function(total.float(), norm.weight, norm.bias, norm.eps).to(x.dtype)
@@ -205,6 +269,22 @@ class OpSet(ABC):
         ]
         return torch.cat((*normed, v), dim=1)  # type: ignore[arg-type]
 
+    def norm_qk_part(self, qkv: Tensor, spec: AttentionSpec, q_norm: Tensor, k_norm: Tensor, group: Group) -> Tensor:
+        """`norm_qk` over rows of which each rank of `group` has the heads of `spec`. A kv head counts as often as it is held,
+        which is the same for all; heads of zeros do not count."""
+        norm = spec.qk_norm
+        assert norm is not None
+        assert spec.of_heads is not None
+        q, k, v = qkv.split((spec.q_size, spec.kv_size, spec.kv_size), dim=1)
+        squares = torch.stack([x.float().square().sum(1) for x in (q, k)])
+        sizes = (heads * spec.head_dim for heads in spec.of_heads)
+        means = [total / size for total, size in zip(group.all_reduce(squares), sizes, strict=True)]
+        normed = [
+            (x.float() * torch.rsqrt(mean + norm.eps)[:, None] * (w.float() + norm.weight_offset)).to(x.dtype)
+            for x, mean, w in ((q, means[0], q_norm), (k, means[1], k_norm))
+        ]
+        return torch.cat((*normed, v), dim=1)
+
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
 
@@ -220,6 +300,21 @@ class OpSet(ABC):
         q and k of each head are RMS-normed first, then rotated by `cos_sin` as it stands at `meta.positions`; dimensions beyond
         rotary_dim pass. Computed in float32, and rounded to the cache's type after division by its scale.
         """
+
+    def packed_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[tuple[int, Tensor | None]], *, scale: float
+    ) -> Tensor:
+        """Attention without a cache: q, k and v [T, H, D] → [T, H, D]. A token sees its own part, whole. `parts`: for each
+        length of a part, the tokens of all parts of this length behind one another, int64 (None: all tokens)."""
+        out = torch.empty_like(q)
+        for length, index in parts:
+            own = (x if index is None else x[index] for x in (q, k, v))
+            queries, keys, values = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in own)
+            found = F.scaled_dot_product_attention(queries, keys, values, scale=scale).transpose(1, 2).flatten(0, 1)
+            if index is None:
+                return found
+            out[index] = found
+        return out
 
     def cache_kv(self, rows: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> None:
         """Keys and values [T, 2K · D], without queries, go to their slots of the cache."""
@@ -241,24 +336,27 @@ class OpSet(ABC):
     def bidirectional_attention(
         self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout, params: AttentionParams
     ) -> Tensor:
-        """`rope_and_cache` and `attention` in one, [T, (H + 2K) · D] → [T, H, D], of whole texts that are not causal. Nothing
-        is kept of them: what is in the cache then is unspecified. Tokens of no text (in a graph, behind the last) give finite
-        numbers."""
+        """`rope_and_cache` and `attention` in one, [T, (H + 2K) · D] → [T, H, D], for whole texts without a causal mask.
+        The cache's contents are unspecified afterwards. Tokens of no text (a graph's padding) give finite numbers."""
         return self.attention(self.rope_and_cache(qkv, kv, meta, heads), kv, meta, params)
 
     def mean_of_texts(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """Of states [T, E], text i at starts[i] : starts[i + 1] (int32 or int64 [S + 1]), float32 [S, E]: each text's mean; of
-        one without tokens zeros."""
+        """States [T, E], text i at starts[i] : starts[i + 1] (int32 or int64 [S + 1]) → each text's mean, float32 [S, E];
+        zeros for a text without tokens."""
         num_texts = len(starts) - 1
         tokens = torch.arange(len(hidden), dtype=starts.dtype, device=starts.device)
         text = torch.bucketize(tokens, starts[1:], right=True)  # num_texts: of none
         sums = hidden.new_zeros(num_texts + 1, hidden.shape[1], dtype=torch.float32).index_add_(0, text, hidden.float())
         return sums[:num_texts] / starts.diff().clamp(min=1)[:, None]
 
+    def states_at(self, hidden: Tensor, index: Tensor) -> Tensor:
+        """Rows of hidden [T, E] at index [S], float32 [S, E]. An index behind the end (of a graph's padding) gives any row."""
+        return hidden[index.long().clamp(max=len(hidden) - 1)].float()
+
     def mla_attention(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
-        """Latent attention of q [T, H, P + R] and row [T, C + R] → [T, H · V]: `mla_queries` and `mla_paged_attention`, or what
-        comes to the same: all rows are in the cache before any is looked at, also by a decode, whose blocks may be a prompt's
-        of this step."""
+        """Latent attention of q [T, H, P + R] and row [T, C + R] → [T, H · V]: `mla_queries`, then `mla_paged_attention`,
+        or an equivalent. All rows are written to the cache before any is read: a decode may share blocks with a prompt of
+        this step."""
         return self.mla_paged_attention(self.mla_queries(q, row, kv, meta, params), kv, meta, params)
 
     def mla_queries(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
@@ -280,8 +378,8 @@ class OpSet(ABC):
         return self.rope_and_cache(rows, kv, meta, QKVLayout(**sizes, cos_sin=params.cos_sin, interleaved=params.interleaved))
 
     def mla_paged_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
-        """`attention` over a cache of latents by `mla_queries`' q, and its sums [T, H, C] made values by `params.values`:
-        [T, H · V]."""
+        """`attention` of `mla_queries`' q over a cache of latents. `params.values` takes its sums [T, H, C] to values [T, H
+        · V]."""
         seen = self.attention(q, kv, meta, AttentionParams(scale=params.scale))
         return torch.bmm(seen.transpose(0, 1), params.values).transpose(0, 1).flatten(1)
 
@@ -293,8 +391,20 @@ class OpSet(ABC):
         activation has it)."""
 
     def expert_load(self, counts: Tensor, kv: LayerKV, meta: AttentionMetadata) -> ExpertLoad:
-        """What `moe` counts by in a step."""
+        """A step's `ExpertLoad` for `moe`."""
         return ExpertLoad(counts, meta.slot_mapping, kv.block_size)
+
+    @abstractmethod
+    def route(
+        self, router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None, load: ExpertLoad | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The choice of `moe`: (weights float32, experts of any integer type), [T, num_experts_per_token] each. Of `spec.held`
+        experts an implementation may number them anew."""
+
+    @abstractmethod
+    def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        """`moe` with a choice that was made: weights float32 and experts int32, [T, k] each. The experts that are here
+        (`MoESpec.num_held`) count from 0; a number behind them is none, and has the weight 0."""
 
     @abstractmethod
     def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
@@ -313,11 +423,11 @@ class OpSet(ABC):
         shared: tuple[Linear, Linear],
         load: ExpertLoad | None = None,
     ) -> Tensor:
-        """`moe`, and added to it one expert more that every token has, of the products `shared`, with the same activation."""
+        """`moe`, plus a shared expert of all tokens with the products `shared` and the same activation."""
         return self.moe(x, router_logits, experts, load) + self._always(x, experts, shared)
 
     def _always(self, x: Tensor, experts: Experts, shared: tuple[Linear, Linear]) -> Tensor:
-        """The expert that every token has."""
+        """The shared expert of all tokens."""
         (up, down), expert = shared, experts.spec.expert
         inner = self.activation(self.linear(x, up), expert.activation, gated=expert.gated, inputs=down.inputs)
         return self.linear(inner, down)
@@ -326,7 +436,8 @@ class OpSet(ABC):
         self, tokens: Tensor, block_table: Tensor, rows: Tensor, positions: Tensor, block_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens at (rows, positions), int32 or int64 [T] both, of sequences whose tokens are the rows of `tokens` int32 [R, L]
-        and whose blocks those of `block_table` int32 [R, B]: (their ids int32, positions int64, slots int64), [T] each."""
+        and whose blocks those of `block_table` int32 [R, B]: (their ids int32, positions int64, slots int64), [T] each.
+        `rows` and `positions` are contiguous."""
         rows, positions = rows.long(), positions.long()
         slots = block_table[rows, positions // block_size].long() * block_size + positions % block_size
         return tokens[rows, positions], positions, slots
@@ -343,10 +454,24 @@ class OpSet(ABC):
         u = uniform(seed, history_len) per row (see `reference.uniform`), so it needs no state and is the same in any batch.
         """
 
+    def best_logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Raw logits [N, V] and a token for each row, int64 [N] → (its log-probability [N], its rank int64 [N], the likeliest
+        tokens int64 [N, num_top], their log-probabilities [N, num_top]), float32. Which of equal tokens comes first is open."""
+        scores = logits.float()
+        log_z = scores.logsumexp(dim=-1, keepdim=True)
+        chosen = scores.gather(1, tokens.long()[:, None])
+        rank = (scores > chosen).sum(dim=-1) + 1
+        values, ids = scores.topk(num_top, dim=-1)
+        return (chosen - log_z)[:, 0], rank, ids, values - log_z
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """[S, V] → int64 [S]: the largest of each row, the first of equals."""
+        return logits.argmax(-1)
+
     def mask_logits(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """In place: −inf where a token is not allowed. Row `rows[i]` (int64 [M], each once) of logits [S, V] keeps the tokens
-        whose bits are set in bits[i] (int32 [M, words], as `TokenMask` has them). Tokens beyond the last word are not
-        allowed."""
+        """Write −inf to the logits of tokens that are not allowed. Row `rows[i]` (int64 [M], without duplicates) of logits
+        [S, V] keeps the tokens whose bits are set in bits[i] (int32 [M, words], as in `TokenMask`). Tokens beyond the last
+        word are not allowed."""
         shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
         allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
         allowed = F.pad(allowed, (0, logits.shape[1] - allowed.shape[1]))

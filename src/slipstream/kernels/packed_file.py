@@ -1,8 +1,8 @@
-"""Packed products in a file: what a load rounded and packed, for the next start to read back.
+"""A file of packed products, which a load rounded and packed and the next start reads back.
 
-The file is a safetensors file of bytes, whose metadata tells each part's kind and shape; it appears under its name when it is
-whole. It is read, not mapped, into an `Arena`: products read large pages faster than a file's small ones, and a mapping beside
-them would count as the process's memory twice.
+It is a safetensors file of bytes, whose metadata has each part's kind and shape. It appears under its name when it is
+complete. It is read into an `Arena`, not mapped: products read an arena's large pages faster than a file's small ones, and
+a mapping would count as the process's memory a second time.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import os
 import struct
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.cpu_moe import NativeExperts
-from slipstream.kernels.native import S8, Arena, NativeLinear, Packed, PackedExperts, load
+from slipstream.kernels.native import S8, Arena, Bytes, NativeLinear, Packed, PackedExperts, load, stand_in, type_name
 from slipstream.kernels.weights import Linear
 
 CHUNK = 16 * 2**20
@@ -29,18 +27,18 @@ CHUNK = 16 * 2**20
 
 
 def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts]) -> int:
-    """Its bytes; 0 without products: then nothing is written."""
+    """Write a file. Returns its bytes; 0, and no file, without products."""
     if not products:
         return 0
     header: dict[str, Any] = {"__metadata__": {"products": json.dumps({name: _described(w) for name, w in products.items()})}}
-    parts: list[tuple[str, Tensor]] = []
+    parts: list[tuple[str, Bytes]] = []
     for name, w in products.items():
         own: Sequence[Packed | PackedExperts] = w.parts
         parts += [(f"{name}:{i}", part.data) for i, part in enumerate(own)]
     end = 0
     for name, data in parts:
-        header[name] = {"dtype": "U8", "shape": [data.numel()], "data_offsets": [end, end + data.numel()]}
-        end += data.numel()
+        header[name] = {"dtype": "U8", "shape": [data.size], "data_offsets": [end, end + data.size]}
+        end += data.size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 64)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +47,7 @@ def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts
         with unfinished.open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for _, data in parts:
-                file.write(data.numpy().data)
+                file.write(data.data)
             file.flush()
             os.fsync(file.fileno())  # or a lost machine might leave a file of the right length without the numbers
         unfinished.replace(path)
@@ -60,8 +58,10 @@ def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts
 
 
 def read_packed(path: Path, arena: Arena, num_threads: int) -> dict[str, Linear]:
-    """`write_packed`'s products, in `arena`, without biases. CheckpointError if the file is cut off or its header is not right;
-    OSError if it can't be opened or read."""
+    """The products of `write_packed`, in `arena`, without biases. CheckpointError if the file is cut off or its header is
+    wrong; OSError if it can't be opened or read."""
+    from concurrent.futures import ThreadPoolExecutor
+
     try:
         with path.open("rb", buffering=0) as file:
             size = path.stat().st_size
@@ -74,9 +74,9 @@ def read_packed(path: Path, arena: Arena, num_threads: int) -> dict[str, Linear]
             data = {name: arena.take(end - start) for name, (start, end) in spans.items()}
             linears = {name: _linear(name, d, data, arena) for name, d in described.items()}
             chunks = [
-                (8 + length + spans[name][0] + at, tensor[at : at + CHUNK])
-                for name, tensor in data.items()
-                for at in range(0, tensor.numel(), CHUNK)
+                (8 + length + spans[name][0] + at, own[at : at + CHUNK])
+                for name, own in data.items()
+                for at in range(0, own.size, CHUNK)
             ]
             with ThreadPoolExecutor(num_threads) as pool:
                 list(pool.map(lambda chunk: _read(file.fileno(), *chunk), chunks))
@@ -85,8 +85,8 @@ def read_packed(path: Path, arena: Arena, num_threads: int) -> dict[str, Linear]
     return linears
 
 
-def _read(fd: int, offset: int, into: Tensor) -> None:
-    rest = into.numpy().data
+def _read(fd: int, offset: int, into: Bytes) -> None:
+    rest = into.data
     while rest:
         count = os.preadv(fd, [rest], offset)
         if count == 0:
@@ -96,21 +96,21 @@ def _read(fd: int, offset: int, into: Tensor) -> None:
 
 def _described(w: NativeLinear | NativeExperts) -> dict[str, Any]:
     return {
-        "dtype": str(w.weight.dtype).removeprefix("torch."),
+        "dtype": type_name(w.weight),
         "rows": w.weight.shape[0],
         "num_experts": w.parts[0].num_experts if isinstance(w, NativeExperts) else None,
         "parts": [[part.kind, part.rows, part.inner] for part in w.parts],
     }
 
 
-def _linear(name: str, described: Mapping[str, Any], data: Mapping[str, Tensor], arena: Arena) -> Linear:
+def _linear(name: str, described: Mapping[str, Any], data: Mapping[str, Bytes], arena: Arena) -> Linear:
     num_experts: int | None = described["num_experts"]
     parts = [(kind, rows, inner, data[f"{name}:{i}"]) for i, (kind, rows, inner) in enumerate(described["parts"])]
     for kind, rows, inner, own in parts:
         least = load().ss_packed_bytes(kind, rows, inner) if kind != S8 else 8
-        if own.numel() < least * (num_experts or 1):
-            raise ValueError(f"{name} has {own.numel()} bytes, and {least * (num_experts or 1)} are needed")
-    weight = torch.empty(described["rows"], parts[0][2], dtype=getattr(torch, described["dtype"]), device="meta")
+        if own.size < least * (num_experts or 1):
+            raise ValueError(f"{name} has {own.size} bytes, and {least * (num_experts or 1)} are needed")
+    weight: Any = stand_in((described["rows"], parts[0][2]), np.dtype(described["dtype"]))
     if num_experts is None:
         plain = tuple(Packed(*part, arena.pool) for part in parts)
         return NativeLinear(weight=weight, bias=None, parts=plain)

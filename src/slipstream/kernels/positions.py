@@ -1,11 +1,14 @@
-"""Rotary tables, ALiBi slopes and biases by distance, made once."""
+"""Rotary tables, ALiBi slopes and biases by distance, made once, by NumPy: all devices have the same numbers."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from slipstream.spec.model import (
     AlibiSpec,
@@ -18,32 +21,50 @@ from slipstream.spec.model import (
     YarnScaling,
 )
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Floats = npt.NDArray[np.float32]
+
 
 def rope_table(spec: RopeSpec, num_positions: int) -> Tensor:
+    """`rope_angles` as a tensor."""
+    import torch
+
+    return torch.from_numpy(rope_angles(spec, num_positions))
+
+
+def rope_angles(spec: RopeSpec, num_positions: int) -> Floats:
     """float32 [num_positions, rotary_dim]: cos of each angle in the first half of a row, sin in the second."""
     frequencies, factor = _frequencies(spec, num_positions)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies.float())
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
+    half = len(frequencies)
+    table = np.empty((num_positions, 2 * half), np.float32)
+    angles = np.outer(np.arange(num_positions, dtype=np.float32), frequencies)
+    np.cos(angles, out=table[:, :half])
+    np.sin(angles, out=table[:, half:])
+    return table if factor == 1.0 else table * np.float32(factor)
 
 
-def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Tensor, float]:
+def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
     """float32 [rotary_dim / 2] angles per position, and what cos and sin are multiplied by."""
-    dim = spec.rotary_dim
-    base = 1.0 / spec.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    dim, one = spec.rotary_dim, np.float32(1.0)
+    powers = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    base: Floats = one / np.power(np.float64(spec.theta), powers).astype(np.float32)  # NumPy's float32 powers are 2 ulp off
     match spec.scaling:
         case None:
             return base, 1.0
         case LinearScaling(factor=factor):
-            return base / factor, 1.0
+            return base / np.float32(factor), 1.0
         case Llama3Scaling() as s:
-            wavelength = 2 * math.pi / base
+            wavelength, less = np.float32(2 * math.pi) / base, np.float32(s.factor)
             low, high = s.original_max_position / s.low_freq_factor, s.original_max_position / s.high_freq_factor
-            smooth = (s.original_max_position / wavelength - s.low_freq_factor) / (
+            smooth = (np.float32(s.original_max_position) / wavelength - np.float32(s.low_freq_factor)) / np.float32(
                 s.high_freq_factor - s.low_freq_factor
             )
-            between = (1 - smooth) * base / s.factor + smooth * base
-            scaled = torch.where(wavelength > low, base / s.factor, base)
-            return torch.where((wavelength <= low) & (wavelength >= high), between, scaled), 1.0
+            between = (one - smooth) * base / less + smooth * base
+            scaled = np.where(wavelength > low, base / less, base)
+            return np.where((wavelength <= low) & (wavelength >= high), between, scaled), 1.0
         case YarnScaling() as s:
 
             def dimension(rotations: float) -> float:
@@ -53,39 +74,64 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Tensor, float]:
             if s.truncate:
                 low, high = math.floor(low), math.ceil(high)
             first, last = max(low, 0), min(high, dim - 1)
-            ramp = ((torch.arange(dim // 2).float() - first) / max(last - first, 0.001)).clamp(0, 1)
-            factor = s.attention_factor if s.attention_factor is not None else 0.1 * math.log(s.factor) + 1.0
-            return base / s.factor * ramp + base * (1 - ramp), factor
+            count = np.arange(dim // 2, dtype=np.float32)
+            ramp = ((count - np.float32(first)) / np.float32(max(last - first, 0.001))).clip(0, 1)
+            attended = s.attention_factor if s.attention_factor is not None else 0.1 * math.log(s.factor) + 1.0
+            mixed: Floats = base / np.float32(s.factor) * ramp + base * (one - ramp)
+            return mixed, attended
         case LongRopeScaling() as s:
             factors = s.long_factors if num_positions > s.original_max_position else s.short_factors
-            return base / torch.tensor(factors, dtype=torch.float32), s.attention_factor
+            divisors: Floats = np.array(factors, dtype=np.float32)
+            return np.divide(base, divisors), s.attention_factor
 
 
-def alibi_slopes(spec: AlibiSpec, num_heads: int) -> Tensor:
+def sectioned_positions(num_tokens: int, images: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.int64]:
+    """The three positions of each token of a text, int64 [3, num_tokens]: of text one more than before, all alike; of a picture
+    (offset, rows, columns) that of its first token, its row's and its column's. Text goes on behind the largest."""
+    found = np.empty((3, num_tokens), np.int64)
+    at = position = 0
+    for offset, rows, columns in (*images, (num_tokens, 0, 0)):
+        found[:, at:offset] = np.arange(position, position + offset - at)
+        position += offset - at
+        at = offset + rows * columns
+        found[0, offset:at] = position
+        found[1:, offset:at] = position + np.indices((rows, columns)).reshape(2, -1)
+        position += max(rows, columns)
+    return found
+
+
+def alibi_slopes(spec: AlibiSpec, num_heads: int) -> Floats:
     """float32 [num_heads]: factor · 2^(−max_bias · i / n), n the next power of two, odd ones first (Press et al. 2021)."""
+    if spec.part is not None:
+        first, total = spec.part
+        own = alibi_slopes(replace(spec, part=None), total)[first : first + num_heads]
+        return np.pad(own, (0, num_heads - len(own)))  # heads of zeros
     n = 2 ** math.ceil(math.log2(num_heads))
-    slopes = spec.factor * 2.0 ** (-spec.max_bias * torch.arange(1, n + 1, dtype=torch.float32) / n)
-    return slopes if n == num_heads else torch.cat((slopes[1::2], slopes[::2]))[:num_heads]
+    steps = np.float32(-spec.max_bias) * np.arange(1, n + 1, dtype=np.float32) / np.float32(n)
+    slopes: Floats = np.float32(spec.factor) * np.exp2(steps)
+    return slopes if n == num_heads else np.concatenate((slopes[1::2], slopes[::2]))[:num_heads]
 
 
-def distance_bias(spec: BucketSpec, weight: Tensor) -> Tensor:
+def distance_bias(spec: BucketSpec, weight: Floats) -> Floats:
     """weight [num_buckets, H] → float32 [H, 2R + 1], R = max_distance: the bias at each key position − query position, which
     beyond R is that of R. A causal stack has one bucket for all keys ahead, which are not seen."""
-    distance = torch.arange(-spec.max_distance, spec.max_distance + 1, device=weight.device)
+    distance = np.arange(-spec.max_distance, spec.max_distance + 1)
     buckets = spec.num_buckets // 2 if spec.both_directions else spec.num_buckets
-    ahead = (distance > 0) * buckets if spec.both_directions else torch.zeros_like(distance)
-    away = distance.abs() if spec.both_directions else (-distance).clamp(min=0)
+    ahead = (distance > 0) * buckets if spec.both_directions else np.zeros_like(distance)
+    away = np.abs(distance) if spec.both_directions else np.maximum(-distance, 0)
     exact = buckets // 2
-    growth = torch.log(away.clamp(min=1).float() / exact) / math.log(spec.max_distance / exact) * (buckets - exact)
-    far = (exact + growth.long()).clamp(max=buckets - 1)
-    return weight.float()[ahead + torch.where(away < exact, away, far)].T.contiguous()
+    octaves = np.log(np.maximum(away, 1).astype(np.float32) / np.float32(exact))
+    growth = octaves / np.float32(math.log(spec.max_distance / exact)) * np.float32(buckets - exact)
+    far = np.minimum(exact + growth.astype(np.int64), buckets - 1)
+    return np.ascontiguousarray(weight[ahead + np.where(away < exact, away, far)].T)
 
 
 class PositionTables:
-    """Rotary tables, ALiBi slopes and biases by distance, one of each for all layers that have the same. `distances` are the
-    stack's own weights [buckets, H], set before its layers are built."""
+    """Rotary tables, ALiBi slopes and biases by distance, one of each for all layers that have the same. They are tensors on
+    `device`, or without one NumPy's arrays. `distances` are the stack's own weights [buckets, H], set before its layers are
+    built."""
 
-    def __init__(self, max_model_len: int, device: torch.device) -> None:
+    def __init__(self, max_model_len: int, device: torch.device | None) -> None:
         self.max_model_len, self.device = max_model_len, device
         self.distances: Tensor | None = None
         self._rope: dict[RopeSpec, Tensor] = {}
@@ -98,19 +144,29 @@ class PositionTables:
             case None:
                 return None, None, None
             case AlibiSpec():
-                return None, alibi_slopes(position, spec.num_heads).to(self.device), None
+                return None, self._placed(alibi_slopes(position, spec.num_heads)), None
             case BucketSpec(own=True):
-                assert own is not None
-                return None, None, distance_bias(position, own)
+                return None, None, self._bias(position, own)
             case BucketSpec():
                 if position not in self._biases:
-                    assert self.distances is not None
-                    self._biases[position] = distance_bias(position, self.distances)
+                    self._biases[position] = self._bias(position, self.distances)
                 return None, None, self._biases[position]
             case RopeSpec():
                 return self.rope(position), None, None
 
     def rope(self, position: RopeSpec) -> Tensor:
         if position not in self._rope:
-            self._rope[position] = rope_table(position, self.max_model_len).to(self.device)
+            self._rope[position] = self._placed(rope_angles(position, self.max_model_len))
         return self._rope[position]
+
+    def _bias(self, position: BucketSpec, weight: Any) -> Tensor:
+        assert weight is not None
+        floats = weight.astype(np.float32) if isinstance(weight, np.ndarray) else weight.float().cpu().numpy()
+        return self._placed(distance_bias(position, floats))
+
+    def _placed(self, table: Any) -> Tensor:
+        if self.device is None:
+            return table  # type: ignore[no-any-return]
+        import torch
+
+        return torch.from_numpy(table).to(self.device)

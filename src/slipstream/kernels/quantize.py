@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.weights import GroupedLinear, Linear, Quantized, ScaledLinear, TileScaledLinear
-from slipstream.spec.scheme import FORMAT_MAX, FP8_TILE, InputFormat, Scheme
+from slipstream.spec.scheme import E2M1, FORMAT_MAX, FP8_TILE, InputFormat, Scheme
 
 SMALLEST = 1e-12
 """The least magnitude that a row is scaled by, so that a row of zeros has a scale."""
@@ -33,7 +33,7 @@ def quantize_rows(x: Tensor, inputs: InputFormat) -> Quantized:
 
 
 def numbers(x: Quantized) -> Tensor:
-    """What quantised rows stand for, float32."""
+    """The values of quantised rows, float32."""
     groups: Tensor = x.values.float().unflatten(1, (x.scales.shape[1], -1))
     return (groups * x.scales[..., None]).flatten(1)
 
@@ -71,8 +71,8 @@ def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme, scales_dty
 
 
 def chunk_of(inner: int, size: int) -> int:
-    """`GroupedLinear.chunk` of a weight with so many inputs in groups of `size`: the longer, the longer the reads; no quarter
-    of a chunk may hold two groups, or fewer than 16 inputs."""
+    """`GroupedLinear.chunk` of a weight with `inner` inputs in groups of `size`. A longer chunk means longer reads. A
+    quarter of a chunk may not hold two groups, or fewer than 16 inputs."""
     return next(c for c in (4 * size, 2 * size, size) if inner % c == 0 and c >= 64)
 
 
@@ -87,18 +87,35 @@ def _round_tiles(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round_groups(weight: Tensor, size: int, chunk: int, scales_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(int16 words [out, in / 4], scales [in / size, out])."""
+    """(int16 words [out, in / 4], scales [in / size, out]).
+
+    A group's scale is searched for. Its number of the largest magnitude is put at several distances from 0, of `_STEPS` codes,
+    on the side that has a code more; for the codes of each the scale with the least squared error is known, and the best of all
+    is taken. Of normally distributed numbers the error is a quarter below that of the largest magnitude over 7.5."""
     groups = weight.float().unflatten(1, (-1, size))
     kind = torch.finfo(scales_dtype)
     least = max(SMALLEST, 7.5 * kind.smallest_normal * kind.eps)  # a group of zeros has a scale, in float16 too
-    scales = (groups.abs().amax(-1).clamp(min=least) / 7.5).to(scales_dtype)
-    codes = (groups / scales.float()[..., None]).round().clamp(-8, 7).int() + 8
-    return pack4(codes.flatten(1), chunk), scales.T.contiguous()
+    largest = -groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    largest = torch.where(largest.abs() < least, least, largest)
+    gain = torch.full_like(largest, -1.0)
+    scales = largest / 7.5
+    for step in _STEPS:
+        codes = (groups * (step / largest)).round().clamp(-8, 7)
+        products, squares = ((codes * x).sum(-1, keepdim=True) for x in (groups, codes))
+        found = products * products / squares.clamp(min=1.0)  # by how much the squared error is less than without any code
+        better = found > gain
+        gain, scales = torch.where(better, found, gain), torch.where(better, products / squares.clamp(min=1.0), scales)
+    scales = torch.where(scales.abs() < least / 7.5, largest / 7.5, scales).to(scales_dtype)
+    codes = (groups / scales.float()).round().clamp(-8, 7).int() + 8
+    return pack4(codes.flatten(1), chunk), scales[..., 0].T.contiguous()
+
+
+_STEPS = (7.0, 7.25, 7.5, 7.75, 8.0, 8.25, 8.5, 8.75, 9.0)
 
 
 def _round_floats(weight: Tensor, size: int, chunk: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same to e2m1, scaled so that the largest magnitude's power of two falls on 4, the largest code's (OCP Microscaling
-    Formats 1.0, section 6.3); of two codes as near, the larger."""
+    """`_round_groups` to e2m1. The scale takes the largest magnitude's power of two to 4, the largest code's (OCP Microscaling
+    Formats 1.0, section 6.3). Of two codes that are equally near the larger is taken."""
     groups = weight.float().unflatten(1, (-1, size))
     exponents = groups.abs().amax(-1).clamp(min=SMALLEST).log2().floor() - 2
     scaled = groups / exponents.exp2()[..., None]
@@ -119,10 +136,6 @@ def unpack4(words: Tensor, chunk: int) -> Tensor:
     """`GroupedLinear.weight` → codes 0 … 15, int32 [out, in]."""
     chunks: Tensor = words.int().unflatten(1, (-1, chunk // 4))
     return torch.cat([chunks >> shift & 15 for shift in (0, 4, 8, 12)], dim=-1).flatten(1)
-
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the codes 0 … 7 of a 4-bit float stand for; codes 8 … 15 are the same below 0."""
 
 
 def dequantize(w: ScaledLinear | TileScaledLinear | GroupedLinear, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -228,6 +228,16 @@ class RecordingOps:
     def embed(self, token_ids: object, table: Any, scale: float = 1.0) -> Value:
         return self.record("embed", (), (_inner(table),), table=table, scale=scale)
 
+    def embed_part(self, token_ids: object, table: Any, scale: float = 1.0, *, first: int, size: int) -> Value:
+        return self.record("embed_part", (), (_inner(table),), table=table, scale=scale, first=first, size=size)
+
+    def all_gather(self, x: Value, group: Any, width: int) -> Value:
+        return self.record("all_gather", (x,), (width,), group=group)
+
+    def norm_qk_part(self, qkv: Value, spec: AttentionSpec, q_norm: Any, k_norm: Any, group: Any) -> Value:
+        norms: dict[str, Any] = dict(q_norm=q_norm, k_norm=k_norm)
+        return self.record("norm_qk_part", (qkv,), qkv.shape, spec=spec, group=group, **norms)
+
     def embed_positions(self, meta: TracedMeta, table: Any, offset: int) -> Value:
         return self.record("embed_positions", (), (_inner(table),), table=table, offset=offset)
 

@@ -6,6 +6,7 @@ All arithmetic is in float32, whatever the type of the inputs. Results are round
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -159,6 +160,17 @@ class ReferenceOps(OpSet):
             out[begin:end] = attend(q[begin:end], keys, values, params)
         return out
 
+    def packed_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[tuple[int, Tensor | None]], *, scale: float
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        for length, index in parts:
+            tokens = torch.arange(len(q), device=q.device) if index is None else index
+            for own in tokens.split(length):
+                scores = torch.einsum("nhd,lhd->hnl", q[own].float(), k[own].float()) * scale
+                out[own] = torch.einsum("hnl,lhd->nhd", scores.softmax(dim=-1), v[own].float()).to(q.dtype)
+        return out
+
     def activation(
         self, x: Tensor, activation: Activation, *, gated: bool = False, inputs: InputFormat | None = None
     ) -> Activations:
@@ -167,16 +179,26 @@ class ReferenceOps(OpSet):
         gate, up = x.float().chunk(2, dim=-1)
         return self._as(activate_gated(gate, up, activation), x.dtype, inputs)
 
-    def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
-        up, down, spec = experts.up, experts.down, experts.spec
-        weights, chosen = route(router_logits, spec, experts.correction)
+    def route(
+        self, router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None, load: ExpertLoad | None = None
+    ) -> tuple[Tensor, Tensor]:
+        weights, chosen = route(router_logits, spec, correction)
         count_experts(chosen, load)
+        return weights, chosen
+
+    def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
+        spec = experts.spec
+        weights, chosen = self.route(router_logits, spec, experts.correction, load)
+        return self.moe_of_choice(x, weights, chosen - (0 if spec.held is None else spec.held[0]), experts)
+
+    def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        up, down, spec = experts.up, experts.down, experts.spec
         how: dict[str, Any] = dict(activation=spec.expert.activation, gated=spec.expert.gated, inputs=down.inputs)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in chosen.unique().tolist():
+        for expert in (i for i in chosen.unique().tolist() if 0 <= i < spec.num_held):
             tokens, slots = torch.where(chosen == expert)
             up_rows, down_rows = (
-                slice(expert * n, (expert + 1) * n) for n in (spec.expert.up_rows, down.out_features // spec.num_experts)
+                slice(expert * n, (expert + 1) * n) for n in (spec.expert.up_rows, down.out_features // spec.num_held)
             )
             h = self.activation(self.linear(x[tokens], up.part(up_rows)), **how)
             out[tokens] += self.linear(h, down.part(down_rows)).float() * weights[tokens, slots, None]

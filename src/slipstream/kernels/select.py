@@ -22,8 +22,9 @@ def select_ops(
 ) -> OpSet:
     """The op set for a device. `implementation` is auto, reference, cpu, torch or triton; one that can't run there raises. On a
     CPU auto is cpu, the C++ kernels with `num_threads` and the instruction set `isa` (None: the last that the machine has), or
-    torch where they are not built (`slipstream doctor` says so). `tiles` are for triton, and so are `deterministic` (the result
-    for a token depends on nothing but the tokens before it) and `dense_copies` (4-bit weights are kept dense as well)."""
+    torch where they are not built (`slipstream doctor` says so). `tiles` are for triton, and so is `deterministic` (the result
+    for a token depends on nothing but the tokens before it). `dense_copies`: 4-bit weights (triton) and sparse ones (cpu) are
+    kept dense as well."""
     if implementation == "auto":
         implementation = "triton" if device.type == "cuda" else "cpu" if has_cpu_kernels() else "torch"
     if deterministic and implementation != "triton":
@@ -35,7 +36,7 @@ def select_ops(
     if implementation == "cpu" and device.type == "cpu":
         from slipstream.kernels.cpu import NativeOps
 
-        return NativeOps(num_threads, isa)
+        return NativeOps(num_threads, isa, dense_copies=dense_copies)
     if implementation == "torch" and device.type == "cpu":
         from slipstream.kernels.cpu_torch import CpuOps
 

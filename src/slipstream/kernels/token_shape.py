@@ -1,4 +1,4 @@
-"""Which layers the one-token kernel runs, found from a record of their ops.
+"""Finds out whether the one-token kernel can run a model's layers, from a record of their ops.
 
 `match_layers` compares each layer's ops with the pattern that the kernel implements:
 
@@ -28,6 +28,7 @@ LACKS = {
     "scale": "residual_scale: the one-token kernel has no factor for a branch",
     "bidirectional_attention": "the one-token kernel writes text, and an encoder reads it whole",
     "add": "the one-token kernel has a norm before every branch and no other sums",
+    "all_reduce": "the one-token kernel sums over ranks after attention and after the MLP, each",
 }
 
 COLUMN = 64
@@ -41,7 +42,7 @@ MOST_MIDS = 32768
 
 
 def widths(s: TokenShape) -> tuple[int, int, int]:
-    """The intermediate sizes of a dense MLP, of an expert and of the shared expert; 0: there is none."""
+    """The intermediate sizes of a dense MLP, an expert and the shared expert; 0: there is none."""
     shared = None if s.experts is None else s.experts.shared
     return (
         s.intermediate_size,
@@ -51,7 +52,7 @@ def widths(s: TokenShape) -> tuple[int, int, int]:
 
 
 def inner_sizes(s: TokenShape) -> list[int]:
-    """The numbers of inputs that the products have."""
+    """The products' numbers of inputs."""
     return [n for n in (s.hidden_size, s.num_heads * s.head_dim, *widths(s)) if n]
 
 
@@ -92,11 +93,12 @@ class LayerMatch:
     tensors: dict[str, Any]
     plain: list[Any]  # the router and the weight of a shared expert: products that are never rounded
     cos_sin: Any
+    group: Any = None  # the ranks whose parts are summed, after attention and after the MLP
 
 
 def match_layers(body: Sequence[Op]) -> tuple[TokenShape, list[LayerMatch]] | Reason:
-    """`body`: a trace's layers and what follows them. The shape that all layers have in common, and each of them; or what the
-    kernel lacks."""
+    """The shape that all layers share, and each layer; or the reason why the kernel can't run them. `body`: a trace's
+    layers and the ops behind them."""
     try:
         of_layers = ((i, list(ops)) for i, ops in groupby(body, key=lambda op: op.layer) if i is not None)
         layers = [Matcher(ops).layer() for _, ops in of_layers]
@@ -138,7 +140,7 @@ def _there(found: dict[str, Any]) -> Iterator[tuple[str, bool, bool]]:
 
 @dataclass(slots=True)
 class Matcher:
-    """Reads a layer's ops in their order; what does not fit the pattern is `Refused`."""
+    """Reads a layer's ops in order. An op that does not fit the pattern raises `Refused`."""
 
     ops: list[Op]
     at: int = 0
@@ -146,6 +148,8 @@ class Matcher:
     tensors: dict[str, Any] = field(default_factory=dict)
     plain: list[Any] = field(default_factory=list)
     cos_sin: Any = None
+    groups: list[Any] = field(default_factory=list)
+    """Of the sums over ranks so far."""
 
     def layer(self) -> LayerMatch:
         if self._next != "norm":
@@ -156,6 +160,7 @@ class Matcher:
             if second.inputs != first.outputs[1:] and second.inputs != (first.x,):
                 raise self._refused()
         attended, of_attention = self._attention(first.out)
+        attended = self._summed(attended)
         parallel = second is not None or self._next != "norm"
         if not parallel:
             second = self._norm("mlp_norm")
@@ -163,6 +168,7 @@ class Matcher:
                 raise Refused("the one-token kernel adds a branch's result to the residual without a norm of its own")
         self._same(first, second)
         out, of_mlp = self._mlp(first.out if second is None else second.out)
+        out = self._summed(out)
         if parallel and set(self._take("add").inputs) != {attended, out}:
             raise Refused(LACKS["add"])
         if self.at < len(self.ops):
@@ -181,9 +187,23 @@ class Matcher:
             **of_attention,
             **of_mlp,
         )
-        return LayerMatch(shape, self.products, self.tensors, self.plain, self.cos_sin)
+        if not self.groups:
+            return LayerMatch(shape, self.products, self.tensors, self.plain, self.cos_sin)
+        if len(self.groups) < 2:
+            raise Refused(LACKS["all_reduce"])
+        if parallel or shape.experts is not None or shape.latent is not None:
+            raise Refused("the one-token kernel of several ranks has no experts, no latents and no parallel blocks")
+        return LayerMatch(shape, self.products, self.tensors, self.plain, self.cos_sin, self.groups[0])
 
     # --- Parts ------------------------------------------------------------------------------------------------------
+
+    def _summed(self, x: Value) -> Value:
+        """A sum over ranks, if one follows."""
+        if self._next != "all_reduce":
+            return x
+        op = self._take("all_reduce")
+        self.groups.append(op.arguments["group"])
+        return op.out
 
     def _norm(self, name: str) -> Op:
         op = self._take("norm")

@@ -1,21 +1,24 @@
 """The weights and activations of products, in the formats of `spec.scheme`.
 
 A weight is [out, in]; the weights of experts are stacked. `OpSet.rounded` and `OpSet.block_types` name the formats that an op
-set computes with. Op sets may have formats of their own.
+set computes with. Op sets may have formats of their own. On a CPU the tensors may be NumPy's arrays. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from slipstream.spec.scheme import FP8_TILE, InputFormat
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class Quantized:
     scales: Tensor  # float32 [T, 1], or of `fp8-block` [T, E / 128]
 
 
-Activations: TypeAlias = Tensor | Quantized
+Activations: TypeAlias = "Tensor | Quantized"
 """The input of `linear`: rows of the model's type, or quantised as the weight's scheme needs them."""
 
 
@@ -76,7 +79,7 @@ class ScaledLinear(Linear):
 
     @property
     def inputs(self) -> InputFormat:
-        return "int8" if self.weight.dtype == torch.int8 else "fp8"
+        return "int8" if str(self.weight.dtype).endswith("int8") else "fp8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +114,8 @@ class SplitLinear(Linear):
     @classmethod
     def of(cls, codes: Tensor, scales: Tensor, columns: Sequence[int], dtype: torch.dtype) -> SplitLinear:
         """Split the codes int8 [out, in] of all columns. They are changed in place."""
+        import torch
+
         at = torch.tensor(columns, device=codes.device)
         dense = (codes[:, at].float() * scales[:, None]).to(dtype)
         codes[:, at] = 0
@@ -158,8 +163,9 @@ class BlockRows:
     type: str
     blocks: npt.NDArray[np.uint8]  # [rows, bytes of a row]
     start: int
-    order: Tensor | None = None  # int32 [rows]
+    order: npt.NDArray[np.int32] | None = None  # [rows]
     copies: int = 1  # experts, whose rows are stacked in `blocks`; `start` is a row of each
+    read: Callable[[], None] = lambda: None  # to be called when they were, and are not needed again
 
     @property
     def rows(self) -> int:
@@ -168,6 +174,6 @@ class BlockRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLinear(Linear):
-    """A weight in GGUF types, for op sets with `block_types`. `weight` is on the meta device."""
+    """A weight in GGUF types, for op sets with `block_types`. `weight` only tells shape and type."""
 
     pieces: tuple[BlockRows, ...]

@@ -1,9 +1,11 @@
-"""Weights of which a checkpoint keeps only the numbers that are not zero, as compressed-tensors writes them (`sparse-bitmask`
-and `sparse-24-bitmask`): `compressed`, those numbers row after row; `bitmask` uint8 [out, in / 8], a bit for every place, from
-the low bits up; `shape`; and, for reading by rows, `row_offsets`, which say nothing new. They stand in place of the module's
-`weight` (or, from older tools, below it), in the model's type or rounded.
+"""Weights that a checkpoint stores without their zeros, as compressed-tensors writes them (`sparse-bitmask` and
+`sparse-24-bitmask`). In place of a module's `weight` (or below it, from older tools) stand:
 
-Such a weight is made dense as it is read, one at a time. Whether its zeros are left out again is for the op set to say.
+1. `compressed`: the other numbers, row after row, in the model's type or rounded.
+2. `bitmask` uint8 [out, in / 8]: a bit for every place, from the low bits up.
+3. `shape`; and `row_offsets`, which follow from the mask and are not read.
+
+Each weight is made dense as it is read, one at a time. The op set decides whether to leave the zeros out again.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ PARTS = ("shape", "bitmask", "compressed")
 
 
 def made_dense(stored: Iterable[Stored]) -> Iterator[Stored]:
-    """`stored` with one `weight` in the place of each weight's parts. CheckpointError names what is missing or doesn't fit."""
+    """`stored`, with one `weight` in place of each weight's parts. CheckpointError names a part that is missing or does not
+    fit."""
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, shape, read in stored:
         stem, _, part = name.rpartition(".")

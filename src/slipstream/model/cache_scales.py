@@ -1,8 +1,9 @@
-"""The scales of an 8-bit KV cache that a checkpoint brings: a number is code · scale, as `LayerKV` has it.
+"""The scales of an 8-bit KV cache that a checkpoint contains. A number is code · scale, as in `LayerKV`.
 
-compressed-tensors writes beside each attention's projections k_scale and v_scale, [1] for the layer or [kv heads, 1, 1];
-earlier versions wrote k_proj.output_scale and v_proj.output_scale. Zero points, which the tools write also where they have
-no use, must be zero. A scale of queries (q_scale) is passed over: queries stay in the model's type.
+1. compressed-tensors writes k_scale and v_scale beside each attention's projections, [1] for the layer or [kv heads, 1, 1].
+   Earlier versions wrote k_proj.output_scale and v_proj.output_scale.
+2. Zero points, which the tools write even where they are unused, must be zero.
+3. A scale of queries (q_scale) is ignored: queries stay in the model's type.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.spec.model import ModelSpec
+from slipstream.spec.model import AttentionSpec, ModelSpec
+from slipstream.spec.parallel import Shard, heads_of
 from slipstream.spec.parameters import Placement
 
 PARTS = {
@@ -27,20 +29,31 @@ PASSED_OVER = ("q_scale", "q_proj.output_scale")
 
 
 class CacheScales:
-    """Takes a checkpoint's scales as its tensors come by; who wants such a cache asks for `layers()` when all were taken.
-    `names` are the family's: what stands beside a projection of queries, keys or values belongs to that attention."""
+    """Takes the scales among a checkpoint's tensors. `layers()` returns them when all were taken. `names` is the family's
+    table: a scale beside a projection of queries, keys or values belongs to that attention."""
 
-    def __init__(self, spec: ModelSpec, names: Mapping[str, Placement], *, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, names: Mapping[str, Placement], *, device: torch.device, shard: Shard | None = None
+    ) -> None:
+        """With a `shard` those of a rank's kv heads are kept."""
         inputs = [name for name, place in names.items() if place.target.endswith(".attention.qkv.weight")]
         self._projections = {name.split(".")[-2] for name in inputs}
         self._heads = [layer.attention.num_kv_heads for layer in spec.layers]
+        self._own = [
+            _own_heads(a, shard) if isinstance(a, AttentionSpec) else [0] for a in (layer.attention for layer in spec.layers)
+        ]
         self._device = device
         self._found: dict[tuple[int, str], Tensor] = {}
+
+    @staticmethod
+    def is_of_cache(name: str) -> bool:
+        """Whether a tensor of a checkpoint is one of those that `take` looks at."""
+        return _part_of(name) is not None
 
     def take(self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]) -> bool:
         """Whether the tensor `name` is of an attention's cache. `find` gives the place of a projection's weight by the
         checkpoint's name for it."""
-        part = next((p for p in (*PARTS, *ZERO_POINTS, *PASSED_OVER) if name.endswith(f".{p}")), None)
+        part = _part_of(name)
         if part is None:
             return False
         places = (find(f"{name.removesuffix(part)}{projection}.weight") for projection in self._projections)
@@ -62,10 +75,10 @@ class CacheScales:
             raise CheckpointError(f"{name}: a scale must be a number above 0", field=name)
         if (layer, PARTS[part]) in self._found:
             raise CheckpointError(f"{name}: layer {layer} has these scales twice", field=name)
-        self._found[layer, PARTS[part]] = scales.expand(heads).contiguous().to(self._device)
+        self._found[layer, PARTS[part]] = scales.expand(heads)[self._own[layer]].to(self._device)
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """For each layer, float32 [K] for keys and for values. CheckpointError names what was not there."""
+        """For each layer, float32 [K] for keys and for values. CheckpointError names a missing scale."""
         missing = [(i, x) for i in range(len(self._heads)) for x in "kv" if (i, x) not in self._found]
         if missing:
             layer, x = missing[0]
@@ -76,3 +89,13 @@ class CacheScales:
                 field=f"{x}_scale",
             )
         return [(self._found[i, "k"], self._found[i, "v"]) for i in range(len(self._heads))]
+
+
+def _part_of(name: str) -> str | None:
+    return next((p for p in (*PARTS, *ZERO_POINTS, *PASSED_OVER) if name.endswith(f".{p}")), None)
+
+
+def _own_heads(a: AttentionSpec, shard: Shard | None) -> list[int]:
+    """The kv heads whose scales a rank has. One of zeros takes any."""
+    heads = heads_of(a, shard or Shard(0, 1))
+    return [*heads.kv, *[0] * (heads.num_kv_heads - len(heads.kv))]

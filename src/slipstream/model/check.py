@@ -1,9 +1,11 @@
-"""A loaded model against another implementation of the same checkpoint, layer by layer: where they part first is where to look.
+"""Compares a loaded model with another implementation of the same checkpoint, layer by layer. The first difference shows the
+faulty layer.
 
-The other one is a torch module that takes `input_ids` [1, T] and gives `.logits` [1, T, V], with its layers in a ModuleList
-(transformers' models are so); of an encoder `.last_hidden_state`, of a classifier a text's logits; an encoder-decoder has
-`get_encoder` and `get_decoder`, and both read the same tokens. All is in one piece, from an empty cache. The measure is
-max |ours − theirs| / max |theirs|, over all tokens.
+1. The other model is a torch module that takes `input_ids` [1, T], with its layers in a ModuleList, like those of
+   transformers. It returns `.logits` [1, T, V]; an encoder `.last_hidden_state`, a classifier a text's logits.
+2. An encoder-decoder has `get_encoder` and `get_decoder`, which read the same tokens.
+3. Both compute the whole text in one step, from an empty cache. The error is max |ours − theirs| / max |theirs|, over all
+   tokens.
 """
 
 from __future__ import annotations
@@ -23,19 +25,20 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensor
 from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Layer, finished, run_layers
-from slipstream.model.loader import LoadedModel, load_model
+from slipstream.model.loaded import LoadedModel
+from slipstream.model.loader import load_model
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.model import ModelSpec
 
 BLOCK_SIZE = 16
 ENDS = {"a decoder": "logits", "an encoder-decoder": "logits", "an encoder": "states", "a classifier": "scores"}
-"""What a model's last step is called, by `ModelSpec.kind`."""
+"""The name of a model's last point of comparison, by `ModelSpec.kind`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """`where`: embeddings, layer 0, layer 1, …, logits (states of an encoder, scores of a classifier), as one program. Of an
-    encoder-decoder "encoder: embeddings", "encoder: layer 0" … stand before."""
+    """`where`: embeddings, layer 0, layer 1, …, logits (an encoder's states, a classifier's scores), as one program. With an
+    encoder-decoder "encoder: embeddings", "encoder: layer 0", … come first."""
 
     where: str
     error: float
@@ -49,7 +52,7 @@ class CheckReport:
 
     @property
     def first_divergence(self) -> str | None:
-        """Where the error first exceeds the tolerance (or is no number); what comes before is the same."""
+        """Where the error first exceeds the tolerance or is NaN."""
         return next((d.where for d in self.differences if not d.error <= self.tolerance), None)
 
     @property
@@ -68,8 +71,8 @@ def check(
 
 @torch.inference_mode()
 def compare(ours: LoadedModel, theirs: nn.Module, tokens: Sequence[int], *, tolerance: float) -> CheckReport:
-    """What follows the embeddings, each layer and the head, side by side; then the result once more, as the engine computes it,
-    where that is one program (`model.program`)."""
+    """Compare the states behind the embeddings and each layer, and the head's result. If the engine computes a step as one
+    program (`model.program`), compare its result, too."""
     found = _our_states(ours.decoder, tokens)
     expected = dict(_their_states(theirs, tokens, ours.spec))
     if isinstance(program := compile_program(ours.decoder), CpuProgram):
@@ -102,7 +105,7 @@ def _metadata(decoder: Decoder, count: int) -> tuple[AttentionMetadata, Attentio
 
 
 def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
-    """One a layer, or of an encoder one for all in turn."""
+    """A cache for each layer. An encoder's layers share one, which they use in turn."""
     new = partial(torch.zeros, dtype=decoder.dtype, device=decoder.device)
     num_blocks, specs = 2 * meta.block_table.shape[1] + 1, [layer.attention.spec for layer in decoder.layers]
     made = [LayerKV(*cache_tensors(s, num_blocks, BLOCK_SIZE, new)) for s in specs[: 1 if decoder.spec.is_encoder else None]]
@@ -110,14 +113,14 @@ def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
 
 
 def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
-    """By name the residual there [T, E]; last the logits [T, V], an encoder's states [T, E] or a classifier's scores."""
+    """The residuals [T, E] by name. The last is the logits [T, V], an encoder's states [T, E] or a classifier's scores."""
     meta, read = _metadata(decoder, len(tokens))
     kv, ids = _caches(decoder, meta), torch.tensor(tokens, dtype=torch.int32, device=decoder.device)
 
     found: dict[str, Tensor] = {}
 
     def through(layers: Sequence[Layer], kv: Sequence[LayerKV], meta: AttentionMetadata, name: str) -> Any:
-        """What is to be normed in the end; the states by name go to `found`."""
+        """Returns the residual before the final norm, and writes the states by name to `found`."""
 
         def before(i: int, h: Tensor, residual: Tensor | None) -> None:
             where = f"{name}layer {i - 1}" if i else f"{name}embeddings"
@@ -147,7 +150,7 @@ def _whole_step(decoder: Decoder, program: CpuProgram, tokens: Sequence[int]) ->
 
 
 def _their_states(model: Any, tokens: Sequence[int], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """The same of the other model, by the same names."""
+    """The other model's states by the same names."""
     found: dict[str, Tensor] = {}
     hooks: list[Any] = []
 
@@ -170,7 +173,8 @@ def _their_states(model: Any, tokens: Sequence[int], spec: ModelSpec) -> Iterato
     if spec.encoder is not None:
         inputs["decoder_input_ids"] = ids
         watch(model.get_encoder(), len(spec.encoder.layers), "encoder: ")
-    watch(model.get_decoder() if spec.encoder is not None else model, spec.num_layers, "")
+    has_more = spec.encoder is not None or spec.vision is not None
+    watch(model.get_decoder() if has_more else model, spec.num_layers, "")
     try:
         output = model(**inputs) if spec.is_encoder else model(**inputs, use_cache=False)
         found[ENDS[spec.kind]] = output.last_hidden_state[0] if spec.kind == "an encoder" else output.logits

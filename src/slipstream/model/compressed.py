@@ -1,7 +1,7 @@
-"""Weights that a checkpoint holds rounded, as compressed-tensors, GPTQ's or AWQ's tools write them, put together without a
-second rounding.
+"""Reads weights that a checkpoint holds rounded, as the tools of compressed-tensors, GPTQ and AWQ write them. Nothing is
+rounded a second time.
 
-Beside each product's name stand, instead of `weight` in the model's type, from compressed-tensors:
+Instead of `weight` in the model's type a product has, from compressed-tensors:
     fp8, int8   weight [out, in] of float8_e4m3fn or int8, weight_scale [out, 1] (or one number for all rows)
     fp8-block   the same, weight_scale [out / 128, in / 128], or as DeepSeek V3 and Qwen 3 write it weight_scale_inv (by which
                 codes are multiplied, whatever its name says)
@@ -13,14 +13,14 @@ and from GPTQ's tools:
 and from AWQ's:
     int4        qweight int32 [in, out / 8], eight columns a word in the order of AWQ_COLUMNS; scales [in / group_size, out];
                 qzeros int32 [in / group_size, out / 8], the code that stands for 0, packed alike
-What is only noted there (weight_shape, and input_scale: inputs are scaled as they come) is passed over; other zero points and
-reordered inputs are refused. Weights in formats that no product computes with (more than 4 bits with inputs of the model's
-type), or that the op set has no product for, are expanded as they are read (`expanded`).
+weight_shape and input_scale are ignored: inputs are scaled as they come. Other zero points and reordered inputs are refused. A
+weight that the op set has no product for (such as more than 4 bits with inputs of the model's type) is expanded as it is read
+(`expanded`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -29,33 +29,24 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.kernels.quantize import DTYPES, chunk_of, pack4
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, SplitLinear, TileScaledLinear
+from slipstream.model.checkpoint import PASSED_OVER
 from slipstream.model.packing import block_numbers, numbers, stored_parts, stored_shape, unpack_words
-from slipstream.spec.native_formats import PRODUCTS, held_group
+from slipstream.spec.native_formats import held_group
 from slipstream.spec.parameters import Placement, Shape
-from slipstream.spec.quantization_config import Method, StoredFormats
-from slipstream.spec.scheme import FORMATS, SCHEMES, WeightFormat
+from slipstream.spec.quantization_config import AWQ_COLUMNS, PLAIN_ZEROS, Method, StoredFormats
+from slipstream.spec.scheme import WeightFormat
 
 SCALES = ("weight_scale", "weight_scale_inv")
 PARTS = ("weight", *SCALES, "weight_packed", "weight_zero_point", "qweight", "qzeros", "scales", "g_idx")
-PASSED_OVER = ("weight_shape", "input_scale", "output_scale", "k_scale", "v_scale")
-AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word, counted in codes from the low bits, columns 0 to 7 stand."""
-
 REFUSED = ("weight_g_idx", "input_zero_point")
 
 Stored = tuple[str, Shape, Callable[[], Tensor]]
 """A tensor of a checkpoint: its name, its shape, and how to read it."""
 
 
-def scheme_formats(shapes: Mapping[str, Shape], scheme: str) -> dict[str, WeightFormat]:
-    """Every product's weight by one scheme, and the head's if it says so."""
-    heads = ("head.weight",) if SCHEMES[scheme].head else ()
-    return {name: FORMATS[scheme] for name in shapes if name.endswith(PRODUCTS) or name in heads}
-
-
 def expanded(stored: Iterable[Stored], formats: StoredFormats, is_wanted: Callable[[str], bool]) -> Iterator[Stored]:
-    """The tensors of a checkpoint, with the numbers of each rounded weight that `is_wanted` (by its module's name) in its
-    parts' place."""
+    """The tensors of a checkpoint. Each rounded weight that `is_wanted` (by its module's name) is expanded, in place of its
+    parts."""
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, shape, read in stored:
         module, _, part = name.rpartition(".")
@@ -112,31 +103,34 @@ class RoundedWeights:
         dtype: torch.dtype,
         device: torch.device,
         columns: Mapping[str, tuple[int, ...]] | None = None,
+        on_host: Container[str] = (),
     ) -> None:
         """`formats` are those of the weights to take, by their names in `shapes`; `columns` the inputs of some that keep the
-        model's type."""
+        model's type. Those of `on_host` are in the host's memory."""
         self.method, self.dtype, self.formats, self.columns = method, dtype, formats, columns or {}
         self._weights: dict[str, _Weight] = {}
+        given = device
         for name, fmt in formats.items():
             outer, inner = shapes[name]
-            zeros = None
+            device = torch.device("cpu") if name in on_host else given
+            zeros = None  # what no tensor fills (a rank's heads of zeros) is zeros
             if fmt.inputs is not None:
-                codes = torch.empty(outer, inner, dtype=DTYPES[fmt.inputs], device=device)
+                codes = torch.zeros(outer, inner, dtype=DTYPES[fmt.inputs], device=device)
                 blocks = (-(-outer // fmt.block_rows), fmt.groups(inner)) if fmt.block_rows > 1 else (outer,)
-                scales = torch.empty(blocks, dtype=torch.float32, device=device)
+                scales = torch.zeros(blocks, dtype=torch.float32, device=device)
             else:
                 size = held_group(fmt, outer, inner)
                 assert size, "`check_scheme` and `held_formats` see to it"
-                codes = torch.empty(outer, inner // 4, dtype=torch.int16, device=device)
-                scales = torch.empty(inner // size, outer, dtype=dtype, device=device)
-                zeros = torch.empty_like(scales) if method == "awq" or not fmt.symmetric else None
+                codes = torch.zeros(outer, inner // 4, dtype=torch.int16, device=device)
+                scales = torch.zeros(inner // size, outer, dtype=dtype, device=device)
+                zeros = torch.zeros_like(scales) if method == "awq" or not fmt.symmetric else None
             self._weights[name] = _Weight(codes, scales, zeros)
 
     def __contains__(self, target: str) -> bool:
         return target in self._weights
 
     def take(self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]) -> bool:
-        """Whether the tensor `name` belongs to a rounded weight; if so it is read into its place. `find` gives the place of a
+        """Whether the tensor `name` belongs to a rounded weight. If so, it is read into its place. `find` gives the place of a
         product's weight by the checkpoint's name for it."""
         stem, _, part = name.rpartition(".")
         if part in PASSED_OVER:
@@ -188,9 +182,9 @@ class RoundedWeights:
         return True
 
     def _check_plain(self, name: str, part: str, fmt: WeightFormat, value: Tensor) -> None:
-        """Every number stands for code − 8, and groups are of neighbours."""
+        """Check that every zero point is 8, and that a group's inputs are neighbours."""
         if part == "qzeros":
-            plain = value.unique().tolist() == [0x77777777 if self.method == "gptq" else 0x88888888 - 2**32]
+            plain = (value.unique().long() & 0xFFFFFFFF).tolist() == [PLAIN_ZEROS[self.method]]
         else:
             plain = torch.equal(value.long(), torch.arange(len(value)) // (fmt.group_size or 1))
         if not plain:
@@ -213,7 +207,7 @@ class RoundedWeights:
             into[at] = given
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
-        """The checkpoint's tensors that were not there; `names` are the places of unrounded ones."""
+        """The checkpoint's missing tensors. `names` are the places of unrounded ones."""
         def parts(target: str) -> tuple[str, ...]:
             if self.method in ("compressed-tensors", "fp8"):
                 return stored_parts(self.formats[target])
@@ -228,7 +222,7 @@ class RoundedWeights:
         ]
 
     def linears(self) -> dict[str, Linear]:
-        """By the names of `spec.parameters`, without biases."""
+        """The weights by the names of `spec.parameters`, without biases."""
         made: dict[str, Linear] = {}
         for name, w in self._weights.items():
             rows, inner = w.codes.shape[0], w.codes.shape[1] * 4

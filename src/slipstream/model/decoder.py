@@ -4,9 +4,9 @@
     for layer in layers: h = h + attention(norm(h)); h = h + mlp(norm(h))
     logits = head(norm(h))
 
-It knows no architecture by name and no device, and imports no torch: built with `kernels.recording.RecordingOps` it shows what
-it does without computing it. Faster ways to run the same layers are made from that record (`model.program`,
-`model.one_token`); the decoder knows none of them.
+It knows no architecture by name and no device, and imports no torch. With `kernels.recording.RecordingOps` it records its
+ops instead of computing them. Faster ways to run the same layers are made from that record (`model.program`,
+`model.one_token`). The decoder knows none of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slipstream.model.encoder import Classifier, Encoder
-from slipstream.model.layers import Layer, MoE, Tap, build_layer, build_linear, build_norm, finished, normed, run_layers
+from slipstream.model.layers import (
+    Layer,
+    MoE,
+    Partition,
+    Tap,
+    build_layer,
+    build_linear,
+    build_norm,
+    finished,
+    normed,
+    run_layers,
+)
 from slipstream.spec.model import LayerSpec, ModelSpec
 from slipstream.spec.scheme import Scheme
 
@@ -27,13 +38,22 @@ if TYPE_CHECKING:
     from slipstream.kernels.metadata import AttentionMetadata, LayerKV
     from slipstream.kernels.ops import OpSet
     from slipstream.kernels.weights import Linear
+    from slipstream.model.device_stream import DeviceStream
+    from slipstream.model.layer_stream import LayerStream
+    from slipstream.platform import Group
 
 
 class Decoder:
-    """`parameters` are by the names of `spec.parameters`. They are laid out as `ops` wants them, the layers' products rounded
-    by `scheme`, and then not needed. `products` are weights that are held rounded already, by the same names, without their
-    biases; afterwards it has all of the decoder's products, as they were laid out. `layers`, if given, stand for those that
-    `parameters` would make (training and calibration run layers one at a time, and give none)."""
+    """A model of `spec`.
+
+    1. `parameters` have the names of `spec.parameters`. `ops` lays them out, with the layers' products rounded by `scheme`;
+       then they are not needed any more.
+    2. `products` are weights that are rounded already, by the same names, without biases. Afterwards it has all products of the
+       decoder, as they were laid out.
+    3. `layers`, if given, replace those that `parameters` would make. Training and calibration, which run layers one at a time,
+       give an empty list.
+    4. With a `partition`, the spec (except its `vocab_size`) and the parameters are a rank's part.
+    """
 
     def __init__(
         self,
@@ -45,58 +65,79 @@ class Decoder:
         scheme: Scheme | None = None,
         products: dict[str, Linear] | None = None,
         layers: Sequence[Layer] | None = None,
+        partition: Partition | None = None,
     ) -> None:
         products = {} if products is None else products
         of_experts, scheme = scheme, None if scheme is not None and scheme.experts_only else scheme
         self.spec = spec
         self.ops = ops
+        self.partition = partition
+        self.vocabulary = partition if partition is not None and partition.shard.tensor else None  # shared out among ranks
+        self.pipe = None if partition is None else partition.pipe
         held = products.get("embed.weight")
-        table: Tensor | Linear = parameters.pop("embed.weight") if held is None else held
+        table: Tensor | Linear | None = parameters.pop("embed.weight", None) if held is None else held
+        known: Any = table if table is not None else next(v for n, v in parameters.items() if ".correction." not in n)
         self.positions = parameters.pop("positions.weight", None)
         self.token_types = parameters.pop("token_types.weight", None)
         self.embed_in, self.embed_out = (
-            None if spec.embed_size is None else build_linear(name, parameters, ops, None, products)
-            for name in ("embed_in", "embed_out")
+            None if spec.embed_size is None or not is_here else build_linear(name, parameters, ops, None, products)
+            for name, is_here in (("embed_in", spec.has_first), ("embed_out", spec.has_last))
         )
-        self.embed_norm = None if spec.embed_norm is None else build_norm(spec.embed_norm, "embed_norm", parameters)
-        self.final_norm = None if spec.final_norm is None else build_norm(spec.final_norm, "final_norm", parameters)
-        if spec.tied_embeddings and held is not None:
+        first_norm, last_norm = spec.embed_norm if spec.has_first else None, spec.final_norm if spec.has_last else None
+        self.embed_norm = None if first_norm is None else build_norm(first_norm, "embed_norm", parameters)
+        self.final_norm = None if last_norm is None else build_norm(last_norm, "final_norm", parameters)
+        if not spec.has_last:
+            pass
+        elif spec.tied_embeddings and held is not None:
             products["head.weight"] = held
         elif spec.tied_embeddings:
             parameters["head.weight"] = table  # type: ignore[assignment]
         self.head = None
-        if spec.generates:
+        if spec.generates and spec.has_last:
             by = scheme if scheme is not None and scheme.head else None
             self.head = build_linear("head", parameters, ops, by, products)
-        self.embed: Any = ops.embedding(table, self.head if spec.tied_embeddings else None)  # what this op set's `embed` reads
-        self.device, self.dtype = ops.place_of(table)
+        self.embed: Any = None  # in this op set's layout
+        if spec.has_first:
+            assert table is not None
+            self.embed = ops.embedding(table, self.head if spec.tied_embeddings else None)
+        self.device, self.dtype = ops.place_of(known)
         tables = ops.position_tables(max_model_len, self.device)
         self.encoder = self.classifier = None
-        self.tap: Tap | None = None  # what a draft head reads between layers
+        self.tap: Tap | None = None  # the states between layers that a draft head reads
 
-        def stack(own: Sequence[LayerSpec], name: str) -> list[Layer]:
+        def stack(own: Sequence[LayerSpec], name: str, held: range) -> list[Layer]:
             tables.distances = parameters.pop(f"{name}distances.weight", None)
-            named = ((s, f"{name}layers.{i}.") for i, s in enumerate(own))
-            return [build_layer(s, parameters, ops, tables, name=n, scheme=of_experts, products=products) for s, n in named]
+            named = ((own[i], f"{name}layers.{i}.") for i in held)
+            how: dict[str, Any] = dict(scheme=of_experts, products=products, partition=partition)
+            return [build_layer(s, parameters, ops, tables, name=n, **how) for s, n in named]
 
         if (e := spec.encoder) is not None:
-            self.encoder = Encoder(stack(e.layers, "encoder."), build_norm(e.final_norm, "encoder.final_norm", parameters))
-        if (c := spec.classifier) is not None:
+            own_stack = stack(e.layers, "encoder.", range(len(e.layers)))
+            self.encoder = Encoder(own_stack, build_norm(e.final_norm, "encoder.final_norm", parameters))
+        if (c := spec.classifier) is not None and spec.has_last:
             out = build_linear("classifier.out", parameters, ops, None, products)
             dense = None if c.activation is None else build_linear("classifier.dense", parameters, ops, None, products)
             norm = None if c.norm is None else build_norm(c.norm, "classifier.norm", parameters)
             self.classifier = Classifier(c, dense, norm, out)
-        groups = zip(layers if layers is not None else stack(spec.layers, ""), spec.group_of_layer, strict=False)
-        self.layers = [dataclasses.replace(x, group=g, cross_group=spec.cross_group) for x, g in groups]
+        self.stream: LayerStream | DeviceStream | None = None  # if some layers' weights are read as they are needed
+        self.take_layers(layers if layers is not None else stack(spec.layers, "", spec.held))
         assert not parameters, f"unused: {list(parameters)}"
 
+    def take_layers(self, layers: Sequence[Layer]) -> None:
+        """Have these layers, the first of those that are held first."""
+        groups = zip(layers, self.spec.group_of_layer[self.spec.held.start : self.spec.held.stop], strict=False)
+        self.layers = [dataclasses.replace(x, group=g, cross_group=self.spec.cross_group) for x, g in groups]
+
     def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        """token_ids [T] → hidden states [T, E] after the final norm; keys and values are in the cache."""
+        """token_ids [T] → hidden states [T, E] after the final norm; keys and values are in the cache. Of a pipeline's stage
+        they are what the next stage has been sent, unless it is the last."""
         h = self.embedded(token_ids, meta)
+        if self.stream is not None or self._sharing(h) is not None:
+            return self.run(h, kv, meta)[0]
         return self.finished(*run_layers(self.ops, self.layers, h, kv, meta))
 
     def tapped(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        """(what `forward` gives, what a draft head reads of the step [T, E])"""
+        """(the result of `forward`, the states of the step that a draft head reads [T, E])"""
         return self.run(self.embedded(token_ids, meta), kv, meta)
 
     def run(
@@ -106,34 +147,57 @@ class Decoder:
         meta: AttentionMetadata,
         before: Callable[[int], None] = lambda layer: None,
     ) -> tuple[Tensor, Tensor]:
-        """What the layers give of `h`, and what the tap does; without one, the hidden states twice. `before(i)` is called
-        before layer i, and in the end."""
+        """Run the layers over `h`. Returns the hidden states and the tap's; without a tap, the hidden states twice.
+        `before(i)` is called before layer i, and at the end."""
         taken: Tensor | None = None
 
         def look(layer: int, pending: Tensor, residual: Tensor | None) -> None:
             nonlocal taken
+            if self.stream is not None:
+                self.stream.before(layer)
             before(layer)
             if self.tap is not None:
                 taken = self.tap.add(self.ops, taken, layer, pending, residual)
 
-        hidden = self.finished(*run_layers(self.ops, self.layers, h, kv, meta, look))
+        if (ranks := self._sharing(h)) is not None:  # each has some of the tokens between the products
+            num_tokens = len(h)
+            own = run_layers(self.ops, self.layers, self.ops.own_tokens(h, ranks), kv, meta, look)
+            together = (None if x is None else self.ops.gather_tokens(x, ranks, num_tokens) for x in own)
+            hidden = self.finished(*together)  # type: ignore[arg-type]
+        else:
+            hidden = self.finished(*run_layers(self.ops, self.layers, h, kv, meta, look))
         return hidden, hidden if taken is None else taken
 
+    def _sharing(self, h: Tensor) -> Group | None:
+        """The ranks that share a step's residual out by tokens; None: each has all of it."""
+        part = self.partition
+        return part.group if part is not None and part.sequence and part.shares_tokens(len(h)) else None
+
     def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """An encoder-decoder's prompts, whole, token_ids [T]: what the decoder's layers read of them goes into `meta`'s slots
-        of their caches."""
+        """Encode an encoder-decoder's whole prompts, token_ids [T]. The keys and values that the decoder's layers read go into
+        `meta`'s slots of their caches."""
         assert self.encoder is not None
         self.remember(self.encoder(self.ops, self.embedded(token_ids, meta), kv[0], meta), kv, meta)
 
     def remember(self, states: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """Keys and values of the encoder's states [T, E] go into each layer's cache."""
+        """Write the keys and values of the encoder's states [T, E] to each layer's cache."""
         for layer, cache in zip(self.layers, kv, strict=True):
             assert layer.cross is not None
             layer.cross.remember(self.ops, states, cache, meta)
 
     def embedded(self, token_ids: Tensor, meta: AttentionMetadata) -> Tensor:
-        """token_ids [T] → what the first layer reads, [T, E]"""
-        h = self.ops.embed(token_ids, self.embed, self.spec.embed_scale)
+        """token_ids [T] → the first layer's input [T, E]; of a later stage what the stage before has sent."""
+        if not self.spec.has_first:
+            assert self.pipe is not None
+            return self.pipe.receive((len(token_ids), self.spec.hidden_size), self.dtype)
+        if (part := self.vocabulary) is not None:
+            size = part.shard.vocabulary(self.spec.vocab_size)
+            own = self.ops.embed_part(
+                token_ids, self.embed, self.spec.embed_scale, first=part.shard.rank * size, size=size
+            )
+            h = self.ops.all_reduce(own, group=part.group)
+        else:
+            h = self.ops.embed(token_ids, self.embed, self.spec.embed_scale)
         if self.embed_in is not None:
             h = self.ops.linear(h, self.embed_in)
         if self.positions is not None and self.spec.learned_positions is not None:
@@ -143,7 +207,10 @@ class Decoder:
         return h if self.embed_norm is None else normed(self.ops, self.embed_norm, h)
 
     def finished(self, h: Tensor, residual: Tensor | None) -> Tensor:
-        """What the last layer gives → what `logits` reads."""
+        """The last layer's output → the input of `logits`, or of the next stage, which is sent it."""
+        if not self.spec.has_last:
+            assert self.pipe is not None
+            return self.pipe.send(h if residual is None else h + residual)
         return finished(self.ops, self.final_norm, h, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -152,6 +219,8 @@ class Decoder:
         if self.embed_out is not None:
             hidden = self.ops.linear(hidden, self.embed_out)
         logits = self.ops.linear(hidden, self.head)
+        if self.vocabulary is not None:
+            logits = self.ops.all_gather(logits, self.vocabulary.group, self.spec.vocab_size)
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         cap = self.spec.logit_softcap
@@ -163,10 +232,11 @@ class Decoder:
             if isinstance(layer.mlp, MoE):
                 counts = self.ops.new_counts(layer.mlp.spec.num_experts, self.device)
                 self.layers[i] = dataclasses.replace(layer, expert_counts=counts)
-        return {i: x.expert_counts for i, x in enumerate(self.layers) if x.expert_counts is not None}
+        counted = zip(self.spec.held, self.layers, strict=True)
+        return {i: x.expert_counts for i, x in counted if x.expert_counts is not None}
 
     def with_ops(self, ops: OpSet) -> Decoder:
-        """The same weights, run by other ops."""
+        """A decoder with the same weights and other ops."""
         other = copy.copy(self)
         other.ops = ops
         return other

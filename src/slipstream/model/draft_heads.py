@@ -1,34 +1,39 @@
-"""Draft heads that run: from their files to what guesses the tokens of a loaded model (`spec.draft_heads` says what they are).
+"""Runs draft heads, which propose tokens for a loaded model. `spec.draft_heads` describes them, `draft_loader` and
+`host_model` load them.
 
-A head that goes on by itself (EAGLE-3, MTP) computes a *pair* at each place: the state that the model had at a token, and the
-token that follows. It gives the state from which the token behind is drawn, and the state that its next pair takes in the place
-of the model's. Its lines are written once and take tensors or the symbolic values of a record: on a CPU a pass is one program.
+A chain head (EAGLE-3, MTP) computes a *pair* at each position: the model's state at a token, and the token that follows. It
+returns the state from which the next token is drawn, and the state that the next pair takes in place of the model's. The
+same code takes tensors or the symbolic values of a record, so a pass is one program on a CPU. With arrays that needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
-from slipstream.errors import CheckpointError, OutOfMemoryError
-from slipstream.kernels.cpu import LinearArgmax, LinearProgram, NativeOps
+from slipstream.errors import CheckpointError
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.native import NativeLinear
-from slipstream.kernels.ops import OpSet
+from slipstream.kernels.native import NativeLinear, ThreadPool
+from slipstream.kernels.programs import LinearArgmax, LinearProgram
 from slipstream.kernels.recording import TOKENS, RecordingOps, TracedKV, TracedMeta, Value
 from slipstream.kernels.weights import Linear
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Attention, Layer, Tap, build_layer, build_linear, build_norm
-from slipstream.model.program import CompiledOps, compiled
-from slipstream.model.weights import fill, stored_tensors_of
-from slipstream.spec.draft_heads import EagleSpec, HeadDescription, MedusaSpec, MTPSpec
+from slipstream.model.step_program import CompiledOps, Floats, compiled
+from slipstream.spec.draft_heads import EagleSpec, MedusaSpec, MTPSpec
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slipstream.kernels.native import Array
+    from slipstream.kernels.ops import OpSet
 
 Body = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
 """(ops, embeddings [T, E], states [T, E], cache, metadata) → (what the output head reads, what the next pair takes), [T, E]."""
@@ -47,12 +52,15 @@ class EagleBody:
     def __call__(self, ops: OpSet, embedded: Tensor, state: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Any:
         n, attention = self.layer.norms, self.layer.attention
         assert isinstance(attention, Attention)
-        rows, residual = ops.norm(state, n["pre_attention"])
         if self.spec.norm_before_residual:
+            rows = ops.norm(state, n["pre_attention"])[0]
             residual = cast("Tensor", rows)
-        own = ops.norm(embedded, self.embed_norm)[0]
+        else:
+            rows, residual = ops.norm(state, n["pre_attention"], inputs=attention.inputs)
+        own = ops.norm(embedded, self.embed_norm, inputs=self.of_embedding.inputs)[0]
         qkv = ops.linear(rows, attention.qkv) + ops.linear(own, self.of_embedding)
-        rows, residual = ops.norm(attention.attend(ops, qkv, kv, meta), n["pre_mlp"], residual=residual)
+        h = attention.attend(ops, qkv, kv, meta)
+        rows, residual = ops.norm(h, n["pre_mlp"], residual=residual, inputs=self.layer.mlp.inputs)
         return ops.norm(self.layer.mlp(ops, rows), self.final_norm, residual=residual)
 
 
@@ -68,14 +76,34 @@ class MTPBody:
     final_norm: NormParams
 
     def __call__(self, ops: OpSet, embedded: Tensor, state: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Any:
-        own, rows = ops.norm(embedded, self.embed_norm)[0], ops.norm(state, self.hidden_norm)[0]
+        own = ops.norm(embedded, self.embed_norm, inputs=self.of_embedding.inputs)[0]
+        rows = ops.norm(state, self.hidden_norm, inputs=self.of_state.inputs)[0]
         joined = ops.linear(own, self.of_embedding) + ops.linear(rows, self.of_state)
         h, residual = self.layer(ops, joined, None, kv, meta)
         return ops.norm(h, self.final_norm, residual=residual)
 
 
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Where the pairs of a chain's passes [P, S] stand. In pass i the first counts[i] sequences have one."""
+
+    block_table: npt.NDArray[np.int32]  # [S, max_blocks]
+    positions: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    seq_lens: npt.NDArray[np.int32]
+    counts: Sequence[int]
+
+    @property
+    def meta(self) -> AttentionMetadata:
+        """The first pass."""
+        size = len(self.block_table)
+        arrays: dict[str, Any] = {"positions": self.positions[0], "slot_mapping": self.slots[0], "seq_lens": self.seq_lens[0]}
+        arrays |= {"query_start_loc": np.arange(size + 1, dtype=np.int32), "block_table": self.block_table}
+        return AttentionMetadata(**arrays, num_decodes=size, max_query_len=1, max_seq_len=int(self.seq_lens[0].max()))
+
+
 class ChainHead:
-    """A head that goes on by itself. `tap`: what it wants of the model between layers; None: the final hidden states."""
+    """A head that continues from its own states. `tap`: the model's states that it reads; None: the final hidden states."""
 
     def __init__(
         self, spec: EagleSpec | MTPSpec, body: Body, ops: OpSet, embed: Any, scale: float, head: Linear, tap: Tap | None
@@ -85,14 +113,15 @@ class ChainHead:
         self.program: CompiledOps | Reason = Reason("the draft head's C++ program needs kernels='cpu'", notable=False)
         self._logits: LinearProgram | None = None
         self._argmax: LinearArgmax | None = None
-        if isinstance(ops, NativeOps):
-            self.program = compiled(ops, 1, *self._trace())
+        if ops.name == "cpu":
+            pool: ThreadPool = ops.pool  # type: ignore[attr-defined]
+            self.program = compiled(pool, 1, *self._trace())
             if isinstance(head, NativeLinear):
-                self._logits = LinearProgram(ops.pool, head)
-                self._argmax = LinearArgmax(ops.pool, head) if len(head.parts) == 1 else None
+                self._logits = LinearProgram(pool, head)
+                self._argmax = LinearArgmax(pool, head) if len(head.parts) == 1 else None
 
     def _trace(self) -> tuple[Any, Value, Value, tuple[Value, ...]]:
-        """(ops, the states, what the output head reads, what the next pair takes)"""
+        """(ops, the states, the output head's input, the next pair's states)"""
         recorder = RecordingOps()
         state, recorder.layer = recorder.value((self.spec.hidden_size,)), 0
         embedded = recorder.embed(TOKENS, self._embed, self._scale)
@@ -107,17 +136,77 @@ class ChainHead:
         if isinstance(self.program, Reason):
             embedded = self.ops.embed(token_ids, self._embed, self._scale)
             return self._body(self.ops, embedded, states.to(embedded.dtype), kv[0], meta)
-        hidden, following = (torch.empty(len(token_ids), self.spec.hidden_size) for _ in range(2))
+        import torch  # late: arrays go to `run`
+
+        hidden, following = self.run(token_ids, states.float().numpy(), kv, meta)
+        return torch.from_numpy(hidden), torch.from_numpy(following)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `run`, `argmax` and `go_on` may be called."""
+        return isinstance(self.program, CompiledOps) and self._argmax is not None
+
+    def run(
+        self, token_ids: Array, states: Array, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> tuple[Floats, Floats]:
+        """`forward` by the C++ program, of arrays."""
+        assert isinstance(self.program, CompiledOps)
+        hidden, following = (np.empty((len(token_ids), self.spec.hidden_size), np.float32) for _ in range(2))
         self.program.run(kv, meta, token_ids, states, hidden, (following,))
         return hidden, following
 
+    def argmax(self, hidden: Floats) -> npt.NDArray[np.int64]:
+        """`greedy`, of arrays"""
+        assert self._argmax is not None
+        return self._argmax(hidden)
+
+    def go_on(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        states: Floats,
+        kv: Sequence[LayerKV],
+        passes: Passes,
+        own: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
+    ) -> Iterator[npt.NDArray[np.int32]]:
+        """Greedy passes behind a first one, in which each sequence has one pair: of each the tokens that it proposes. Token ids
+        int32 [S] and states [S, E] are those of the first of these passes, and change from pass to pass. `own`: the model's
+        tokens for the head's."""
+        assert isinstance(self.program, CompiledOps)
+        assert self._argmax is not None
+        hidden = np.empty_like(states)
+        self.program.bind(states, hidden, (states,))
+        best = self._argmax.of(hidden)
+        inputs, kept = self.program.inputs(kv, passes.meta, token_ids)
+        group, first = inputs.groups[0], (inputs.positions, inputs.groups[0].slots, inputs.groups[0].seq_lens)
+        row_bytes = [x.strides[0] for x in (passes.positions, passes.slots, passes.seq_lens)]
+        for i, count in enumerate(passes.counts):
+            inputs.num_tokens = inputs.num_seqs = inputs.num_decodes = count
+            inputs.positions, group.slots, group.seq_lens = (at + i * n for at, n in zip(first, row_bytes, strict=True))
+            self.program.program.run(inputs, self._argmax.program)
+            token_ids[:count] = own(best[:count])
+            yield token_ids[:count]
+        del kept
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, E] → [N, its own vocabulary]"""
-        return self.ops.linear(hidden, self.head) if self._logits is None else self._logits(hidden.float())
+        if self._logits is None:
+            return self.ops.linear(hidden, self.head)
+        import torch
+
+        return torch.from_numpy(self._logits(hidden.float().numpy()))
+
+    def logits_of(self, hidden: Floats) -> Floats:
+        """`logits`, of arrays"""
+        assert self._logits is not None
+        return self._logits(hidden)
 
     def greedy(self, hidden: Tensor) -> Tensor:
         """[N, E] → int64 [N], the head's own tokens whose logits are largest."""
-        return self.logits(hidden).argmax(-1) if self._argmax is None else self._argmax(hidden.float())
+        if self._argmax is None:
+            return self.ops.argmax(self.logits(hidden))
+        import torch
+
+        return torch.from_numpy(self.argmax(hidden.float().numpy()))
 
     @property
     def token_bytes(self) -> int:
@@ -137,45 +226,12 @@ class MedusaHead:
 
     def logits(self, hidden: Tensor, place: int) -> Tensor:
         """[N, E] → [N, V] of the token `place` + 2 behind the state's own."""
+        import torch
+
         x = hidden
         for block in self.blocks[place]:
             x = x + torch.nn.functional.silu(self.ops.linear(x, block))
         return self.ops.linear(x, self.heads[place])
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedHead:
-    """`target_ids`: the model's token for each of the head's; None: they are the same."""
-
-    head: ChainHead | MedusaHead
-    target_ids: Tensor | None  # int64
-    weights_bytes: int
-
-
-def load_head(
-    description: HeadDescription,
-    decoder: Decoder,
-    *,
-    dtype: torch.dtype,
-    max_model_len: int,
-    scheme: Scheme | None = None,
-    load_format: str = "auto",
-    seed: int = 0,
-) -> LoadedHead:
-    """The head for the model of `decoder`, whose embeddings it shares unless it has its own; products are rounded by `scheme`.
-    With load_format="dummy" the weights are random."""
-    spec, device = description.spec, decoder.device
-    with torch.inference_mode():
-        try:
-            values, ids = (
-                _dummy(spec, dtype, device, seed)
-                if load_format == "dummy"
-                else _load(description, dtype=dtype, device=device)
-            )
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(f"the draft head does not fit on {device}: {error}", field="model") from error
-        num_bytes = sum(v.numel() * v.element_size() for v in values.values())
-        return LoadedHead(build_head(spec, values, decoder, max_model_len=max_model_len, scheme=scheme), ids, num_bytes)
 
 
 def build_head(
@@ -186,14 +242,14 @@ def build_head(
     max_model_len: int,
     scheme: Scheme | None = None,
 ) -> ChainHead | MedusaHead:
-    """Of parameters by the names of `spec.shapes`, which are taken out."""
+    """Makes the parts of a head from parameters by the names of `spec.shapes`, which it removes."""
     ops, products = decoder.ops, dict[str, Linear]()
 
     def linear(name: str) -> Linear:
         return build_linear(name, values, ops, scheme, products)
 
     def half(name: str, part: int) -> Linear:
-        """Of a product of [embedding; state]."""
+        """A half of a product of [embedding; state]."""
         return ops.quantize_weight(pairs[name][part], None, scheme)
 
     assert decoder.head is not None
@@ -202,7 +258,7 @@ def build_head(
         heads = tuple(linear(f"{i}.head") if spec.own_heads else decoder.head for i in range(spec.num_heads))
         return MedusaHead(spec, ops, blocks, heads)
     joined = "attention.qkv.weight" if isinstance(spec, EagleSpec) else "join.weight"
-    pairs = {joined: [w.contiguous() for w in values.pop(joined).chunk(2, dim=1)]}
+    pairs = {joined: _columns(values.pop(joined), 2)}
     embed = ops.embedding(values.pop("embed.weight"), None) if "embed.weight" in values else decoder.embed
     norms = {
         n: build_norm(spec.norm, n, values)
@@ -212,10 +268,8 @@ def build_head(
     head = linear("head") if "head.weight" in values else decoder.head
     tap, body, scale = None, cast("Body", None), 1.0
     if isinstance(spec, EagleSpec):
-        parts = values.pop("fc.weight").chunk(len(spec.aux_layers), dim=1)
-        tap = Tap(
-            {i: ops.quantize_weight(w.contiguous(), None, scheme) for i, w in zip(spec.aux_layers, parts, strict=True)}
-        )
+        parts = _columns(values.pop("fc.weight"), len(spec.aux_layers))
+        tap = Tap({i: ops.quantize_weight(w, None, scheme) for i, w in zip(spec.aux_layers, parts, strict=True)})
         values["attention.qkv.weight"] = pairs[joined][1]
     else:
         scale = decoder.spec.embed_scale
@@ -231,55 +285,30 @@ def build_head(
     return ChainHead(spec, body, ops, embed, scale, head, tap)
 
 
-def _load(
-    description: HeadDescription, *, dtype: torch.dtype, device: torch.device
-) -> tuple[dict[str, Tensor], Tensor | None]:
-    """(parameters, the model's token for each of the head's)"""
-    spec, maps = description.spec, dict[str, Tensor]()
-
-    def others() -> Any:
-        for name, shape, read in stored_tensors_of(description.path):
-            name = name.removeprefix("medusa_heads.")
-            if name in ("d2t", "t2d") and isinstance(spec, EagleSpec):
-                maps[name] = read()
-            elif name not in description.ignored:
-                yield name, shape, read
-
-    values = fill(spec.shapes, description.names, others(), dtype=dtype, device=device)
-    return values, _target_ids(spec, maps) if isinstance(spec, EagleSpec) else None
+def _columns(weight: Any, count: int) -> list[Any]:
+    """A weight [out, in] (a tensor or an array) cut into `count` of equal widths."""
+    width = weight.shape[1] // count
+    parts = [weight[:, i * width : (i + 1) * width] for i in range(count)]
+    return [np.ascontiguousarray(p) if isinstance(p, np.ndarray) else p.contiguous() for p in parts]
 
 
-def _target_ids(spec: EagleSpec, maps: dict[str, Tensor]) -> Tensor | None:
-    """`d2t` says how far behind each of the head's tokens the model's is; `t2d`, which of the model's tokens are the head's."""
+def target_ids(spec: EagleSpec, maps: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.int64] | None:
+    """The model's token for each of the head's; None: the same. `d2t` says how far behind each of the head's tokens the model's
+    is; `t2d`, which of the model's tokens are the head's."""
     steps, chosen = maps.get("d2t"), maps.get("t2d")
     if steps is None:
         return None
-    if tuple(steps.shape) != (spec.draft_vocab_size,) or steps.is_floating_point():
+    if steps.shape != (spec.draft_vocab_size,) or steps.dtype.kind not in "iu":
         raise CheckpointError(
             f"the tensor 'd2t' must be {spec.draft_vocab_size} whole numbers, draft_vocab_size", field="d2t"
         )
-    ids = torch.arange(spec.draft_vocab_size) + steps.long().cpu()
-    if int(ids.min()) < 0 or int(ids.max()) >= spec.vocab_size or len(ids.unique()) < len(ids):
+    ids = np.arange(spec.draft_vocab_size) + steps.astype(np.int64)
+    if ids.min() < 0 or ids.max() >= spec.vocab_size or len(np.unique(ids)) < len(ids):
         raise CheckpointError(
             f"the tensor 'd2t' names tokens beyond the model's {spec.vocab_size}, or some twice", field="d2t"
         )
     if chosen is not None and (
-        tuple(chosen.shape) != (spec.vocab_size,) or not chosen[ids].all() or chosen.sum() != len(ids)
+        chosen.shape != (spec.vocab_size,) or not chosen[ids].all() or chosen.astype(bool).sum() != len(ids)
     ):
         raise CheckpointError("the tensor 't2d' says otherwise than 'd2t' which tokens are the head's", field="t2d")
     return ids
-
-
-def _dummy(
-    spec: EagleSpec | MTPSpec | MedusaSpec, dtype: torch.dtype, device: torch.device, seed: int
-) -> tuple[dict[str, Tensor], Tensor | None]:
-    generator = torch.Generator(device).manual_seed(seed)
-    values = {}
-    for name, shape in spec.shapes.items():
-        value = values[name] = torch.empty(shape, dtype=dtype, device=device)
-        if len(shape) == 1:
-            value.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            value.normal_(0.0, 0.02, generator=generator)
-    ids = None if spec.draft_vocab_size == spec.vocab_size else torch.arange(spec.draft_vocab_size)
-    return values, ids

@@ -1,12 +1,11 @@
-"""What encoders add to the layers: the stack that reads an encoder-decoder's prompts, a classifier, and pooling.
+"""The encoder of an encoder-decoder, a classifier, and pooling. Nothing here imports torch.
 
-An encoder's layers are a decoder's with attention that is not causal. They keep nothing: all layers write keys and values into
-one cache in turn and read them back in the same step (a GPU reads them where the product leaves them). So texts are whole, and
-a step holds all of each.
-
-In an encoder-decoder (T5) the decoder's layers attend to the encoder's last states. Their keys and values are made once a
-request and stand in blocks of the layers' own caches, found by a table of their own (`CacheGroup`'s `cross`). The encoder
-borrows those blocks of the first layer's cache while it runs. Nothing here imports torch.
+1. An encoder's layers are a decoder's without causal attention. They keep no state: all layers use one cache in turn, and read
+   their keys and values back in the same step. (A GPU reads them from the product's result.) So a step holds whole texts.
+2. In an encoder-decoder (T5) the decoder's layers attend to the encoder's last states. Their keys and values are computed
+   once for a request. They stand in blocks of the layers' own caches, with a block table of their own (`CacheGroup`'s
+   `cross`).
+3. The encoder uses these blocks of the first layer's cache while it runs.
 """
 
 from __future__ import annotations
@@ -50,20 +49,22 @@ class Classifier:
 
     def __call__(self, ops: OpSet, hidden: Tensor, starts: Tensor) -> Tensor:
         """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → scores [S, labels]"""
-        h = pool(ops, hidden, starts, self.spec.pooling).to(hidden.dtype)
+        h = pool(ops, hidden, starts, self.spec.pooling)
+        h = h if h.dtype == hidden.dtype else h.to(hidden.dtype)
         if self.dense is not None and self.spec.activation is not None:
             h = ops.linear(h, self.dense)
-            h = h.tanh() if self.spec.activation == "tanh" else ops.activation(h, self.spec.activation)  # type: ignore[assignment]
+            own = self.spec.activation
+            h = ops.softcap(h, 1.0) if own == "tanh" else ops.activation(h, own)  # type: ignore[assignment]
         return ops.linear(h if self.norm is None else normed(ops, self.norm, h), self.out)
 
 
 def pool(ops: OpSet, hidden: Tensor, starts: Tensor, kind: PoolingKind) -> Tensor:
-    """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → float32 [S, E]: their mean, the first or the last. Of
-    a text without tokens (a graph's padding) it is anything."""
+    """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → float32 [S, E]: their mean, the first or the
+    last. The result of a text without tokens (a graph's padding) is undefined."""
     if kind == "mean":
         return ops.mean_of_texts(hidden, starts)
     index = starts[:-1] if kind == "cls" else starts[1:] - 1
-    return hidden[index.long().clamp(max=len(hidden) - 1)].float()
+    return ops.states_at(hidden, index)
 
 
 def normalized(vectors: Tensor) -> Tensor:

@@ -1,15 +1,19 @@
-"""A GGUF file's weights in the precision they are stored in, for op sets that have products with such blocks.
+"""A GGUF file's weights in the types that they are stored in, for op sets that have products with such blocks.
 
-A product is taken so if every tensor that fills it is of a type the op set knows; several types may stand in one product
-(mixtures keep some tensors in more bits). Nothing is read here: the blocks stay mapped until the op set lays them out. What
-is not taken (norms, other types, transposed weights) is dequantised by `weights.py` as before. """
+1. A product is taken if the op set knows the types of all tensors that fill it. They may differ: files keep some tensors in
+   more bits.
+2. Nothing is read here: the blocks stay mapped until the op set lays them out.
+3. `weights.py` dequantises all others (norms, other types, transposed weights).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.weights import BlockLinear, BlockRows, Linear
@@ -21,7 +25,7 @@ from slipstream.spec.scheme import Scheme
 
 class BlockWeights:
     """Takes what `load_parameters` would dequantise, but for what `scheme` is to round. `names` is the family's table for the
-    file's tensors."""
+    file's tensors; `empty` makes what only tells a weight's shape and type."""
 
     def __init__(
         self,
@@ -29,14 +33,14 @@ class BlockWeights:
         names: Mapping[str, Placement],
         shapes: Mapping[str, Shape],
         types: frozenset[str],
-        dtype: torch.dtype,
+        empty: Callable[[Shape], Any],
         scheme: Scheme | None = None,
     ) -> None:
         held = {target for target in shapes if is_product(target) or target == "embed.weight"}
         if scheme is not None:
             held = {target for target in held if not rounds(scheme, target)}
             if scheme.head and "head.weight" not in shapes:
-                held.discard("embed.weight")  # of which the head is made
+                held.discard("embed.weight")  # the head is made of it
         found: dict[str, list[BlockRows]] = {}
         self._names: dict[str, str] = {}
         for name, place in names.items():
@@ -56,14 +60,15 @@ class BlockWeights:
                 )
             order = None if place.transform is None else _unpermuted(rows, place.transform.num_heads)
             blocks = file.raw(name).reshape(copies * rows, -1)
-            piece = BlockRows(type=tensor.type, blocks=blocks, start=place.start, order=order, copies=copies)
+            let_go = partial(file.let_go, name)
+            piece = BlockRows(type=tensor.type, blocks=blocks, start=place.start, order=order, copies=copies, read=let_go)
             found.setdefault(place.target, []).append(piece)
             self._names[name] = place.target
         # All rows or none: what another type fills in part is dequantised whole.
         whole = {target for target, pieces in found.items() if sum(p.rows for p in pieces) == shapes[target][0]}
         self._names = {name: target for name, target in self._names.items() if target in whole}
         self._linears: dict[str, Linear] = {
-            target: BlockLinear(weight=torch.empty(shapes[target], dtype=dtype, device="meta"), pieces=tuple(pieces))
+            target: BlockLinear(weight=empty(shapes[target]), pieces=tuple(pieces))
             for target, pieces in found.items()
             if target in whole
         }
@@ -71,7 +76,7 @@ class BlockWeights:
     def __contains__(self, target: str) -> bool:
         return target in self._linears
 
-    def take(self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]) -> bool:
+    def take(self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]) -> bool:
         """Whether the tensor `name` is used as it is."""
         return name in self._names
 
@@ -82,7 +87,7 @@ class BlockWeights:
         return self._linears
 
 
-def _unpermuted(rows: int, num_heads: int) -> Tensor:
+def _unpermuted(rows: int, num_heads: int) -> npt.NDArray[np.int32]:
     """Where the rows go that llama.cpp stored with the two halves of each rotary head interleaved: int32 [rows]."""
-    at = torch.arange(rows, dtype=torch.int32).view(num_heads, 2, rows // num_heads // 2)
-    return at.transpose(1, 2).flatten().contiguous()
+    at = np.arange(rows, dtype=np.int32).reshape(num_heads, 2, rows // num_heads // 2)
+    return at.swapaxes(1, 2).reshape(-1)

@@ -1,10 +1,11 @@
-"""The parts of a layer, each written once; the plain loop, the C++ program and the one-token kernel all come from here.
+"""The parts of a layer, each written once. The plain loop, the C++ program and the one-token kernel are all made from them.
 
-Nothing here imports torch. All maths goes through an `OpSet` or is `+`, `*`, `flatten` or `unflatten` of values, so the same
-lines run on tensors and, to see what a layer does, on the symbolic values of `kernels.recording`.
+1. Nothing here imports torch. All maths goes through an `OpSet` or is `+`, `*`, `flatten` or `unflatten` of values. So the same
+   code runs on tensors and on the symbolic values of `kernels.recording`.
+2. The residual is passed beside the activations, so that each addition is fused with the norm after it. `pending` is a result
+   that is not yet added to the residual.
 
-The residual travels beside the activations, so that each addition is fused with the norm after it: `pending` is what was
-computed but not yet added to the residual. Shapes: T tokens in the step, E hidden size.
+Shapes: T tokens in the step, E hidden size.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from slipstream.spec.model import (
     PostNormBlock,
     RopeSpec,
 )
+from slipstream.spec.parallel import Shard
 from slipstream.spec.scheme import InputFormat, Scheme
 
 if TYPE_CHECKING:
@@ -35,12 +37,12 @@ if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
     from slipstream.kernels.positions import PositionTables
     from slipstream.kernels.weights import Activations, Linear
+    from slipstream.platform import Group, Pipe
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """`q_norm` and `k_norm` norm whole rows, or each head by a weight of its own. Where one weight serves all heads it is in
-    `heads`."""
+    """`q_norm` and `k_norm` norm whole rows, or each head with its own weight. A weight that all heads share is in `heads`."""
 
     spec: AttentionSpec
     qkv: Linear
@@ -49,18 +51,23 @@ class Attention:
     params: AttentionParams
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    group: Group | None = None  # of ranks that have the other heads
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]"""
         return self.attend(ops, ops.linear(x, self.qkv), kv, meta)
 
     def attend(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        """Of the queries, keys and values as they come from their product."""
+        """Attention of the product's queries, keys and values [T, (H + 2K) · D] → [T, E]"""
         s = self.spec
         if s.clip_qkv is not None:
             qkv = ops.clip(qkv, limit=s.clip_qkv)
         if self.q_norm is not None and self.k_norm is not None:
-            qkv = ops.norm_qk(qkv, s, self.q_norm, self.k_norm)
+            over_row = s.qk_norm is not None and s.qk_norm.over == "row"
+            if self.group is not None and over_row:
+                qkv = ops.norm_qk_part(qkv, s, self.q_norm, self.k_norm, self.group)
+            else:
+                qkv = ops.norm_qk(qkv, s, self.q_norm, self.k_norm)
         if not s.causal:
             return ops.linear(ops.bidirectional_attention(qkv, kv, meta, self.heads, self.params).flatten(1), self.out)
         q = ops.rope_and_cache(qkv, kv, meta, self.heads)
@@ -74,8 +81,8 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Attention over the latents themselves. What makes keys and values of a latent is multiplied into queries and results
-    instead (DeepSeek-V2, section 2.1.3), so all heads read one cached row a token."""
+    """Attention over the latents themselves. The weights that expand latents to keys and values multiply the queries and
+    results instead (DeepSeek-V2, section 2.1.3), so all heads read one cached row a token."""
 
     spec: LatentAttentionSpec
     q_latent: Linear | None
@@ -101,7 +108,8 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class CrossAttention:
-    """Queries of a decoder's tokens over an encoder's states. `kv` makes keys and values of those states."""
+    """Attention of a decoder's tokens over an encoder's states. `kv` is the product that makes keys and values of the
+    states."""
 
     spec: AttentionSpec
     q: Linear
@@ -111,12 +119,12 @@ class CrossAttention:
     params: AttentionParams
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        """[T, E] → [T, E]; `meta` says where the encoder's keys and values of each sequence stand."""
+        """[T, E] → [T, E]. `meta` has the block tables of the encoder's keys and values."""
         q = ops.linear(x, self.q).unflatten(1, (self.spec.num_heads, self.spec.head_dim))
         return ops.linear(ops.attention(q, kv, meta, self.params).flatten(1), self.out)
 
     def remember(self, ops: OpSet, states: Tensor, kv: LayerKV, meta: AttentionMetadata) -> None:
-        """Keys and values of the encoder's states [T, E] go to their slots of this layer's cache."""
+        """Write the keys and values of the encoder's states [T, E] to their slots of this layer's cache."""
         ops.cache_kv(ops.linear(states, self.kv), kv, meta, self.heads)
 
 
@@ -169,8 +177,37 @@ class MoE:
         return None  # the router reads rows of the model's type
 
 
+SEQUENCE_TOKENS = 64
+"""A smaller step's all-reduce takes one start of a kernel where two would be needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The ranks that compute the layers together, and which part is this one's. `pipe`: to the stages before and after
+    this one. `every`: all ranks, if they are more than `group`."""
+
+    shard: Shard
+    group: Group
+    pipe: Pipe | None = None
+    every: Group | None = None
+    sequence: bool = False
+    """Steps of `SEQUENCE_TOKENS` tokens or more share the residual and its norms out by tokens (sequence parallelism,
+    Korthikanti et al. 2022, arXiv:2205.05198): a sum leaves each rank its tokens, and the next products gather them. That moves
+    as many bytes as an all-reduce, and each rank norms an n-th."""
+
+    def shares_tokens(self, num_tokens: int) -> bool:
+        """Whether a step of so many tokens does."""
+        return self.sequence and num_tokens >= max(SEQUENCE_TOKENS, self.group.size)
+
+    @property
+    def all_ranks(self) -> Group:
+        return self.every or self.group
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
+    """With a group, what attention or MLP gives is a part of a sum over its ranks."""
+
     spec: LayerSpec
     attention: Attention | LatentAttention
     mlp: MLP | MoE
@@ -179,32 +216,75 @@ class Layer:
     expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if they are counted
     group: int = 0  # `ModelSpec.group_of_layer`
     cross_group: int = 0
+    attention_ranks: Group | None = None
+    mlp_ranks: Group | None = None
+    shares_tokens: bool = False  # in long steps
 
     def __call__(
         self, ops: OpSet, pending: Tensor, residual: Tensor | None, kv: LayerKV, meta: AttentionMetadata
     ) -> tuple[Tensor, Tensor | None]:
-        """(what to add next, the residual). `meta` is the whole step's: here its group is chosen."""
+        """(pending, the residual). `meta` is the whole step's; the layer takes its group's. With fewer rows than the step has
+        tokens they are this rank's tokens (`Partition.sequence`)."""
         step, meta = meta, meta.of_group(self.group)
+        if self.shares_tokens and len(pending) < len(meta.positions):
+            return self._shared(ops, pending, residual, kv, meta)
         n, scale = self.norms, self.spec.residual_scale
         if isinstance(self.spec.block, PostNormBlock):
             x = _sum(pending, residual)
-            x = normed(ops, n["attention_norm"], _scaled(self.attention(ops, x, kv, meta), scale), x)
+            x = normed(ops, n["attention_norm"], _scaled(self._attend(ops, x, kv, meta), scale), x)
             return normed(ops, n["mlp_norm"], _scaled(self._feed(ops, x, kv, meta), scale), x), None
         if isinstance(self.spec.block, ParallelBlock):
-            # Both branches read one norm, or each its own. All products of a layer have one scheme, but a router has none.
+            # The branches share a norm, or each has its own. All products of a layer have the same scheme, except a router.
             inputs = self.attention.inputs if "mlp_norm" in n else self.mlp.inputs
             rows, residual = self._before("norm", ops, pending, residual, inputs)
             for_mlp = ops.norm(residual, n["mlp_norm"], inputs=self.mlp.inputs)[0] if "mlp_norm" in n else rows
-            return _scaled(self.attention(ops, rows, kv, meta) + self._feed(ops, for_mlp, kv, meta), scale), residual
+            if self.attention_ranks is self.mlp_ranks:  # one sum for both
+                both = self.attention(ops, rows, kv, meta) + self._fed(ops, for_mlp, kv, meta)
+                return _scaled(_summed(ops, both, self.mlp_ranks), scale), residual
+            return _scaled(self._attend(ops, rows, kv, meta) + self._feed(ops, for_mlp, kv, meta), scale), residual
         rows, residual = self._before("pre_attention", ops, pending, residual, self.attention.inputs)
-        h = self._after("post_attention", ops, self.attention(ops, rows, kv, meta))
+        h = self._after("post_attention", ops, self._attend(ops, rows, kv, meta))
         if self.cross is not None:
             rows, residual = self._before("pre_cross", ops, h, residual, self.cross.q.inputs)
-            h = self.cross(ops, rows, kv, step.of_group(self.cross_group))
+            h = _summed(ops, self.cross(ops, rows, kv, step.of_group(self.cross_group)), self.attention_ranks)
         rows, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, self.mlp.inputs)
         return _scaled(self._after("post_mlp", ops, self._feed(ops, rows, kv, meta)), scale), residual
 
+    def _shared(
+        self, ops: OpSet, pending: Tensor, residual: Tensor | None, kv: LayerKV, meta: AttentionMetadata
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer with norms and residual of this rank's tokens alone. Products read all tokens; what they give is a part of
+        a sum, of which each rank takes its tokens."""
+        ranks, n, scale, num_tokens = self.mlp_ranks, self.norms, self.spec.residual_scale, len(meta.positions)
+        assert ranks is not None
+
+        def attend(x: Any) -> Tensor:
+            return ops.scatter_tokens(self.attention(ops, ops.gather_tokens(x, ranks, num_tokens), kv, meta), ranks)
+
+        def feed(x: Any) -> Tensor:
+            return ops.scatter_tokens(self._fed(ops, ops.gather_tokens(x, ranks, num_tokens), kv, meta), ranks)
+
+        if isinstance(self.spec.block, PostNormBlock):
+            x = _sum(pending, residual)
+            x = normed(ops, n["attention_norm"], _scaled(attend(x), scale), x)
+            return normed(ops, n["mlp_norm"], _scaled(feed(x), scale), x), None
+        if isinstance(self.spec.block, ParallelBlock):
+            rows, residual = self._before("norm", ops, pending, residual, None)
+            for_mlp = ops.norm(residual, n["mlp_norm"])[0] if "mlp_norm" in n else rows
+            return _scaled(attend(rows) + feed(for_mlp), scale), residual
+        rows, residual = self._before("pre_attention", ops, pending, residual, None)
+        h = self._after("post_attention", ops, attend(rows))
+        rows, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, None)
+        return _scaled(self._after("post_mlp", ops, feed(rows)), scale), residual
+
+    def _attend(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        return _summed(ops, self.attention(ops, x, kv, meta), self.attention_ranks)
+
     def _feed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        return _summed(ops, self._fed(ops, x, kv, meta), self.mlp_ranks)
+
+    def _fed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """What this rank's part of the MLP gives."""
         if self.expert_counts is None or not isinstance(self.mlp, MoE):
             return self.mlp(ops, x)
         return self.mlp(ops, x, ops.expert_load(self.expert_counts, kv, meta))
@@ -212,7 +292,7 @@ class Layer:
     def _before(
         self, name: str, ops: OpSet, pending: Tensor, residual: Tensor | None, inputs: InputFormat | None
     ) -> tuple[Activations, Tensor]:
-        """(the input of attention or MLP, the residual): through the norm if there is one."""
+        """(the input of attention or MLP, the residual), normed if there is a norm."""
         if name in self.norms:
             return ops.norm(pending, self.norms[name], residual=residual, inputs=inputs)
         total = _sum(pending, residual)
@@ -230,8 +310,8 @@ def run_layers(
     meta: AttentionMetadata,
     before: Callable[[int, Tensor, Tensor | None], None] = lambda *_: None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(what to add next, the residual) after the last layer. `caches` has one for each layer. `before(i, pending, residual)` is
-    called before layer i, and in the end with i = the number of layers."""
+    """(pending, the residual) after the last layer. `caches` has one for each layer. `before(i, pending, residual)` is
+    called before layer i, and at the end with i = the number of layers."""
     residual: Tensor | None = None
     for i, (layer, kv) in enumerate(zip(layers, caches, strict=True)):
         before(i, h, residual)
@@ -242,13 +322,13 @@ def run_layers(
 
 @dataclass(frozen=True, slots=True)
 class Tap:
-    """What a draft head reads between layers: the sum of `products[i]` of the states before layer i. Side by side under one
-    weight they would give the same."""
+    """The states that a draft head reads between layers: the sum of `products[i]` of the states before layer i. That equals one
+    product of these states side by side."""
 
     products: Mapping[int, Linear]
 
     def add(self, ops: OpSet, taken: Tensor | None, layer: int, pending: Tensor, residual: Tensor | None) -> Tensor | None:
-        """`taken`, with what this layer adds."""
+        """`taken`, plus this layer's product."""
         if layer not in self.products:
             return taken
         part = ops.linear(_sum(pending, residual), self.products[layer])
@@ -261,12 +341,16 @@ def normed(ops: OpSet, norm: NormParams, h: Tensor, residual: Tensor | None = No
 
 
 def finished(ops: OpSet, norm: NormParams | None, h: Tensor, residual: Tensor | None) -> Tensor:
-    """What the last layer gives → the hidden states [T, E]."""
+    """The last layer's output → the hidden states [T, E]."""
     return _sum(h, residual) if norm is None else normed(ops, norm, h, residual)
 
 
 def _sum(pending: Tensor, residual: Tensor | None) -> Tensor:
     return pending if residual is None else pending + residual
+
+
+def _summed(ops: OpSet, h: Tensor, ranks: Group | None) -> Tensor:
+    return h if ranks is None else ops.all_reduce(h, group=ranks)
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:
@@ -285,10 +369,16 @@ def build_layer(
     name: str = "",
     scheme: Scheme | None = None,
     products: dict[str, Linear] | None = None,
+    partition: Partition | None = None,
 ) -> Layer:
-    """The layer of those `parameters` whose names begin with `name` (they are taken out), as `Decoder` would hold it."""
+    """A layer as in `Decoder`, from the `parameters` whose names begin with `name`. They are removed from the mapping. With a
+    `partition`, `spec` and they are a rank's part."""
     products = {} if products is None else products
     of_experts, scheme = scheme, None if scheme is not None and scheme.experts_only else scheme
+    attention_ranks = mlp_ranks = None
+    if partition is not None and partition.shard.size > 1:
+        attention_ranks = partition.group if partition.shard.tensor else None
+        mlp_ranks = partition.group if partition.shard.splits_mlp(spec.mlp) else None
 
     def linear(stem: str, by: Scheme | None = scheme) -> Linear:
         return build_linear(f"{name}{stem}", parameters, ops, by, products)
@@ -298,7 +388,7 @@ def build_layer(
 
     def mixture(s: MoESpec) -> MoE:
         up, down = (
-            _experts(f"{name}experts.{part}", parameters, ops, of_experts, products, s.num_experts) for part in ("up", "down")
+            _experts(f"{name}experts.{part}", parameters, ops, of_experts, products, s.num_held) for part in ("up", "down")
         )
         return MoE(
             s,
@@ -323,7 +413,8 @@ def build_layer(
             distance_bias=bias,
             causal=s.causal,
         )
-        return Attention(s, qkv, out, heads, params, *(() if of_heads else norms))
+        q_norm, k_norm = (None, None) if of_heads else norms
+        return Attention(s, qkv, out, heads, params, q_norm, k_norm, attention_ranks)
 
     def cross(s: AttentionSpec) -> CrossAttention:
         q, kv, out = (linear(f"cross.{part}") for part in ("q", "kv", "out"))
@@ -352,7 +443,17 @@ def build_layer(
     mlp = dense(spec.mlp, "mlp") if isinstance(spec.mlp, DenseSpec) else mixture(spec.mlp)
     own = spec.attention
     attended = latent(own) if isinstance(own, LatentAttentionSpec) else attention(own)
-    return Layer(spec, attended, mlp, norms, cross(spec.cross) if spec.cross is not None else None)
+    crossed = cross(spec.cross) if spec.cross is not None else None
+    return Layer(
+        spec,
+        attended,
+        mlp,
+        norms,
+        crossed,
+        attention_ranks=attention_ranks,
+        mlp_ranks=mlp_ranks,
+        shares_tokens=partition is not None and partition.sequence,
+    )
 
 
 def build_norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> NormParams:
@@ -369,7 +470,7 @@ def build_linear(
 def _heads(
     s: AttentionSpec, cos_sin: Tensor | None = None, q_norm: Tensor | None = None, k_norm: Tensor | None = None
 ) -> QKVLayout:
-    """The heads of a layer, rotated by its table and normed by its weights, if there are any."""
+    """The layout of a layer's heads, with its rotary table and its norms' weights, if there are any."""
     return QKVLayout(
         num_heads=s.num_heads,
         num_kv_heads=s.num_kv_heads,
@@ -402,9 +503,9 @@ def _product(
     pack: Callable[[Linear], Linear],
     quantize: Callable[[Tensor, Tensor | None], Linear],
 ) -> Linear:
-    """Of the weight that is held already, else of the dense one. Afterwards it is in `products`."""
+    """A product from the weight that is held already, or else from the dense one. Afterwards it is in `products`."""
     key, bias = f"{name}.weight", parameters.pop(f"{name}.bias", None)
-    dense, held = parameters.pop(key, None), products.get(key)  # of a table that the head shares both are there
+    dense, held = parameters.pop(key, None), products.get(key)  # a table that the head shares has both
     if held is not None:
         products[key] = pack(dataclasses.replace(held, bias=bias))
     else:

@@ -1,51 +1,42 @@
-"""From a path to a model that runs."""
+"""Loads a model from a path."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Container
+from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import torch
+from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError, OutOfMemoryError
+from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.cpu_torch import CpuOps
+from slipstream.kernels.host_experts import HostExpertOps
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import Linear
 from slipstream.model.cache_scales import CacheScales
-from slipstream.model.compressed import RoundedWeights, scheme_formats
+from slipstream.model.checkpoint import HeldWeights
+from slipstream.model.compressed import RoundedWeights
 from slipstream.model.decoder import Decoder
+from slipstream.model.device_loader import DeviceLoader
 from slipstream.model.gguf_blocks import BlockWeights
+from slipstream.model.layers import Partition
+from slipstream.model.loaded import LoadedModel, check_scheme, decoder_bytes, decoder_forms, is_rounded
 from slipstream.model.mxfp4 import Mxfp4Weights
 from slipstream.model.packed_cache import KeptFile, KeptWeights
-from slipstream.model.weights import HeldWeights, dummy_parameters, load_parameters
+from slipstream.model.sharding import Sharded, check_formats, split_blocks
+from slipstream.model.streamed_loader import load_streamed
+from slipstream.model.vision import ImageTower
+from slipstream.model.weights import dummy_parameters, every_name, load_parameters
 from slipstream.spec.description import ModelDescription, read_spec
-from slipstream.spec.model import AttentionSpec, ModelSpec
-from slipstream.spec.native_formats import rounds
+from slipstream.spec.host_experts import host_weights
+from slipstream.spec.native_formats import rounds, scheme_formats
+from slipstream.spec.parallel import Shard
 from slipstream.spec.parameters import parameters
 from slipstream.spec.quantization_config import StoredQuantization
-from slipstream.spec.scheme import SCHEMES, Scheme, WeightForm
-
-LEFT_ALONE = "leave the weights as they are"
-"""What helps where a scheme does not fit a model."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """`weights_bytes` counts what the device holds: parameters as laid out for the ops, and position tables. `cache_scales`
-    are the checkpoint's, for an 8-bit cache of the form that its description names. `forms` are the
-    products', the largest first. `writer` is who writes the rounded products to a file for the next load, if they are kept."""
-
-    description: ModelDescription
-    decoder: Decoder
-    weights_bytes: int
-    forms: tuple[WeightForm, ...]
-    cache_scales: CacheScales | None = None
-    writer: Thread | None = None
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.description.spec
+from slipstream.spec.scheme import SCHEMES, Scheme, WeightFormat
 
 
 def load_model(
@@ -59,12 +50,22 @@ def load_model(
     seed: int = 0,
     scheme: Scheme | None = None,
     weights_folder: Path | None = None,
+    partition: Partition | None = None,
+    weights_bytes: int | None = None,
+    host_experts: int = 0,
 ) -> LoadedModel:
-    """Load a checkpoint, given by its path or by what was read of it (or make random weights, `load_format="dummy"`) straight
-    onto `device` in `dtype`; the layers' products are then rounded by `scheme`, one after the other, unless the checkpoint
-    holds them rounded. A GGUF file's blocks are used as they are where `ops` can; else, and where a scheme rounds them anew,
-    they are dequantised first; weights that compressed-tensors rounded are expanded where `ops` has no product with them. In
-    `weights_folder`, if given, products that a load rounds or repacks are kept for the next one, where `ops` gains by it."""
+    """Load a checkpoint, by its path or description, onto `device` in `dtype`. `load_format="dummy"` makes random weights.
+
+    1. The layers' products are rounded by `scheme`, one after the other, unless the checkpoint holds them rounded.
+    2. A GGUF file's blocks are used as stored where `ops` can. Otherwise, and where a scheme rounds them anew, they are
+       dequantised.
+    3. Rounded weights that `ops` has no product for are expanded.
+    4. In `weights_folder`, if given, products that a load rounds or repacks are kept for the next load, if that makes it
+       faster.
+    5. With a `partition`, a rank's part is loaded, and nothing is kept.
+    6. With `weights_bytes` no more of the weights is kept in memory, if they take more, and nothing is kept for the next load.
+    7. The experts of the first `host_experts` mixtures are packed in the host's memory; `ops` are `HostExpertOps` then.
+    """
     description = read_spec(source) if isinstance(source, Path) else source
     stored = description.quantization
     if stored is not None and stored.formats is not None:
@@ -76,44 +77,145 @@ def load_model(
         raise CheckpointError(
             f"load_format={load_format!r}, but {description.path} is a {description.format} checkpoint", field="load_format"
         )
+    part = None if partition is None else _part(description, ops, partition.shard)
+    spec = description.spec if part is None else part.spec
     if scheme is not None:
-        check_scheme(description.spec, scheme, ops)
+        check_scheme(spec, scheme, ops, ranks=1 if partition is None else partition.shard.size)
+    if weights_bytes is not None:
+        assert partition is None
+        context = max_model_len if max_model_len is not None else description.spec.max_position
+        if not isinstance(ops, NativeOps):
+            if device.type == "cpu" and ops.name != "reference":
+                message = f"weights_bytes: on a CPU it needs the C++ kernels, and here {ops.name!r} run"
+                raise ConfigError(message, field="weights_bytes")
+            with torch.inference_mode():
+                return _device_loader(description, ops, device, dtype, context, load_format, seed, scheme).load(weights_bytes)
+        with torch.inference_mode():
+            return load_streamed(
+                description,
+                ops=ops,
+                dtype=dtype,
+                max_model_len=context,
+                load_format=load_format,
+                seed=seed,
+                scheme=scheme,
+                held=None if load_format == "dummy" else _held_weights(description, ops, dtype, device, scheme, None, None),
+                folder=weights_folder or Path(tempfile.gettempdir()),
+                budget=weights_bytes,
+            )
+    on_host = host_weights(spec, host_experts)
+    assert not on_host or isinstance(ops, HostExpertOps)
+    packed: dict[str, Linear] = {}
     held: HeldWeights | None = None
     cache_scales = file = kept = None
     with torch.inference_mode():
+        def take(name: str, value: Tensor | Linear) -> bool:
+            """Pack an expert's weight for the host."""
+            if name not in on_host:
+                return False
+            assert isinstance(ops, HostExpertOps)
+            if isinstance(value, Linear):
+                packed[name] = ops.host.pack_experts(value, num_experts=on_host[name])
+            else:
+                by = None if scheme is None or not rounds(scheme, name) else scheme
+                packed[name] = ops.host.quantize_experts(value.cpu(), by, num_experts=on_host[name])
+            return True
+
         try:
             if load_format == "dummy":
-                values = dummy_parameters(description, dtype=dtype, device=device, seed=seed)
+                values = dummy_parameters(description, dtype=dtype, device=device, seed=seed, part=part, take=take)
             else:
-                repacks = _is_rounded(stored) or (scheme is not None and (stored is None or not stored.rounds))
-                if weights_folder is not None and ops.layout is not None and repacks:
-                    file = KeptFile(weights_folder, description, scheme, dtype, ops)
+                repacks = is_rounded(stored) or (scheme is not None and (stored is None or not stored.rounds))
+                if weights_folder is not None and part is None and ops.layout is not None and repacks:
+                    file = KeptFile(weights_folder, description, scheme, str(dtype).removeprefix("torch."), ops)
                     kept = file.read()
-                held = _held_weights(description, ops, dtype, device, scheme, kept)
+                held = _held_weights(description, ops, dtype, device, scheme, kept, part, on_host=on_host)
                 if stored is not None and stored.kv_cache is not None:
-                    cache_scales = CacheScales(description.spec, description.family.names(description.spec), device=device)
-                values = load_parameters(description, dtype=dtype, device=device, held=held, cache_scales=cache_scales)
+                    names = description.family.names(description.spec)
+                    shard = None if partition is None else partition.shard
+                    cache_scales = CacheScales(description.spec, names, device=device, shard=shard)
+                values = load_parameters(
+                    description, dtype=dtype, device=device, held=held, cache_scales=cache_scales, part=part, on_host=on_host
+                )
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"the weights do not fit on {device}: {error}", field="model") from error
         context = max_model_len if max_model_len is not None else description.spec.max_position
         products = held.linears() if held is not None else {}
+        if part is not None and isinstance(held, BlockWeights):
+            products = split_blocks({name: w for name, w in products.items() if name in part.shapes}, part)
         repacked = set(products)
-        if _is_rounded(stored) and load_format != "dummy":
+        if is_rounded(stored) and load_format != "dummy":
             scheme = None  # what is not held rounded is expanded, and stays so
-        decoder = Decoder(description.spec, values, ops, max_model_len=context, scheme=scheme, products=products)
+        for given in (values, products):
+            for name in [name for name in given if name in on_host]:
+                take(name, given.pop(name))
+        products |= packed
+        if isinstance(ops, HostExpertOps):
+            ops.arena.pin()
+        tower = None
+        if spec.vision is not None:
+            assert description.images is not None
+            # Thousands of patches at a time: oneDNN's products are faster for them than the C++ kernels, made for few tokens.
+            tower = ImageTower(spec.vision, description.images, values, CpuOps() if ops.name == "cpu" else ops)
+        decoder = Decoder(
+            spec, values, ops, max_model_len=context, scheme=scheme, products=products, partition=partition
+        )
     if description.gguf is not None:
         description.gguf.let_go()
-    num_bytes = _bytes(decoder)
+    num_bytes = decoder_bytes(decoder) + (0 if tower is None else tower.num_bytes)
     writer = None
     if file is not None and kept is None:
         ours = {n: w for n, w in products.items() if (n in repacked if scheme is None else rounds(scheme, n))}
         writer = file.write(ours, num_bytes)
-    return LoadedModel(description, decoder, num_bytes, _forms(decoder), cache_scales, writer)
+    host_bytes = ops.arena.num_bytes if isinstance(ops, HostExpertOps) else 0
+    forms = decoder_forms(decoder)
+    return LoadedModel(description, spec, decoder, num_bytes, forms, cache_scales, writer, tower, host_bytes)
 
 
-def _is_rounded(stored: StoredQuantization | None) -> bool:
-    """Whether a checkpoint holds products rounded in a way that may be packed as it is."""
-    return stored is not None and stored.rounds and stored.method != "mxfp4"
+def _part(description: ModelDescription, ops: OpSet, shard: Shard) -> Sharded:
+    """A rank's part of a checkpoint. ConfigError if its weights can't be cut so."""
+    stored, formats = description.quantization, dict[str, WeightFormat]()
+    gguf = description.family.gguf if description.format == "gguf" else None
+    if stored is not None and stored.formats is not None:
+        formats = description.held_formats(ops.rounded)
+    elif stored is not None and is_rounded(stored):
+        formats = scheme_formats(description.shapes, stored.scheme or "")
+    names = (gguf or description.family).names(description.spec)
+    method = None if stored is None else stored.method
+    part = Sharded(description.spec, shard, names, description.family.prefixes, formats, method)
+    check_formats(part)
+    return part
+
+
+def _device_loader(
+    description: ModelDescription,
+    ops: OpSet,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_model_len: int,
+    load_format: str,
+    seed: int,
+    scheme: Scheme | None,
+) -> DeviceLoader:
+    """For a decoder whose layers don't all stay on the device."""
+    stored, is_dummy, scales = description.quantization, load_format == "dummy", None
+    by = scheme
+    if is_rounded(stored) and not is_dummy:
+        by = None  # what is not held rounded is expanded, and stays so
+    if stored is not None and stored.kv_cache is not None and not is_dummy:
+        scales = CacheScales(description.spec, description.family.names(description.spec), device=device)
+    return DeviceLoader(
+        description,
+        ops=ops,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        is_dummy=is_dummy,
+        seed=seed,
+        scheme=by,
+        held_of=lambda wanted: _held_weights(description, ops, dtype, device, scheme, None, None, wanted),
+        cache_scales=scales,
+    )
 
 
 def _held_weights(
@@ -123,30 +225,47 @@ def _held_weights(
     device: torch.device,
     scheme: Scheme | None,
     kept: dict[str, Linear] | None,
+    part: Sharded | None,
+    wanted: Callable[[str], bool] = every_name,
+    on_host: Container[str] = (),
 ) -> HeldWeights | None:
-    """What takes a checkpoint's rounded weights as they are, or in whose stead those of an earlier start are `kept`."""
-    stored, shapes = description.quantization, parameters(description.spec)
+    """The objects that take a checkpoint's rounded weights as stored, those that are `wanted`, or replace them by those `kept`
+    from an earlier start. Those of `on_host` are held in the host's memory, as its kernels can."""
+    stored, shapes = description.quantization, parameters(description.spec) if part is None else part.shapes
+    shapes = {name: shape for name, shape in shapes.items() if wanted(name)}
     gguf = description.family.gguf
     if gguf is not None and description.gguf is not None:
         names = gguf.names(description.spec)
-        blocks = BlockWeights(description.gguf, names, shapes, ops.block_types, dtype, scheme)
+        empty = partial(torch.empty, dtype=dtype, device="meta")
+        types, whole = ops.block_types, {n: shape for n, shape in parameters(description.spec).items() if wanted(n)}
+        if isinstance(ops, HostExpertOps):
+            whole, types = {name: shape for name, shape in whole.items() if name in on_host}, ops.host.block_types
+        blocks = BlockWeights(description.gguf, names, whole, types, empty, scheme)
         return blocks if kept is None else KeptWeights(kept, blocks, rounded=False)
     if kept is not None:
-        return KeptWeights(kept, None, rounded=_is_rounded(stored))
+        return KeptWeights(kept, None, rounded=is_rounded(stored))
     if stored is not None and stored.method == "mxfp4":
-        return Mxfp4Weights(shapes, SCHEMES["mxfp4"], dtype=dtype, device=device)
-    if stored is None or not _is_rounded(stored):
+        return Mxfp4Weights(shapes, SCHEMES["mxfp4"], dtype=dtype, device=device, on_host=on_host)
+    if stored is None or not is_rounded(stored):
         return None
-    if stored.formats is not None:
+    if part is not None:
+        formats = part.formats
+    elif stored.formats is not None:
         formats = description.held_formats(ops.rounded)
+        if isinstance(ops, HostExpertOps):
+            there = description.held_formats(ops.host.rounded)
+            formats = {n: fmt for n, fmt in formats.items() if n not in on_host}
+            formats |= {n: fmt for n, fmt in there.items() if n in on_host}
     else:
         formats = scheme_formats(shapes, stored.scheme or "")
-    return RoundedWeights(shapes, formats, stored.method, dtype=dtype, device=device, columns=description.split_columns())
+    formats = {name: fmt for name, fmt in formats.items() if name in shapes}
+    columns = description.split_columns()
+    return RoundedWeights(shapes, formats, stored.method, dtype=dtype, device=device, columns=columns, on_host=on_host)
 
 
 def _dummy_scheme(stored: StoredQuantization, ops: OpSet) -> Scheme | None:
-    """What random weights are rounded by, in place of a checkpoint's that `ops` holds rounded; None if it expands all of them.
-    CheckpointError if they are not all held alike."""
+    """The scheme that rounds random weights in place of a checkpoint's rounded ones; None if `ops` expands all of them.
+    CheckpointError if they are not all held in the same form."""
     if stored.formats is None or not stored.formats.products & ops.rounded:
         return None
     if stored.scheme is None:
@@ -156,88 +275,3 @@ def _dummy_scheme(stored: StoredQuantization, ops: OpSet) -> Scheme | None:
             field="load_format",
         )
     return SCHEMES[stored.scheme]
-
-
-def _schemes(ops: OpSet, *names: str) -> str:
-    """Those of `names` that `ops` has products for, as a remedy."""
-    found = [repr(name) for name in names if SCHEMES[name].name in ops.rounded]
-    if not found:
-        return LEFT_ALONE
-    *most, last = found
-    return f"use {', '.join(most)} or {last}" if most else f"use {last}"
-
-
-def check_scheme(spec: ModelSpec, scheme: Scheme, ops: OpSet) -> None:
-    """ConfigError if a product can't be cut as the scheme needs it: inputs by groups, 8-bit rows by the library's 16."""
-    if scheme.experts_only and not any(p.copies > 1 for layer in spec.layers for p in layer.weight_shapes(spec.hidden_size)):
-        raise ConfigError(
-            f"{scheme.name} is for mixtures of experts, and the model has none; {_schemes(ops, 'int4', 'fp8', 'int8')}",
-            field="quantization",
-        )
-    if scheme.head and spec.is_encoder:
-        raise ConfigError(f"an encoder has no output head to round; use {scheme.name!r}", field="quantization")
-    if scheme.inputs in ("fp8", "int8"):
-        heads = [("vocab_size", spec.vocab_size)] if scheme.head else []
-        kv_rows = [
-            ("num_kv_heads · head_dim", a.kv_size)
-            if isinstance(a, AttentionSpec)
-            else ("kv_lora_rank + qk_rope_head_dim", a.head_dim)
-            for a in (layer.attention for layer in spec.all_layers)
-        ]
-        for name, rows in (*heads, *kv_rows):
-            if rows % 16:
-                raise ConfigError(
-                    f"{scheme.name} products need rows in multiples of 16, and the model's {name} is {rows}; {LEFT_ALONE}"
-                    + (", or the head with 'fp8'" if name == "vocab_size" else ""),
-                    field="quantization",
-                )
-    for layer in spec.all_layers:
-        for product in layer.weight_shapes(spec.hidden_size):
-            if scheme.experts_only and product.copies == 1:
-                continue
-            if product.copies > 1 and product.rows % scheme.block_rows:
-                raise ConfigError(
-                    f"{scheme.name} products of experts need rows in multiples of {scheme.block_rows}, and the model's have "
-                    f"{product.rows}; {_schemes(ops, 'fp8', 'int8')}",
-                    field="quantization",
-                )
-            if (inner := product.inner) % scheme.multiple:
-                name = "num_heads · head_dim" if product.part == "attention" else "intermediate_size"
-                name = "hidden_size" if inner == spec.hidden_size else name
-                name = "q_lora_rank" if inner == getattr(layer.attention, "q_rank", None) else name
-                other = _schemes(ops, "int4-g32", "fp8", "int8") if scheme.multiple > 64 else LEFT_ALONE
-                raise ConfigError(
-                    f"{scheme.name} products need inputs in multiples of {scheme.multiple}, and the model's {name} is "
-                    f"{inner}; {other}",
-                    field="quantization",
-                )
-
-
-def _contents(decoder: Decoder) -> Iterator[object]:
-    """Everything that the decoder's parts hold, inside out or not, with repetitions."""
-    waiting: list[object] = [*vars(decoder).values()]
-    while waiting:
-        value = waiting.pop()
-        yield value
-        if isinstance(value, (list, tuple)):
-            waiting.extend(value)
-        elif isinstance(value, dict):
-            waiting.extend(value.values())
-        elif hasattr(value, "__dataclass_fields__"):
-            waiting.extend(getattr(value, name) for name in value.__dataclass_fields__)
-
-
-def _bytes(decoder: Decoder) -> int:
-    """Bytes of all distinct tensors that the decoder holds, but a packed weight's stand-in."""
-    tensors = (v for v in _contents(decoder) if isinstance(v, torch.Tensor) and v.device.type != "meta")
-    return sum({id(t) if t.is_mkldnn else t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
-
-
-def _forms(decoder: Decoder) -> tuple[WeightForm, ...]:
-    linears = {id(v): v for v in _contents(decoder) if isinstance(v, Linear)}
-    found: dict[str, list[int]] = {}
-    for w in linears.values():
-        for name, num_bytes in decoder.ops.forms_of(w):
-            found.setdefault(name, []).append(num_bytes)
-    forms = (WeightForm(name, len(sizes), sum(sizes)) for name, sizes in found.items())
-    return tuple(sorted(forms, key=lambda f: -f.num_bytes))

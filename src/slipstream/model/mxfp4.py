@@ -9,7 +9,7 @@ and everything else is in the model's type.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import torch
 from torch import Tensor
@@ -27,15 +27,25 @@ PARTS = ("blocks", "scales")
 class Mxfp4Weights:
     """Takes a checkpoint's blocks and scales; `linears()` gives the weights when all were taken."""
 
-    def __init__(self, shapes: dict[str, Shape], scheme: Scheme, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: dict[str, Shape],
+        scheme: Scheme,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_host: Container[str] = (),
+    ) -> None:
+        """Weights of `on_host` are in the host's memory."""
         assert scheme.group_size is not None
         self.scheme, self.size, self.dtype = scheme, scheme.group_size, dtype
         self._weights: dict[str, GroupedLinear] = {}
         self._filled: set[tuple[str, str]] = set()
         for name, (outer, inner) in ((n, s) for n, s in shapes.items() if n.endswith(EXPERTS)):
+            place = torch.device("cpu") if name in on_host else device
             self._weights[name] = GroupedLinear(
-                weight=torch.empty(outer, inner // 4, dtype=torch.int16, device=device),
-                scales=torch.empty(inner // self.size, outer, dtype=dtype, device=device),
+                weight=torch.zeros(outer, inner // 4, dtype=torch.int16, device=place),
+                scales=torch.zeros(inner // self.size, outer, dtype=dtype, device=place),
                 group_size=self.size,
                 chunk=chunk_of(inner, self.size),
                 codes="e2m1",
@@ -75,10 +85,10 @@ class Mxfp4Weights:
         return True
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
-        """The checkpoint's tensors that were not there; `names` are the places of unrounded ones."""
+        """The checkpoint's missing tensors. `names` are the places of unrounded ones."""
         held = ((name, place.target) for name, place in names.items() if place.target in self._weights)
         return [f"{name}_{part}" for name, target in held for part in PARTS if (target, part) not in self._filled]
 
     def linears(self) -> dict[str, Linear]:
-        """By the names of `spec.parameters`, without biases."""
+        """The weights by the names of `spec.parameters`, without biases."""
         return dict(self._weights)

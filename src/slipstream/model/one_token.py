@@ -8,16 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
+from slipstream.kernels.layouts import TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.token_shape import LayerMatch, match_layers
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.decoder import Decoder
-from slipstream.model.trace import trace
+from slipstream.model.trace import HOST_EXPERTS, SPLIT, STREAMED, trace
 from slipstream.spec.reason import Reason
 
 
 class OneTokenKernel:
-    """`layers`: x [1, E], what the first layer reads → the residual after the last, in place."""
+    """`layers` takes the first layer's input x [1, E] to the residual after the last layer, in place."""
 
     def __init__(
         self, decoder: Decoder, layers: Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor]
@@ -31,9 +32,30 @@ class OneTokenKernel:
 
 
 def compile_one_token(decoder: Decoder) -> OneTokenKernel | Reason:
-    """The decoder's kernel, or what the kernel lacks. Call it again after `count_experts`, which says where to count."""
+    """The decoder's kernel, or the reason why there is none. `count_experts` must come before: the kernel holds its
+    counters. With a partition all ranks call it."""
+    part = decoder.partition
+    if part is not None and (part.pipe is not None or part.sequence):
+        return SPLIT
+    found = _matched(decoder)
+    if part is not None and not part.group.least(not isinstance(found, Reason))[0] and not isinstance(found, Reason):
+        return Reason("another rank can't run the one-token kernel")
+    if isinstance(found, Reason):
+        return found
+    shape, layers = found
+    tensors, first = [_tensors(layer) for layer in layers], layers[0]
+    product = next(iter(first.products.values()))
+    step = decoder.ops.one_token(shape, tensors, product, first.cos_sin, first.group)
+    return step if isinstance(step, Reason) else OneTokenKernel(decoder, step)
+
+
+def _matched(decoder: Decoder) -> tuple[TokenShape, list[LayerMatch]] | Reason:
     if not decoder.layers:
         return Reason("the model has no layers here", notable=False)
+    if decoder.ops.has_host_experts:
+        return HOST_EXPERTS
+    if decoder.stream is not None:
+        return STREAMED
     if decoder.tap is not None:
         return Reason("the one-token kernel shows no states between layers, which the draft head reads")
     if len(decoder.spec.cache_groups) > 1:
@@ -41,14 +63,12 @@ def compile_one_token(decoder: Decoder) -> OneTokenKernel | Reason:
     found = match_layers(trace(decoder).body)
     if isinstance(found, Reason):
         return found
-    shape, layers = found
-    products = [w for layer in layers for w in layer.products.values()]
+    _, layers = found
     if not all(_as_it_is(w, layer.tensors["norm"]) for layer in layers for w in layer.plain):
         return Reason("the one-token kernel reads routers in the model's type")
-    if not _alike(products):
+    if not _alike([w for layer in layers for w in layer.products.values()]):
         return Reason("the one-token kernel reads products that are all held alike")
-    step = decoder.ops.one_token(shape, [_tensors(layer) for layer in layers], products[0], layers[0].cos_sin)
-    return step if isinstance(step, Reason) else OneTokenKernel(decoder, step)
+    return found
 
 
 def _tensors(layer: LayerMatch) -> Mapping[str, Tensor | None]:

@@ -1,9 +1,9 @@
-"""What a load rounded, kept in a file, so that the next start of the same checkpoint reads it instead of rounding again.
+"""Keeps the weights that a load rounded in a file, so that the next start of the same checkpoint reads them.
 
-A file is known by all that its bytes follow from: the checkpoint's files (path, size, times of change), what they are said to
-hold, the scheme, the model's type, the op set's layout and Slipstream's version. A checkpoint, scheme, type and op set have one
-file; another replaces it. In an engine folder, which is copied to other machines, the checkpoint's files are known by their
-contents instead.
+1. A file's name is a digest of all that its bytes depend on: the checkpoint's files (path, size, times of change) and
+   description, the scheme, the model's type, the op set's layout and Slipstream's version.
+2. There is one file for a checkpoint, scheme, type and op set. A new one replaces it.
+3. An engine folder is copied to other machines. There the checkpoint's files are known by their contents instead.
 """
 
 from __future__ import annotations
@@ -11,45 +11,44 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from slipstream import __version__
 from slipstream.errors import CheckpointError
-from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import Linear
-from slipstream.model.compressed import PASSED_OVER
+from slipstream.model.checkpoint import PASSED_OVER, safetensors_files
 from slipstream.model.gguf_blocks import BlockWeights
-from slipstream.model.weights import safetensors_files
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.parameters import Placement
 from slipstream.spec.scheme import Scheme
+
+if TYPE_CHECKING:
+    from slipstream.kernels.host_ops import HostOps
+    from slipstream.kernels.ops import OpSet
 
 _logger = logging.getLogger(__name__)
 
 
 FORM = 1
-"""Another number for another way of rounding, or other names of products, within a version."""
+"""The format's number. It changes with the way of rounding or the names of products within a version."""
 
 LEAST_BYTES = 16 * 2**20
-"""Of a smaller model nothing is kept: its start gains nothing that one would notice."""
+"""Bytes of the smallest model that is kept. A smaller one would not start noticeably faster."""
 
 UNFINISHED_S = 3600.0
-"""After so long a file that was begun is taken to be nobody's."""
+"""Seconds after which an unfinished file counts as abandoned."""
 
 
 SAMPLE_BYTES = 64 * 2**10
 
 
 class KeptWeights:
-    """Products as an earlier start made them, in place of the checkpoint's tensors; `rest` are held as they are. `rounded`: the
-    checkpoint's are stored rounded, with scales and the like beside them."""
+    """Products of an earlier start, in place of the checkpoint's tensors. `rest` takes the weights that are held as stored.
+    `rounded`: the checkpoint stores them rounded, with scales beside them."""
 
     def __init__(self, linears: dict[str, Linear], rest: BlockWeights | None, *, rounded: bool) -> None:
         self._own, self._rest, self._rounded = linears, rest, rounded
@@ -57,7 +56,7 @@ class KeptWeights:
     def __contains__(self, target: str) -> bool:
         return target in self._own or (self._rest is not None and target in self._rest)
 
-    def take(self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]) -> bool:
+    def take(self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]) -> bool:
         """Whether the tensor `name` is of a kept product, and need not be read, or is held by the rest."""
         if self._rest is not None and self._rest.take(name, read, find):
             return True
@@ -77,17 +76,17 @@ class KeptWeights:
 
 
 class KeptFile:
-    """Where the products of one checkpoint are kept, for an op set with a layout."""
+    """The file of one checkpoint's products, for an op set with a layout."""
 
     def __init__(
-        self, folder: Path, description: ModelDescription, scheme: Scheme | None, dtype: torch.dtype, ops: OpSet
+        self, folder: Path, description: ModelDescription, scheme: Scheme | None, dtype: str, ops: OpSet | HostOps
     ) -> None:
         path = description.path.resolve()
-        files = [path] if description.format == "gguf" else [path / "config.json", *safetensors_files(path)]
+        files = _files(path, description)
         own = path.parent if path.is_file() else path
         travels = folder.resolve().parent == own  # in the checkpoint's own folder, and copied with it
         stamps = [_contents(f) if travels else _stamp(f) for f in files]
-        of = ["" if travels else str(path), str(scheme), str(dtype), ops.describe()]
+        of = ["" if travels else str(path), str(scheme), dtype, ops.describe()]
         stored = [str(description.quantization), str(description.split_columns())]
         known = json.dumps([*of, stamps, stored, ops.layout, __version__, FORM])
         self._ops, self._folder = ops, folder
@@ -96,7 +95,7 @@ class KeptFile:
         self.path = folder / f"{self._family}{_digest(known)[:24]}.safetensors"
 
     def read(self) -> dict[str, Linear] | None:
-        """The products, without biases. None if there is no such file, or it can't be read; what is not whole is removed."""
+        """The products, without biases. None if there is no file, or it can't be read. A damaged file is removed."""
         try:
             try:
                 return self._ops.read_products(self.path) if self.path.is_file() else None
@@ -108,8 +107,8 @@ class KeptFile:
         return None
 
     def write(self, products: Mapping[str, Linear], num_bytes: int) -> threading.Thread | None:
-        """Begins to write `products`, of `num_bytes` at most, and returns who does: the model can be used meanwhile. They are
-        kept only if that takes no more than half of the disk's room; what hinders is logged."""
+        """Begin to write `products`, of at most `num_bytes`, in a thread, which is returned. The model can be used
+        meanwhile. They are kept only if they take at most half of the disk's free room. A failure is logged."""
         if not products or num_bytes < LEAST_BYTES:
             return None
         writer = threading.Thread(target=self._write, args=(products, num_bytes), name="weights")
@@ -120,6 +119,8 @@ class KeptFile:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._clear(f".{self._family}", before=time.time() - UNFINISHED_S)
+            import shutil
+
             free = shutil.disk_usage(self._folder).free
             if free < 2 * num_bytes:
                 raise OSError(f"{free:,} bytes are free, and {num_bytes:,} of them should not be more than half")
@@ -131,11 +132,20 @@ class KeptFile:
             _logger.warning("rounded weights are not kept for the next start (weights_cache='off' asks for that): %s", error)
 
     def _clear(self, prefix: str, before: float | None = None) -> None:
-        """Remove the files so named, but the one at hand."""
+        """Remove the files of that name, except the current one."""
         for file in self._folder.iterdir():
             ours = file.name.startswith(prefix) and file != self.path
             if ours and (before is None or file.stat().st_mtime < before):
                 file.unlink(missing_ok=True)
+
+
+def checkpoint_stamps(description: ModelDescription) -> list[tuple[str | int, ...]]:
+    """A key that changes with the checkpoint's files, as far as the file system tells."""
+    return [_stamp(file) for file in _files(description.path.resolve(), description)]
+
+
+def _files(path: Path, description: ModelDescription) -> list[Path]:
+    return [path] if description.format == "gguf" else [path / "config.json", *safetensors_files(path)]
 
 
 def _stamp(file: Path) -> tuple[str | int, ...]:
@@ -144,7 +154,7 @@ def _stamp(file: Path) -> tuple[str | int, ...]:
 
 
 def _contents(file: Path) -> tuple[str | int, ...]:
-    """What a copy elsewhere has, too: name, size, and a digest of the file's ends and 64 places between."""
+    """A key that is the same for a copy: name, size, and a digest of the file's ends and 64 places between."""
     digest, size = hashlib.sha256(), file.stat().st_size
     with file.open("rb") as opened:
         for part in range(66):

@@ -67,7 +67,7 @@ def numbers(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
 
 
 def stored_parts(fmt: WeightFormat) -> tuple[str, ...]:
-    """What stands in a checkpoint in place of a module's `weight`, that its numbers need."""
+    """The shapes of the tensors that a checkpoint has in place of a module's `weight`."""
     codes = "weight_packed" if fmt.packed else "weight"
     return (codes, fmt.scale) if fmt.symmetric else (codes, fmt.scale, "weight_zero_point")
 

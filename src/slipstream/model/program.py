@@ -1,90 +1,54 @@
-"""A model's step as one program of the C++ kernels: Python gives tokens, lengths and tables, and gets hidden states.
-
-The program is lowered from the decoder's own trace (`kernels.cpu_lowering`), so it computes what the plain loop computes. An
-encoder-decoder has two programs: one reads prompts, the other is the step that writes.
-"""
+"""A decoder's C++ program (`step_program.py`) for torch's tensors, which share their memory with the arrays."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels import native
-from slipstream.kernels.cpu import (
-    LinearArgmax,
-    LinearProgram,
-    NativeOps,
-    add_attention,
-    add_linear,
-    add_norm,
-    add_rope_and_cache,
-)
-from slipstream.kernels.cpu_lowering import Emitter, Lowered, Scratch, lower, refusal
-from slipstream.kernels.cpu_mla import add_latent_attention, add_latent_queries
-from slipstream.kernels.cpu_moe import NativeExperts, add_choice, add_experts
-from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
+from slipstream.kernels.arrays import to_array
+from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.native import FORM_F32, NativeLinear, Program, Running, activation_of
-from slipstream.kernels.recording import Op, Refused, Value
+from slipstream.kernels.native import Program, Running
 from slipstream.model.decoder import Decoder
-from slipstream.model.trace import lowered_part, trace, trace_encoder
-from slipstream.spec.model import Activation
+from slipstream.model.step_program import StepProgram, compile_step
+from slipstream.model.trace import SPLIT, STREAMED
+from slipstream.spec.model import ModelSpec
 from slipstream.spec.reason import Reason
 
 
 def compile_program(decoder: Decoder) -> CpuProgram | Reason:
-    """The decoder's program, or why there is none: then its own loop runs, with the same kernels one by one."""
+    """The decoder's program, or the reason why there is none. Then the decoder's loop runs, with the same kernels one by
+    one."""
+    if decoder.partition is not None:
+        return SPLIT
+    if decoder.stream is not None:
+        return STREAMED
     ops = decoder.ops
     if not isinstance(ops, NativeOps):
         return Reason(f"the C++ program needs kernels='cpu', and here {ops.name!r} run", notable=False)
-    step = trace(decoder)
-    if (reason := refusal(step.head)) is not None:
-        return reason
-    more = () if step.taken is None else (step.taken,)
-    body = compiled(ops, len(decoder.spec.cache_groups), *lowered_part(decoder.spec, step), more)
-    if isinstance(body, Reason) or decoder.encoder is None:
-        width = 0 if step.taken is None else step.taken.width
-        return body if isinstance(body, Reason) else CpuProgram(decoder, ops, body, None, step.head, width)
-    encoder = trace_encoder(decoder)
-    reading = compiled(ops, 1, encoder.body, encoder.embedded, None)
-    return reading if isinstance(reading, Reason) else CpuProgram(decoder, ops, body, reading, step.head)
+    step = compile_step(decoder, ops.pool)
+    return step if isinstance(step, Reason) else CpuProgram(decoder, step)
 
 
 class CpuProgram:
-    """A decoder's step, or an encoder's, as C++ operators; hidden states and logits are float32."""
+    """`StepProgram`, of tensors."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        ops: NativeOps,
-        body: CompiledOps,
-        reading: CompiledOps | None,
-        head: Sequence[Op],
-        taken_width: int = 0,
-    ) -> None:
-        """`reading`: what an encoder-decoder's prompts pass; `head`: from hidden states to logits. `taken_width`: of what a tap
-        reads."""
-        self._taken_width = taken_width
-        self.decoder, self.spec, self.hidden_size = decoder, decoder.spec, decoder.spec.hidden_size
-        self._body, self._reading = body, reading
-        self._head = [_head_step(ops, op) for op in head]
-        self._argmax: LinearArgmax | None = None
-        # A factor or a soft cap could round neighbours to equals. A batch that needs logits would then take the first of them,
-        # and this the larger.
-        if len(head) == 1 and len(head[0].arguments["w"].parts) == 1:
-            self._argmax = LinearArgmax(ops.pool, head[0].arguments["w"])
-        for i, layer in enumerate(decoder.layers):
-            if layer.expert_counts is not None:
-                self.count_experts(i, layer.expert_counts)
+    def __init__(self, decoder: Decoder, step: StepProgram) -> None:
+        self.decoder, self.step = decoder, step
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.decoder.spec
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The step's, then that from hidden states to logits; an encoder has none of these."""
-        return (self._body.program, *(step.program for step in self._head if isinstance(step, LinearProgram)))
+        return self.step.programs
+
+    @property
+    def token_bytes(self) -> int:
+        return self.step.token_bytes
 
     def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         """token_ids [T] → hidden states float32 [T, E] after the final norm; keys and values are in the cache."""
@@ -92,220 +56,30 @@ class CpuProgram:
 
     def tapped(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
         """`Decoder.tapped`, in float32"""
-        hidden = torch.empty(len(token_ids), self.hidden_size)
-        given, taken = self.decoder.embedded(token_ids, meta) if self.spec.is_encoder else None, self._more(hidden)
-        self._body.run(kv, meta, token_ids, given, hidden, taken)
-        return hidden, taken[0] if taken else hidden
-
-    def _more(self, hidden: Tensor) -> list[Tensor]:
-        return [torch.empty(len(hidden), self._taken_width) for _ in self._body.lowered.more]
+        given = to_array(self.decoder.embedded(token_ids, meta).float()) if self.decoder.spec.is_encoder else None
+        hidden, taken = self.step.forward(token_ids, kv, meta, given)
+        return torch.from_numpy(hidden), torch.from_numpy(taken)
 
     def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """`Decoder.encode`"""
-        assert self._reading is not None
-        self._reading.run(kv, meta, None, self.decoder.embedded(token_ids, meta), None)
+        self.step.encode(to_array(self.decoder.embedded(token_ids, meta).float()), kv, meta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, E] → float32 [N, V]"""
-        for step in self._head:
-            hidden = step(hidden)
-        return hidden
+        return torch.from_numpy(self.step.logits(hidden.numpy()))
 
     def greedy(self, hidden: Tensor) -> Tensor | None:
-        """float32 [N, E] → tokens int64 [N] whose logits are largest, of equals the first, without writing the logits. None:
-        they must be written, since they are scaled or capped, or the head is of several parts."""
-        return None if self._argmax is None else self._argmax(hidden)
+        """`StepProgram.greedy`"""
+        found = self.step.greedy(hidden.numpy())
+        return None if found is None else torch.from_numpy(found)
 
     def begin_greedy(
         self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> tuple[Tensor, Tensor, Running] | None:
-        """`greedy(forward(...))` of a decoder in one: the tokens, what `tapped` gives beside, and the step that is then under
-        way, after which they are there. None: as `greedy`."""
-        if self._argmax is None:
-            return None
-        hidden = torch.empty(len(token_ids), self.hidden_size)
-        taken, found = self._more(hidden), self._argmax.of(hidden)
-        running = self._body.begin(kv, meta, token_ids, hidden, self._argmax.program, taken)
-        return found, taken[0] if taken else hidden, running
+        """`StepProgram.begin_greedy`"""
+        begun = self.step.begin_greedy(token_ids, kv, meta)
+        return None if begun is None else (torch.from_numpy(begun[0]), torch.from_numpy(begun[1]), begun[2])
 
     def count_experts(self, layer: int, counts: Tensor) -> None:
         """From now on each step adds its tokens by expert to `counts`, int64 [X]."""
-        self._body.program.bind(self._body.lowered.counts[layer], counts[None])
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes that a step takes for each of its tokens: the programs' buffers, what they are given, and the hidden states."""
-        reading = 0 if self._reading is None else self._reading.program.token_bytes + 4 * self.hidden_size
-        return self._body.program.token_bytes + 4 * (self.hidden_size + self._taken_width) + reading
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class CompiledOps:
-    """A program and how it is called."""
-
-    program: Program
-    lowered: Lowered
-    num_groups: int
-    _kv: Sequence[LayerKV] | None = None
-    _pointers: object = None
-
-    def run(
-        self,
-        kv: Sequence[LayerKV],
-        meta: AttentionMetadata,
-        token_ids: Tensor | None,
-        given: Tensor | None,
-        out: Tensor | None,
-        more: Sequence[Tensor] = (),
-    ) -> None:
-        """`given` [T, E] is read, not changed; `out` [T, E] and `more` are written."""
-        if given is not None and self.lowered.given is not None:
-            given = given.to(torch.float32, copy=True, memory_format=torch.contiguous_format)  # layers add to it in place
-            self.program.bind(self.lowered.given, given)
-        inputs, kept = self._inputs(kv, meta, token_ids, out, more)
-        self.program.run(inputs)
-        del kept, given
-
-    def begin(
-        self,
-        kv: Sequence[LayerKV],
-        meta: AttentionMetadata,
-        token_ids: Tensor,
-        out: Tensor,
-        then: Program,
-        more: Sequence[Tensor] = (),
-    ) -> Running:
-        inputs, kept = self._inputs(kv, meta, token_ids, out, more)
-        return self.program.begin(inputs, then, (kept, out, kv, more))
-
-    def _inputs(
-        self,
-        kv: Sequence[LayerKV],
-        meta: AttentionMetadata,
-        token_ids: Tensor | None,
-        out: Tensor | None,
-        more: Sequence[Tensor],
-    ) -> tuple[native.StepInputs, object]:
-        """The step as the library reads it, and what must live while it runs."""
-        if out is not None and self.lowered.out is not None:
-            self.program.bind(self.lowered.out, out)
-        for buffer, tensor in zip(self.lowered.more, more, strict=True):
-            self.program.bind(buffer, tensor)
-        if self._kv is not kv:
-            self._kv, self._pointers = kv, native.layer_pointers(kv)
-        inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids, self.num_groups)
-        return inputs, (kept, self._pointers)
-
-
-def compiled(
-    ops: NativeOps,
-    num_groups: int,
-    part: Sequence[Op],
-    given: Value | None,
-    result: Value | None,
-    more: Sequence[Value] = (),
-) -> CompiledOps | Reason:
-    """`part` of a record as a program, or what the program lacks. `more`: further results."""
-    program = Program(ops.pool)
-    lowered = lower(part, given, result, ProgramEmitter(program), more)
-    return lowered if isinstance(lowered, Reason) else CompiledOps(program, lowered, num_groups)
-
-
-def _head_step(ops: NativeOps, op: Op) -> Callable[[Tensor], Tensor]:
-    """One op between hidden states and logits."""
-    if op.name == "linear":
-        return LinearProgram(ops.pool, op.arguments["w"])
-    if op.name == "scale":
-        factor = op.arguments["factor"]
-        return lambda x: x * factor
-    assert op.name == "softcap"
-    cap = op.arguments["cap"]
-    return lambda x: ops.softcap(x, cap)
-
-
-class ProgramEmitter(Emitter):
-    """Writes operators into a `Program`."""
-
-    def __init__(self, program: Program) -> None:
-        super().__init__()
-        self.program = program
-
-    def buffer(self, form: int, size: int, rows_a_token: int = 1) -> int:
-        return self.program.buffer(form, size, rows_a_token)
-
-    def bound(self) -> int:
-        return self.program.bound()
-
-    def form(self, w: Any) -> int:
-        return _native(w).form
-
-    def gates(self, w: Any) -> bool:
-        return len(_native(w).parts) == 1 and w.out_features % 64 == 0
-
-    def embed(self, out: int, by_position: bool, offset: int, table: Any, scale: float, accumulate: bool) -> None:
-        if isinstance(table, NativeLinear):
-            (part,) = table.parts
-            kind, rows, inner, data = part.kind, part.rows, part.inner, part.data
-        else:
-            plain = table if table.dtype in (torch.float32, torch.bfloat16) else table.float()
-            kind = native.ROWS_BF16 if plain.dtype == torch.bfloat16 else native.ROWS_F32
-            (rows, inner), data = plain.shape, plain.contiguous()
-        if scale != 1.0:  # rounded to the table's type, as `OpSet.embed` has it
-            scale = float(torch.tensor(scale, dtype=table.weight.dtype if isinstance(table, NativeLinear) else table.dtype))
-        self.program.add("embed", out, by_position, offset, kind, rows, inner, data, scale, accumulate)
-
-    def norm(self, x: int, residual: int, out: int, form: int, size: int, norm: NormParams) -> None:
-        add_norm(self.program, x, residual, out, form, size, norm)
-
-    def convert(self, x: int, out: int, form: int, size: int) -> None:
-        self.program.add("convert", x, out, form, size, 1)
-
-    def linear(self, x: int, out: int, w: Any, accumulate: bool) -> None:
-        add_linear(self.program, x, out, w, accumulate=accumulate)
-
-    def gated_linear(self, x: int, out: int, form: int, w: Any, activation: Activation) -> None:
-        (part,) = w.parts
-        weight = (part.kind, part.rows, part.inner, part.data)
-        self.program.add("gated_linear", x, out, form, *_kind(activation), *weight, w.bias, weights=part)
-
-    def activation(self, x: int, out: int, form: int, activation: Activation, gated: bool, size: int) -> None:
-        self.program.add("activation", x, out, form, *_kind(activation), gated, size, 1)
-
-    def rope_and_cache(self, rows: int, layer: int, group: int, heads: QKVLayout, *, has_queries: bool) -> None:
-        heads = heads if has_queries else dataclasses.replace(heads, num_heads=0)
-        add_rope_and_cache(self.program, rows, layer, heads, group=group)
-
-    def attention(
-        self, q: int, out: int, layer: int, group: int, sizes: tuple[int, int, int, int], params: AttentionParams
-    ) -> None:
-        add_attention(self.program, q, out, layer, sizes, params, group=group)
-
-    def mla_attention(
-        self, q: int, row: int, out: int, layer: int, size: int, params: MLAParams, scratch: Scratch
-    ) -> None:
-        queries = scratch("queries", FORM_F32, size)
-        add_latent_queries(self.program, q, row, queries, layer, params, scratch)
-        add_latent_attention(self.program, queries, out, layer, params, scratch)
-
-    def experts(self, x: int, logits: int, counts: int, experts: Experts, scratch: Scratch) -> int:
-        p, up, down, spec = self.program, experts.up, experts.down, experts.spec
-        assert isinstance(up, NativeExperts)
-        assert isinstance(down, NativeExperts)
-        rows = scratch("expert rows", up.form, up.inner, spec.num_experts_per_token)
-        add_choice(p, x, logits, counts, spec, experts.correction, rows, up.form, up.inner)
-        return add_experts(p, rows, up, down, spec, scratch)
-
-    def combine(self, results: int, out: int, size: int, shared: int, weight: int, accumulate: bool) -> None:
-        self.program.add("combine", results, out, size, shared, weight, accumulate)
-
-
-def _native(w: object) -> NativeLinear:
-    if not isinstance(w, NativeLinear):
-        raise Refused(f"the C++ program has no product with a {type(w).__name__}")
-    return w
-
-
-def _kind(activation: Activation) -> tuple[int, float, float]:
-    kind = activation_of(activation)
-    assert kind is not None, "the lowering refuses others"
-    return kind
+        self.step.count_experts(layer, counts)

@@ -1,7 +1,7 @@
-"""Writing checkpoints: the way of `weights.py` backwards, into a folder that appears whole or not at all.
+"""Writes checkpoints, as `weights.py` reads them, into a folder that appears complete or not at all.
 
-A checkpoint is safetensors under the family's own names, with the config and the tokenizer of the model that it was made of,
-so that whatever could load that one loads this.
+A checkpoint is safetensors with the family's own names, and the config and tokenizer of the model that it was made of. So
+programs that load the original load it, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
-from slipstream.model.weights import place
+from slipstream.model.checkpoint import place
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import Family
 from slipstream.spec.model import AttentionSpec, ModelSpec, MoESpec
@@ -31,13 +31,13 @@ KEPT_FILES = (
     *("tokenizer.model", "spiece.model", "vocab.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
     *("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json", "LICENSE"),
 )
-"""Of a folder, what goes along unchanged: the tokenizer, what is recommended for it, how it makes a vector of a text."""
+"""The files of a folder that are copied: the tokenizer, the recommended sampling, and the settings of pooling."""
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into, which becomes `out` when all went well and vanishes when not. ConfigError if `out`
-    is there already and holds anything."""
+    """A folder beside `out` to write into. It becomes `out` if nothing fails, and is removed otherwise. ConfigError if
+    `out` exists and is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out={str(out)!r} is there already; remove it or name another folder", field="out")
     out.parent.mkdir(parents=True, exist_ok=True)

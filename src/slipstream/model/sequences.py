@@ -81,7 +81,7 @@ def attention_of(layer: LayerSpec) -> AttentionSpec:
 def run_layer(
     layer: Layer, ops: OpSet, pending: Tensor, residual: Tensor | None, batch: SequenceBatch
 ) -> tuple[Tensor, Tensor | None]:
-    """`Layer` over whole sequences: (what to add next, the residual)."""
+    """`Layer` over whole sequences: (the output that is to be added, the residual)."""
     kind = pending.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else pending.dtype
     return layer(ops, pending, residual, batch.flat_cache(attention_of(layer.spec), dtype), batch.meta)

@@ -1,7 +1,7 @@
-"""What a model computes in a step, as a record of ops: the decoder's own lines, run over symbolic values.
+"""Records the ops of a model's step, by running the decoder's code over symbolic values. Nothing here imports torch.
 
-`trace` takes a built decoder, or one without weights (`named_decoder`); both give the same ops. `covered` says from a
-spec which fast ways to run a step cover it. Nothing here imports torch.
+`trace` takes a built decoder, or one without weights (`named_decoder`); both give the same ops. `covered` tells from a spec
+which fast ways to run a step cover it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,19 @@ if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
 
 
+SPLIT = Reason("the model is split over ranks, which sum up their parts between the products", notable=False)
+"""Why no program and no kernel has a whole step then."""
+
+HOST_EXPERTS = Reason("the host computes experts between the products", notable=False)
+
+STREAMED = Reason("layers are read as they are needed, between the products", notable=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The ops of one pass, in three parts: tokens → `embedded`; layers and final norm → `hidden` (an encoder-decoder's encoder:
-    until all keys and values of its states are cached); `hidden` → `logits`, if there is a head. `taken` is what a draft head
-    reads between the layers."""
+    """The ops of one pass, in three parts: tokens → `embedded`; layers and final norm → `hidden`; `hidden` → `logits`, if
+    there is a head. In an encoder-decoder's encoder the second part ends when all keys and values of its states are cached.
+    `taken` is the state between layers that a draft head reads."""
 
     embedding: tuple[Op, ...]
     embedded: Value
@@ -70,7 +78,8 @@ def trace_encoder(decoder: Decoder) -> Trace:
 
 def named_decoder(spec: ModelSpec) -> Decoder:
     """A decoder without weights: names and shapes stand for them."""
-    named: Any = {name: NamedWeight(name, shape) for name, shape in parameters(spec).items()}
+    shapes = {name: shape for name, shape in parameters(spec).items() if not name.startswith("vision.")}
+    named: Any = {name: NamedWeight(name, shape) for name, shape in shapes.items()}
     return Decoder(spec, named, cast("OpSet", RecordingOps()), max_model_len=spec.max_position)
 
 
@@ -103,14 +112,14 @@ def program_refusal(decoder: Decoder) -> Reason | None:
 
 
 def lowered_part(spec: ModelSpec, step: Trace) -> tuple[tuple[Op, ...], Value | None, Value]:
-    """What of a step the C++ program does: (ops, the value that it is given, the value that it gives). An encoder's embeddings
-    are made before: they are little beside whole texts."""
+    """The part of a step that the C++ program computes: (ops, its input, its result). An encoder's embeddings are computed
+    before it, since they take little time beside whole texts."""
     if spec.is_encoder:
         return step.body, step.embedded, step.hidden
     return step.embedding + step.body, None, step.hidden
 
 
-# --- Pieces -------------------------------------------------------------------------------------------------------------
+# --- Helpers ------------------------------------------------------------------------------------------------------------
 
 
 def _recorded(decoder: Decoder) -> tuple[RecordingOps, Decoder]:
@@ -130,7 +139,7 @@ def _embed(recorder: RecordingOps, view: Decoder) -> tuple[Value, tuple[Op, ...]
 def _layers(
     recorder: RecordingOps, view: Decoder, layers: Sequence[Layer], embedded: Value, caches: Sequence[TracedKV]
 ) -> tuple[Any, Any]:
-    """What the layers give, each recorded under its index."""
+    """The result of the layers, each recorded under its index."""
 
     def before(index: int, *_: object) -> None:
         _enter(recorder, index, len(layers))

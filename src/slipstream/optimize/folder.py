@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import EngineArgs, EngineConfig
+from slipstream.config import EngineArgs, EngineConfig, num_ranks
 from slipstream.config.engine_folder import (
     MACHINE_DEPENDENT,
     NOT_KEPT,
@@ -145,6 +145,9 @@ def copy_checkpoint(source: Path, to: Path) -> None:
 
 def _start(args: EngineArgs, progress: Callable[[str], None]) -> tuple[EngineConfig, tuple[int, ...], float]:
     """What an engine resolves to, the sizes of its graphs, and the seconds of its start. Its packed weights are written."""
+    if num_ranks(args) > 1:
+        why = "an engine folder is for one device so far: leave tensor_parallel_size at 1"
+        raise ConfigError(why, field="tensor_parallel_size")
     with LLM.from_engine_args(args, progress=progress) as llm:
         executor = llm.core.executor
         assert isinstance(executor, LocalExecutor)  # LLM's is in this process
@@ -152,8 +155,7 @@ def _start(args: EngineArgs, progress: Callable[[str], None]) -> tuple[EngineCon
         if writer is not None:
             progress("packing weights")
             writer.join()
-        graphs = executor.runner.graphs
-        sizes = () if graphs is None else tuple(graphs.sizes)
+        sizes = executor.runner.graph_sizes
         return llm.config, sizes, sum(llm.phases.values())
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
 
 Point: TypeAlias = Sequence[float]
-
-
-def dominates(a: Point, b: Point) -> bool:
-    """`a` is nowhere worse than `b`, and somewhere better."""
-    return all(x <= y for x, y in zip(a, b, strict=True)) and any(x < y for x, y in zip(a, b, strict=True))
 
 
 def front(points: Sequence[Point]) -> list[int]:
@@ -53,3 +51,38 @@ def _volume(points: list[tuple[float, ...]], reference: tuple[float, ...]) -> fl
             below = [p[:-1] for p in ordered[: i + 1]]
             total += (end - ordered[i][-1]) * _volume([below[j] for j in front(below)], reference[:-1])
     return total
+
+
+def expected_gain(points: Sequence[Point], reference: Point, mean: Any, deviation: Any, third: Any) -> Any:
+    """The hypervolume [N] that each of N candidates is expected to add to `points`, all of three objectives. Of a candidate the
+    first two are independent normal variables (`mean` and `deviation` [N, 2]), and the third is known (`third` [N]).
+
+    Exact. Along the third objective the points make slabs, in each of which the same points count. In a slab what is not
+    dominated is a row of strips between neighbours of the front, and of a strip a candidate takes a rectangle, whose expected
+    area is a product (Emmerich, Giannakoglou, Naujoks, "Single- and multiobjective evolutionary optimization assisted by
+    Gaussian random field metamodels", 2006)."""
+    inside = [p for p in points if all(x < r for x, r in zip(p, reference, strict=True))]
+    levels = sorted({p[2] for p in inside})
+    gain = np.zeros(len(mean))
+    for low, high in zip([-math.inf, *levels], [*levels, reference[2]], strict=True):
+        thickness = np.maximum(high - np.maximum(third, low), 0)
+        here = [(p[0], p[1]) for p in inside if p[2] <= low]
+        stairs = sorted(here[i] for i in front(here))
+        ends = [-math.inf, *(x for x, _ in stairs), reference[0]]
+        heights = [reference[1], *(y for _, y in stairs)]
+        area = sum(
+            (_below(end, mean[:, 0], deviation[:, 0]) - _below(begin, mean[:, 0], deviation[:, 0]))
+            * _below(height, mean[:, 1], deviation[:, 1])
+            for begin, end, height in zip(ends, ends[1:], heights, strict=False)
+        )
+        gain += thickness * area
+    return gain
+
+
+def _below(limit: float, mean: Any, deviation: Any) -> Any:
+    """E[max(0, limit − X)] of normal X, elementwise."""
+    if limit == -math.inf:
+        return np.zeros_like(mean)
+    z = (limit - mean) / np.maximum(deviation, 1e-9)
+    share = 0.5 * (1 + np.array([math.erf(v) for v in z / math.sqrt(2)]))
+    return (limit - mean) * share + deviation * np.exp(-z * z / 2) / math.sqrt(2 * math.pi)

@@ -4,6 +4,7 @@ process of its own. What was found is kept in a folder, so that an interrupted s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -18,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.compress.recipe import read_recipe
+from slipstream.compress.steps import DraftHead
 from slipstream.config import EngineArgs
+from slipstream.engine.folder import this_machine
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
 from slipstream.hub import resolve_model
-from slipstream.optimize.search import Candidate, Result, Space
+from slipstream.optimize.candidates import Candidate, Result, Space
+from slipstream.optimize.prior import guessed_kl
 from slipstream.optimize.traffic import Traffic
 from slipstream.plan.environment import plain
 from slipstream.spec.scheme import SCHEMES
@@ -31,16 +35,19 @@ SURE = 1.96
 """Standard errors: a limit is kept if the upper end of the 95 % interval is below it."""
 
 LIMITS = ("kl", "perplexity")
+NOT_MEASURED = "random weights: quality is not measured"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityLoss:
-    """The most that may be lost: nats of divergence, and a share of perplexity (0.02: 2 % more)."""
+    """The most that may be lost: nats of divergence, a share of perplexity (0.02: 2 % more), and of each task's score so much
+    (0.01: one right answer of a hundred fewer). Tasks are those of `evals.tasks`."""
 
     kl: float | None = None
     perplexity: float | None = None
+    tasks: tuple[tuple[str, float], ...] = ()
 
-    def faults(self, found: Mapping[str, float]) -> list[str]:
+    def faults(self, found: Mapping[str, Any]) -> list[str]:
         """What is not surely kept, in words."""
         faults = []
         if self.kl is not None and not (most := found["kl"] + SURE * found["kl_stderr"]) <= self.kl:
@@ -51,25 +58,40 @@ class QualityLoss:
             and not (most := ratio - 1 + SURE * found["perplexity_ratio_stderr"]) <= self.perplexity
         ):
             faults.append(f"perplexity {ratio - 1:+.2%} (up to {most:+.2%}), at most {self.perplexity:+.2%} is wanted")
+        for name, limit in self.tasks:
+            task = found["tasks"][name]
+            if not (most := task["loss"] + SURE * task["stderr"]) <= limit:
+                faults.append(
+                    f"{name}: {task['metric']} from {task['original']:.3f} to {task['value']:.3f}, {task['loss']:.3f} lost (up "
+                    f"to {most:.3f}), at most {limit:g} is wanted"
+                )
         return faults
 
 
 def parse_quality_loss(text: str) -> QualityLoss:
-    """`kl=0.02,perplexity=2%`."""
+    """`kl=0.02,perplexity=2%,task=NAME:1%`, with any number of tasks."""
     found: dict[str, float] = {}
+    tasks: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
+        task = ""
+        if name == "task":
+            task, _, value = value.rpartition(":")
         try:
             number = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
         except ValueError:
             number = -1.0
-        if name not in LIMITS or not number >= 0:
+        if (name not in LIMITS and not task) or not number >= 0:
             raise ConfigError(
-                f"max_quality_loss: {part!r} is not kl=NATS or perplexity=SHARE, such as kl=0.02 or perplexity=2%",
+                f"max_quality_loss: {part!r} is not kl=NATS, perplexity=SHARE or task=NAME:SHARE, such as kl=0.02, "
+                "perplexity=2% or task=questions.jsonl:1%",
                 field="max_quality_loss",
             )
-        found[name] = number
-    return QualityLoss(**found)
+        if task:
+            tasks[task] = number
+        else:
+            found[name] = number
+    return QualityLoss(**found, tasks=tuple(tasks.items()))
 
 
 def parse_seconds(text: str) -> float:
@@ -86,10 +108,11 @@ def parse_seconds(text: str) -> float:
 
 def default_space(*, users: int, on_gpu: bool) -> Space:
     """What is tried unless the user says otherwise: compressions that the device's products are made for, and the settings
-    that trade throughput for latency under `users` requests at once."""
+    that trade throughput for latency under `users` requests at once. No drafts: the traffic's tokens are random, and what is
+    found again in them says nothing of texts."""
     seqs = tuple(sorted({max(1, users // 4), max(1, users // 2), users}))
     if on_gpu:
-        compressions: tuple[str, ...] = ("none", "fp8", "int8", "int4", "recipe:fp8", "recipe:int4-awq-gptq")
+        compressions: tuple[str, ...] = ("none", "fp8", "int8", "int4", "recipe:fp8", "recipe:int4-awq-gptq", "recipe:2:4")
         axes: dict[str, tuple[Any, ...]] = {
             "kv_cache_dtype": ("auto", "fp8"),
             "max_num_batched_tokens": (2048, 8192, 16384),
@@ -97,17 +120,43 @@ def default_space(*, users: int, on_gpu: bool) -> Space:
     else:
         compressions = ("none", "int8", "int4-g32", "recipe:int8", "recipe:int4-gptq")
         axes = {"kv_cache_dtype": ("auto", "int8"), "max_num_batched_tokens": (128, 512, 2048)}
-    return Space(compressions=compressions, axes={**axes, "max_num_seqs": seqs, "speculative_model": (None, "ngram")})
+    return Space(compressions=compressions, axes={**axes, "max_num_seqs": seqs, "speculative_model": (None,)})
 
 
 def check_compressions(names: Sequence[str]) -> tuple[str, ...]:
-    """`none`, a scheme that is applied at load, `recipe:NAME` or a recipe's file."""
+    """`none`, a scheme applied at load, `recipe:NAME` or a recipe's file: rounding, sparsity, pruning with distillation."""
     for name in names:
         if name != "none" and name not in SCHEMES:
-            read_recipe(name.removeprefix("recipe:"))
+            try:
+                recipe = read_recipe(name.removeprefix("recipe:"))
+            except ConfigError as error:
+                schemes = ", ".join(sorted(SCHEMES))
+                what = f"{name!r} is neither none, nor a scheme applied at load ({schemes}), nor a recipe: {error}"
+                raise ConfigError(what, field="compressions") from None
+            if recipe.one(DraftHead) is not None or name.startswith("recipe:draft:"):
+                what = f"{name} makes a draft for the model: `slipstream compress` it, and give the draft model to --drafts"
+                raise ConfigError(what, field="compressions")
     if not names or len(set(names)) < len(names):
         raise ConfigError("compressions must be named, each once", field="compressions")
     return tuple(names)
+
+
+def check_drafts(names: Sequence[str]) -> tuple[str | None, ...]:
+    """`none`, `ngram`, `suffix`, or the folder of a draft model, as `speculative_model` takes them."""
+    for name in names:
+        if name not in ("none", "ngram", "suffix") and not Path(name).expanduser().exists():
+            what = f"drafts: {name!r} is none of none, ngram and suffix, and no checkpoint of a draft model"
+            raise ConfigError(what, field="drafts")
+    if not names or len(set(names)) < len(names):
+        raise ConfigError("drafts must be named, each once", field="drafts")
+    return tuple(None if name == "none" else name for name in names)
+
+
+def check_parallel(text: str) -> None:
+    """Every candidate is measured on one device."""
+    if text != "tp1":
+        what = f"parallel={text!r} is not searched: one device measures candidates (tp1); `slipstream sweep` compares others"
+        raise ConfigError(what, field="parallel")
 
 
 @dataclass(kw_only=True)
@@ -121,16 +170,19 @@ class Measurer:
     limits: QualityLoss
     folder: Path
     text: Mapping[str, Any]
+    task_limit: int | None = None  # questions of each task
     timeout_s: float = 1800.0
     compress_s: float = math.inf  # the longest that one compression may take: others are to be measured, too
     deadline: float = math.inf  # of `time.monotonic()`: what has not ended by then is stopped
     told: Callable[[str], None] = lambda what: None
+    files: Sequence[Path] = ()  # questions, texts and draft models that results follow from
     _quality: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
     @property
     def conditions(self) -> str:
         """What results follow from, besides the candidate: a search goes on only where this is the same."""
-        given = [self.base, self._files(), self.traffic, dict(self.objectives), self.limits, dict(self.text)]
+        given = [self.base, self._files(), self.traffic, dict(self.objectives), self.limits, dict(self.text), self.task_limit]
+        given += [dataclasses.asdict(_machine()), [files_of(path) for path in self.files]]
         return hashlib.sha256(json.dumps(given, default=plain, sort_keys=True).encode()).hexdigest()[:16]
 
     def __call__(self, candidate: Candidate) -> Result:
@@ -139,7 +191,7 @@ class Measurer:
             quality = self.quality(candidate)
         except SlipstreamError as error:  # of its compression: no candidate that shares it can do better
             return Result(candidate=candidate, error=str(error), fits=False)
-        if faults := self.limits.faults(quality):
+        if "not_measured" not in quality and (faults := self.limits.faults(quality)):
             return Result(candidate=candidate, kl=quality["kl"], fits=False, error="; ".join(faults), figures=quality)
         found = self.speed(self.args_of(candidate))
         return Result(
@@ -154,6 +206,13 @@ class Measurer:
         """The figures of an engine with these settings under the traffic."""
         given = {**args, "skip_tokenizer_init": True}
         return self._run({"kind": "speed", "args": given, "traffic": self.traffic, "objectives": dict(self.objectives)})
+
+    def folder_args(self, candidate: Candidate) -> tuple[EngineArgs, dict[str, Any]]:
+        """The settings that a folder of the candidate keeps, and those that each start has to give: a draft model stays out."""
+        args = EngineArgs(**self.args_of(candidate))
+        if args.speculative_model in (None, "ngram", "suffix"):
+            return args, {}
+        return dataclasses.replace(args, speculative_model=None), {"speculative_model": str(args.speculative_model)}
 
     def args_of(self, candidate: Candidate) -> dict[str, Any]:
         """The settings of an engine for a candidate, its compression made first if it is a checkpoint."""
@@ -175,6 +234,7 @@ class Measurer:
             words = [
                 sys.executable,
                 "-m",
+                "slipstream.optimize.worker",
                 "slipstream",
                 "compress",
                 self.base.model,
@@ -191,8 +251,7 @@ class Measurer:
     def _files(self) -> list[tuple[str, int, int]]:
         """What tells the model from another one of its name."""
         source = resolve_model(self.base.model, download_dir=self.base.download_dir)
-        files = sorted(source.iterdir()) if source.is_dir() else [source]
-        return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+        return files_of(source)
 
     def _made_of(self, compression: str) -> str:
         """Of a compressed checkpoint: the model and the recipe that it follows from."""
@@ -203,6 +262,9 @@ class Measurer:
     def quality(self, candidate: Candidate) -> dict[str, Any]:
         key = candidate.quality_key
         settings = dict(key[1:])
+        if self.base.load_format == "dummy":
+            kl = guessed_kl(candidate.compression, settings.get("kv_cache_dtype", "auto"))
+            return {"kl": kl, "kl_stderr": 0.0, "perplexity_ratio": None, "not_measured": NOT_MEASURED}
         if candidate.compression == "none" and settings.get("kv_cache_dtype", "auto") == "auto":
             return {
                 "kl": 0.0,
@@ -210,6 +272,7 @@ class Measurer:
                 "perplexity_ratio": 1.0,
                 "perplexity_ratio_stderr": 0.0,
                 "top1_agreement": 1.0,
+                "tasks": {name: {"loss": 0.0, "stderr": 0.0} for name, _ in self.limits.tasks},
             }
         if key not in self._quality:
             folder = self.receipt(candidate)
@@ -223,8 +286,9 @@ class Measurer:
             folder.mkdir(parents=True, exist_ok=True)
             args = self.args_of(Candidate(candidate.compression, tuple(settings.items())))
             self.told(f"quality of {candidate.compression}")
-            job = {"kind": "quality", "original": dataclasses.asdict(self.base), "args": args, "folder": str(folder)}
-            job |= {"text": dict(self.text), "name": candidate.name, "recipe": {"name": candidate.compression}}
+            job: dict[str, Any] = {"kind": "quality", "original": dataclasses.asdict(self.base), "args": args}
+            job |= {"folder": str(folder), "text": dict(self.text), "name": candidate.name, "limit": self.task_limit}
+            job |= {"tasks": [name for name, _ in self.limits.tasks], "recipe": {"name": candidate.compression}}
             found = self._run(job)
             kept.write_text(json.dumps({"of": told, "found": found}), encoding="utf-8")
             self._quality[key] = found
@@ -270,6 +334,15 @@ class Measurer:
                 f"{what} ended with exit code {process.returncode}: {lines[-1].removeprefix('slipstream: ')}"
             )
         return out
+
+
+_machine = functools.cache(this_machine)
+
+
+def files_of(source: Path) -> list[tuple[str, int, int]]:
+    """What tells a file or a folder from another one of its name: the names, sizes and times of its files."""
+    files = sorted(source.iterdir()) if source.is_dir() else [source]
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
 
 
 def plain_pair(value: Any) -> Any:

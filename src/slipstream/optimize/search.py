@@ -2,155 +2,47 @@
 
 A candidate is a compression with settings of the engine. Three figures of it are to be good: throughput (high), time between
 tokens (low) and divergence from the original (low). A *prior* predicts the first two for every candidate. What was measured
-corrects it: the logarithms of measured over predicted are a Gaussian process, whose kernel is the share of choices that two
-candidates have in common, and e^(−d) for d that differ. So a candidate learns most from those most like it, and how sure it is
-of its figures is known.
+corrects it (`corrected`), so that it is known, too, how sure a figure is. Divergence depends on the compression and the type of
+the KV cache alone: it is measured once for all candidates that share them, and until then a guess.
 
-1. The next candidate is the one that would add the most hypervolume to the front if it came out at the good end of what is
-   likely.
-2. Every eighth comes from Optuna's tree-structured Parzen estimator instead, which does not believe the prior.
-3. The search ends when no candidate could move the front, even at the good end, or when the time is over.
+1. The first candidate is the original with the settings of most throughput.
+2. The next is the one that is expected to add the most hypervolume to the front, for that its answers may not be good enough
+   included. It counts from the worst that is expected of any candidate, so that the ends of the front count from the start.
+3. Every eighth comes from Optuna's tree-structured Parzen estimator, which does not believe the prior, if what it asks for is
+   expected to add half as much as the best.
+4. The search ends when no candidate is expected to move the front, or when the time is over.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.optimize.pareto import front, hypervolume
+from slipstream.optimize.candidates import NOTHING, Candidate, Measure, Prediction, Prior, Result, Space
+from slipstream.optimize.corrected import Corrected
+from slipstream.optimize.pareto import expected_gain, front, hypervolume
 
-LEAST_GAIN = 0.003
-"""The front can't move when nothing would add this share of its hypervolume."""
+LEAST_GAIN = 0.001
+"""The front can't move when nothing is expected to add this share of its hypervolume."""
 
 LEAST_MEASURED = 6
-OPTIMISM = 1.0
-"""Standard deviations towards the good end."""
-
 EXPLORE_EVERY = 8
-MAIN_EFFECTS = 0.7
-"""The share of what the prior gets wrong that each choice adds by itself, whatever the others are."""
+EXPLORED_GAIN = 0.5
+"""Of the best's expected gain, that what Optuna asks for must have."""
 
-NOISE = 0.05
-"""What a measurement repeats to, as a share."""
+GUESSED = 1.0
+OF_SIBLING = 0.5
+"""Standard deviations of the logarithm of a divergence that was not measured: of any compression, and of one that was measured
+with another KV cache."""
 
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """`compression` is a name; `settings` are (name, value), in the space's order."""
-
-    compression: str
-    settings: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def name(self) -> str:
-        return " ".join([self.compression, *(f"{name}={value}" for name, value in self.settings if value is not None)])
-
-    @property
-    def quality_key(self) -> tuple[Any, ...]:
-        """What its answers depend on: candidates that have this in common are measured once."""
-        return (self.compression, *(pair for pair in self.settings if pair[0] == "kv_cache_dtype"))
-
-    def distance(self, other: Candidate) -> int:
-        """In how many choices they differ."""
-        apart = sum(a != b for a, b in zip(self.settings, other.settings, strict=True))
-        return apart + (self.compression != other.compression)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
-    """Every compression with every choice of each axis."""
-
-    compressions: tuple[str, ...]
-    axes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-
-    def candidates(self) -> list[Candidate]:
-        choices = [[(name, value) for value in values] for name, values in self.axes.items()]
-        return [Candidate(c, settings) for c in self.compressions for settings in itertools.product(*choices)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """Estimated output tokens a second, seconds between tokens, and divergence in nats."""
-
-    throughput: float
-    tpot_s: float
-    kl: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """A candidate that was measured, or failed. `fits` says whether its quality is within the limits. `figures` are whatever
-    the measuring had to say."""
-
-    candidate: Candidate
-    throughput: float | None = None
-    tpot_s: float | None = None
-    kl: float | None = None
-    fits: bool = True
-    error: str | None = None
-    figures: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def point(self) -> tuple[float, float, float] | None:
-        """Its place, all three to be small: −ln throughput, ln seconds, nats. None of one that failed or does not fit."""
-        if self.error is not None or not self.fits or not self.throughput or not self.tpot_s or self.kl is None:
-            return None
-        return -math.log(self.throughput), math.log(self.tpot_s), self.kl
-
-
-Prior: TypeAlias = Callable[[Candidate], Prediction]
-Measure: TypeAlias = Callable[[Candidate], Result]
-
-
-class Corrected:
-    """The prior, corrected by what was measured: (mean, standard deviation) of a candidate's two logarithms."""
-
-    def __init__(self, prior: Prior, measured: Sequence[Result]) -> None:
-        self._prior = prior
-        self._known = [r for r in measured if r.throughput and r.tpot_s]
-        residuals = np.array([self._residual(r) for r in self._known]).reshape(len(self._known), 2)
-        self._center = residuals.mean(axis=0) if len(residuals) else np.zeros(2)
-        spread = residuals.std(axis=0) if len(residuals) > 1 else np.full(2, 0.5)
-        self._scale = np.maximum(spread, 2 * NOISE)
-        covariance = self._kernel([r.candidate for r in self._known]) if self._known else np.zeros((0, 0))
-        self._inverse = [np.linalg.inv(s * s * covariance + NOISE**2 * np.eye(len(self._known))) for s in self._scale]
-        self._weights = [
-            inverse @ column for inverse, column in zip(self._inverse, (residuals - self._center).T, strict=True)
-        ]
-
-    def _residual(self, result: Result) -> tuple[float, float]:
-        expected = self._prior(result.candidate)
-        assert result.throughput is not None
-        assert result.tpot_s is not None
-        return -math.log(result.throughput / expected.throughput), math.log(result.tpot_s / expected.tpot_s)
-
-    def _kernel(self, candidates: Sequence[Candidate]) -> Any:
-        apart = np.array([[a.distance(b.candidate) for b in self._known] for a in candidates], dtype=float)
-        alike = 1 - apart / (1 + len(self._known[0].candidate.settings))
-        return MAIN_EFFECTS * alike + (1 - MAIN_EFFECTS) * np.exp(-apart)
-
-    def at(self, candidates: Sequence[Candidate]) -> tuple[Any, Any]:
-        """Mean and standard deviation [N, 2] of (−ln throughput, ln seconds)."""
-        expected = [self._prior(c) for c in candidates]
-        base = np.array([(-math.log(p.throughput), math.log(p.tpot_s)) for p in expected]).reshape(len(candidates), 2)
-        if not self._known:
-            return base, np.tile(self._scale, (len(candidates), 1))
-        kernel = self._kernel(candidates)
-        mean, deviation = base + self._center, np.empty_like(base)
-        for i, scale in enumerate(self._scale):
-            cross = scale * scale * kernel
-            mean[:, i] += cross @ self._weights[i]
-            variance = scale * scale - np.einsum("nk,kl,nl->n", cross, self._inverse[i], cross)
-            deviation[:, i] = np.sqrt(np.maximum(variance, 0))
-        return mean, deviation
+QUADRATURE = ((-math.sqrt(3), 1 / 6), (0.0, 2 / 3), (math.sqrt(3), 1 / 6))
+"""(standard deviations, weight): Gauss and Hermite's three points."""
 
 
 class Search:
@@ -218,25 +110,28 @@ class Search:
         best = int(np.argmax(gains))
         volume = hypervolume(points, self._reference()) if points else 0.0
         if len(points) >= LEAST_MEASURED and gains[best] <= LEAST_GAIN * volume:
-            self.why_ended = "no candidate could move the front, even at the good end of its uncertainty"
+            self.why_ended = "no candidate is expected to move the front"
             return None
-        if (
-            len(self.results) % EXPLORE_EVERY == EXPLORE_EVERY - 1
-            and (other := self._optuna.ask(set(waiting))) is not None
-        ):
-            return other
+        if points and len(self.results) % EXPLORE_EVERY == EXPLORE_EVERY - 1:
+            worth = {c for c, gain in zip(waiting, gains, strict=True) if gain >= EXPLORED_GAIN * gains[best]}
+            if (other := self._optuna.ask(worth)) is not None:
+                return other
         return waiting[best]
 
     def predict(self, candidate: Candidate) -> Prediction:
         """By the prior, as corrected by what was measured so far."""
         ((minus_log_throughput, log_tpot),), _ = Corrected(self._prior, self.results).at([candidate])
-        return Prediction(throughput=math.exp(-minus_log_throughput), tpot_s=math.exp(log_tpot), kl=self._kl(candidate))
+        return Prediction(throughput=math.exp(-minus_log_throughput), tpot_s=math.exp(log_tpot), kl=self._kl(candidate)[0])
 
     def waiting(self) -> list[Candidate]:
-        """Not measured, and of no compression that was found not to fit."""
+        """Not measured, and not of a compression that was found not to fit with a KV cache that is no worse."""
         done = {r.candidate for r in self.results}
-        unfit = {r.candidate.quality_key for r in self.results if not r.fits}
-        return [c for c in self._all if c not in done and c.quality_key not in unfit]
+        unfit = [(r.candidate.compression, self._prior(r.candidate).kl) for r in self.results if not r.fits]
+        return [
+            c
+            for c in self._all
+            if c not in done and not any(c.compression == of and self._prior(c).kl >= kl for of, kl in unfit)
+        ]
 
     def points(self) -> list[tuple[float, float, float]]:
         return [p for r in self.results if (p := r.point) is not None]
@@ -247,32 +142,49 @@ class Search:
         best = [found[i] for i in front([r.point for r in found if r.point is not None])]
         return sorted(best, key=lambda r: -(r.throughput or 0))
 
-    def _kl(self, candidate: Candidate) -> float:
-        """Measured, if any candidate of its quality was; else the prior's."""
-        key = candidate.quality_key
-        return next(
-            (r.kl for r in self.results if r.kl is not None and r.candidate.quality_key == key),
-            self._prior(candidate).kl,
-        )
+    def _kl(self, candidate: Candidate) -> tuple[float, float]:
+        """A candidate's divergence, and the standard deviation of its logarithm: measured, if any candidate of its quality was;
+        else what its compression had with another KV cache, and what the caches differ by; else the prior's."""
+        known = {r.candidate.quality_key: (r.kl, r.candidate) for r in self.results if r.kl is not None}
+        if candidate.quality_key in known:
+            return known[candidate.quality_key][0], 0.0
+        guess = self._prior(candidate).kl
+        for kl, other in known.values():
+            if other.compression == candidate.compression:
+                return max(kl + self._between_caches(candidate, other, known), 0.0), OF_SIBLING
+        return guess, GUESSED
+
+    def _between_caches(self, candidate: Candidate, other: Candidate, known: Mapping[Any, tuple[float, Candidate]]) -> float:
+        """How much more `candidate` diverges than `other`, which differs in the KV cache: as measured with another compression,
+        or the prior's."""
+        for compression in self.space.compressions:
+            keys = [(compression, *c.quality_key[1:]) for c in (candidate, other)]
+            if all(key in known for key in keys):
+                return known[keys[0]][0] - known[keys[1]][0]
+        return self._prior(candidate).kl - self._prior(other).kl
 
     def _reference(self) -> tuple[float, float, float]:
-        """Beyond all that was measured, so that the ends of the front count, too."""
+        """Beyond all that was measured, and all that is expected of the others."""
         points = self.points()
-        worst = [max(p[i] for p in points) for i in (0, 1)]
-        return worst[0] + 0.1, worst[1] + 0.1, self._kl_limit * 1.1 + 1e-9
+        planned = [c for c in self.waiting() if self._prior(c) != NOTHING]
+        if planned:
+            mean, _ = Corrected(self._prior, self.results).at(planned)
+            points += [(float(a), float(b), 0.0) for a, b in mean]
+        worst = [max(p[i] for p in points) for i in (0, 1, 2)]
+        return worst[0] + 0.1, worst[1] + 0.1, max(self._kl_limit, worst[2]) * 1.1 + 1e-9
 
-    def _gains(self, waiting: Sequence[Candidate]) -> list[float]:
-        """The hypervolume that each would add at the good end."""
+    def _gains(self, waiting: Sequence[Candidate]) -> Any:
+        """The hypervolume [N] that each is expected to add."""
         mean, deviation = Corrected(self._prior, self.results).at(waiting)
-        good = mean - OPTIMISM * deviation
-        expected = [(float(a), float(b), self._kl(c)) for (a, b), c in zip(good, waiting, strict=True)]
+        kl, spread = np.array([self._kl(c) for c in waiting]).T
         points = self.points()
         if not points:  # no front yet: the original as it is, or what is nearest to it, with the most throughput
-            nearest = min(p[2] for p in expected)
-            return [-p[0] if p[2] == nearest else -math.inf for p in expected]
-        reference = self._reference()
-        before = hypervolume(points, reference)
-        return [hypervolume([*points, p], reference) - before for p in expected]
+            return np.where(kl == kl.min(), -mean[:, 0], -math.inf)
+        reference, gains = self._reference(), np.zeros(len(waiting))
+        for place, weight in QUADRATURE:
+            here = kl * np.exp(place * spread)
+            gains += weight * (here <= self._kl_limit) * expected_gain(points, reference, mean, deviation, here)
+        return gains
 
 
 class _Explorer:

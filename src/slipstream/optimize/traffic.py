@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,14 +29,6 @@ class Traffic:
     arrivals: str
     seed: int = 0
     num_left_out: int = 0
-
-    @property
-    def mean_input(self) -> float:
-        return statistics.mean(n for n, _ in self.lengths)
-
-    @property
-    def mean_output(self) -> float:
-        return statistics.mean(n for _, n in self.lengths)
 
     @property
     def longest(self) -> int:

@@ -1,17 +1,25 @@
 """A process that measures one thing of a candidate: `python -m slipstream.optimize.worker`, a job in JSON on its input,
-what was found on what was its output when it began. A process each, so that a crash or a leak is one candidate's."""
+what was found on what was its output when it began. A process each, so that a crash or a leak is one candidate's. With
+arguments it becomes another program of ours: `python -m slipstream.optimize.worker slipstream compress …`. Either ends when the
+search does, however that ends."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
+import math
 import os
+import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.config import EngineArgs
 from slipstream.errors import SlipstreamError
+
+if TYPE_CHECKING:
+    from slipstream.evals.tasks import TaskResult
 
 
 def speed(job: dict[str, Any]) -> dict[str, Any]:
@@ -32,16 +40,19 @@ def speed(job: dict[str, Any]) -> dict[str, Any]:
             work = traffic.workload(engine.engine.description.spec.vocab_size)
             arrivals = parse_arrivals(traffic.arrivals)
             await run_load(engine, warmup(work, min(4, len(work.requests))), arrivals, seed=traffic.seed)
-            meter = EnergyMeter()
+            meter = EnergyMeter(devices=[engine.engine.config.device.info.device])
             before = meter.read()
             summary = summarize(await run_load(engine, work.requests, arrivals, seed=traffic.seed), job["objectives"])
-            joules = before.joules_until(meter.read())
-            ledger, phases = engine.engine.ledger, engine.engine.phases
+            energy = meter.energy(before, meter.read(), summary.wall_s, summary.output_tokens)
+            ledger, phases, canary = engine.engine.ledger, engine.engine.phases, engine.engine.canary
         if summary.num_failed:
             raise SlipstreamError("; ".join(summary.errors))
         found = {**figures(summary), "start_s": sum(phases.values()), "weights_bytes": ledger.weights_bytes}
-        if joules is not None:
-            found |= {"energy_j": joules, "power_w": joules / summary.wall_s}
+        if canary is not None:
+            found["canary"] = {"ok": canary.ok, "kl": canary.kl_mean, "most": canary.limit}
+        if energy is not None:
+            found |= {"energy_j": energy.joules, "power_w": energy.watts, "cpu_power_w": energy.cpu_watts}
+            found["j_per_output_token"] = energy.joules_per_output_token
         return found
 
     return asyncio.run(measure())
@@ -62,6 +73,8 @@ def quality(job: dict[str, Any]) -> dict[str, Any]:
         layers=False,
         num_worst=2,
         recipe=job["recipe"],
+        tasks=job["tasks"],
+        limit=job["limit"],
     )
     write_receipt(report, folder)
     d = report.divergence
@@ -72,10 +85,57 @@ def quality(job: dict[str, Any]) -> dict[str, Any]:
         "perplexity_ratio_stderr": d.perplexity_ratio_stderr,
         "top1_agreement": d.top1_agreement,
         "file_bytes": report.compressed.file_bytes,
+        "tasks": {name: task_loss(*pair) for name, pair in zip(job["tasks"], report.tasks, strict=True)},
     }
 
 
+HIGHER = frozenset(("acc", "acc_norm", "exact_match", "f1", "bleu", "chrf", "mcc"))
+LOWER = frozenset((
+    "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "ter", "wer", "brier_score", "mae", "mse",
+))  # fmt: skip
+"""Metrics whose better end is known where the task does not say."""
+
+OF_100 = frozenset(("bleu", "chrf"))
+
+
+def task_loss(original: TaskResult, found: TaskResult) -> dict[str, Any]:
+    """What a task's score lost, with the standard error of the difference. Both runs answer the same questions, so that it is
+    less than this says, which takes them as independent. A loss is a share: of the scale of a score, or, where less is better,
+    of the original's value."""
+    metric, better = found.metric, found.higher_is_better
+    if better is None:
+        better = True if metric in HIGHER else False if metric in LOWER else None
+    if better is None:
+        raise SlipstreamError(f"the task {found.name} does not say whether more or less of {metric} is better: it has no loss")
+    scale = 100.0 if metric in OF_100 else 1.0
+    if not better:
+        scale = original.value
+        if not scale > 0:
+            raise SlipstreamError(f"the task {found.name}: {metric} is {scale:g} of the original: no share can be lost")
+    loss = (original.value - found.value if better else found.value - original.value) / scale
+    errors = [r.stderr / scale for r in (original, found) if r.stderr is not None]
+    if len(errors) < 2:
+        raise SlipstreamError(f"the task {found.name} has no standard error of {found.metric}: no limit is surely kept")
+    return {
+        "metric": found.metric,
+        "original": original.value,
+        "value": found.value,
+        "loss": loss,
+        "stderr": math.hypot(*errors),
+        "num_questions": found.num_questions,
+    }
+
+
+def end_with_parent() -> None:
+    """A search that was killed leaves nobody behind who takes of the machine from the next (prctl(2), PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+
+
 def main() -> None:
+    end_with_parent()
+    if sys.argv[1:]:
+        os.execv(sys.executable, [sys.executable, "-m", *sys.argv[1:]])
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     job = json.loads(sys.stdin.read())

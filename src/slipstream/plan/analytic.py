@@ -32,7 +32,8 @@ ONE_TOKEN_SHARE = 0.3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalyticCost:
     """A `StepCost` by calculation. `product_type` is what rounded products multiply in, `dtype` the others. `num_gpus`: weights
-    and heads are spread over so many by tensor parallelism, with two all-reduces a layer (Shoeybi et al. 2019)."""
+    and heads are spread over so many by tensor parallelism, with two all-reduces a layer (Shoeybi et al. 2019). `read_s`: what
+    reading layers that are not kept on the device takes, beside the step."""
 
     spec: ModelSpec
     products: tuple[Product, ...]
@@ -42,9 +43,11 @@ class AnalyticCost:
     product_type: str
     cache_bytes: int  # of a number
     num_gpus: int = 1
+    read_s: float = 0.0
     host: HostCost = field(default_factory=HostCost)
     # Of layers with alike attention: how many, bytes of a cached token, operations of a pair, and the window.
     _attentions: tuple[tuple[int, float, float, float], ...] = field(init=False, repr=False, compare=False)
+    _others: dict[tuple[int, int], float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         found = Counter(
@@ -52,6 +55,7 @@ class AnalyticCost:
             for a in (layer.attention for layer in self.spec.layers)
         )
         object.__setattr__(self, "_attentions", tuple((count, *of) for of, count in found.items()))
+        object.__setattr__(self, "_others", {})
 
     def label(self, shape: StepShape) -> Label:
         return "estimated"
@@ -60,10 +64,21 @@ class AnalyticCost:
         return replace(self, num_gpus=num_gpus)
 
     def seconds(self, shape: StepShape) -> float:
-        return sum(self.parts(shape).values())
+        """The sum of `parts`. What hangs on a step's tokens alone is looked up: there are few sizes of graphs."""
+        key = shape.num_tokens, shape.num_sampled
+        others = self._others.get(key)
+        if others is None:
+            no_attention = shape._replace(decode_context=0, prompt_attention=0)
+            others = self._others[key] = sum(self._computing(no_attention).values())
+        return max(others + self._attention(shape), self.read_s)
 
     def parts(self, shape: StepShape) -> dict[str, float]:
-        """Seconds by what they go to: reading, multiplying, attention, activations, fixed times, links."""
+        """Seconds by what they go to: reading, multiplying, attention, activations, fixed times, links; and "layers", what
+        reading layers that are not kept takes longer than the others together."""
+        found = self._computing(shape)
+        return {**found, "layers": max(0.0, self.read_s - sum(found.values()))} if self.read_s else found
+
+    def _computing(self, shape: StepShape) -> dict[str, float]:
         h, n = self.hardware, self.num_gpus
         tokens = shape.num_tokens
         found = dict.fromkeys(("weights", "products", "attention", "activations", "fixed", "link"), 0.0)
@@ -97,14 +112,18 @@ class AnalyticCost:
         rate = h.rate(self.dtype)
         for count, token_bytes, pair_operations, window in self._attentions:
             cached = shape.num_decodes * min(mean, window)
+            each = 1 + shape.num_drafts / shape.num_decodes if shape.num_decodes else 1.0  # tokens that look at them
             pairs = shape.num_prompt_tokens * min(mean_prompt, window)
-            decodes = cached * max(token_bytes / h.read_bytes_s, pair_operations / rate)
+            decodes = cached * max(token_bytes / h.read_bytes_s, each * pair_operations / rate)
             seconds += count * (decodes + pairs * pair_operations / (rate * h.attention_share))
         return seconds / self.num_gpus
 
 
 def binds(parts: dict[str, float]) -> str:
-    """What a step's time goes to most: memory (reading weights, keys, values), products, host or link."""
+    """What a step's time goes to most: memory (reading weights, keys, values), products, host or link; or reading layers that
+    are not kept, if all else is done meanwhile."""
+    if parts.get("layers"):
+        return "reading layers"
     groups = {
         "bandwidth": parts["weights"] + parts["attention"] + parts["activations"],
         "products": parts["products"],

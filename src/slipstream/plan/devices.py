@@ -32,7 +32,8 @@ class Hardware:
     """One device: a GPU, or all threads of a CPU together. Rates are bytes and operations a second that are reached.
 
     `op_s` is the least time of an operator in a captured step. `link_bytes_s` is what a GPU sends and receives to others of its
-    machine; None where it has no link but the host's. `watts` under load; `idle_watts` at rest.
+    machine; None where it has no link but the host's. `host_bytes_s` is what it copies from the host's memory. `watts` under
+    load; `idle_watts` at rest.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Hardware:
     op_s: float
     attention_share: float = 0.6  # of the products' rate, that attention of prompts reaches
     link_bytes_s: float | None = None
+    host_bytes_s: float | None = None
     link_latency_s: float = 8e-6
     disk_bytes_s: float | None = None
     watts: float | None = None
@@ -97,18 +99,23 @@ def _device(name: str, row: dict[str, Any]) -> Hardware:
 
 
 def find_device(name: str) -> Hardware:
-    """By its name, an alias, or its title in part; case counts for nothing."""
+    """By its name, an alias, or words of its title; case counts for nothing. Whole words: an A10 is no A100."""
     wanted = _plain(name)
     devices = known_devices()
     for device in devices.values():
         if wanted in map(_plain, (device.name, *device.aliases)):
             return device
-    inside = [d for d in devices.values() if wanted and wanted in _plain(d.title)]
+    inside = [d for d in devices.values() if wanted in _runs_of_words(d.title)]
     if len(inside) == 1:
         return inside[0]
     near = difflib.get_close_matches(name.lower(), list(devices), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"gpu={name!r} is not one of {', '.join(devices)}{hint}", field="gpu")
+
+
+def _runs_of_words(title: str) -> set[str]:
+    words = title.split()
+    return {_plain("".join(words[i:j])) for i in range(len(words)) for j in range(i + 1, len(words) + 1)} - {""}
 
 
 def _plain(text: str) -> str:

@@ -6,22 +6,25 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig
+from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig, SpeculationConfig, resolve
 from slipstream.errors import ConfigError
+from slipstream.hub import resolve_model
 from slipstream.plan.analytic import AnalyticCost
 from slipstream.plan.devices import Hardware, find_device, known_devices
-from slipstream.plan.estimate import bytes_by_part, estimate, this_device
+from slipstream.plan.drafts import Acceptance, Drafts
+from slipstream.plan.estimate import bytes_by_part, config_of_draft, estimate, held_weights_bytes, this_device
 from slipstream.plan.graph_sizes import padding
 from slipstream.plan.memory import MemoryLedger
+from slipstream.plan.offload import estimate_offload
 from slipstream.plan.operators import products
 from slipstream.plan.simulate import SimulatedEngine
-from slipstream.plan.step_cost import HostCost, Label, StepShape, StepTable
+from slipstream.plan.step_cost import HostCost, Label, StepCost, StepShape, StepTable
 from slipstream.plan.tables import find_table, identity, kept_ceilings
-from slipstream.spec.description import ModelDescription
+from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.scheme import SCHEMES
 
 RUN_AHEAD = 8
-"""`worker.model_runner.RUN_AHEAD`: the most sequences of a CPU's step that the host does not wait for."""
+"""`worker.in_flight.RUN_AHEAD`: the most sequences of a CPU's step that the host does not wait for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,7 @@ class PlannedEngine:
     num_gpus: int
     analytic: AnalyticCost
     table: StepTable | None
+    drafts: Drafts | None = None
 
     @property
     def simulated(self) -> SimulatedEngine:
@@ -74,12 +78,14 @@ class PlannedEngine:
             cost=cost,
             run_ahead=None if is_gpu else RUN_AHEAD if threads > 1 else 0,
             padded=padding(self.config) if is_gpu and not self.config.device.enforce_eager else None,
+            drafts=self.drafts,
         )
 
     def with_settings(self, **settings: Any) -> PlannedEngine:
         """The same with other engine settings."""
         args = dataclasses.replace(self.args, **settings)
-        return plan_engine(args, self.description, self.hardware, num_gpus=self.num_gpus)
+        acceptance = None if self.drafts is None else self.drafts.acceptance
+        return plan_engine(args, self.description, self.hardware, num_gpus=self.num_gpus, acceptance=acceptance)
 
     def with_blocks(self, num_blocks: int) -> PlannedEngine:
         return dataclasses.replace(self, ledger=dataclasses.replace(self.ledger, num_blocks=num_blocks))
@@ -130,6 +136,8 @@ def measured(hardware: Hardware, ceilings: dict[str, float]) -> Hardware:
         read_bytes_s=ceilings.get("read", hardware.read_bytes_s / share.get("read", 1.0)) * share.get("read", 1.0),
         operations_s={**hardware.operations_s, **rates},
         disk_bytes_s=ceilings.get("disk", hardware.disk_bytes_s),
+        watts=ceilings.get("watts", hardware.watts),
+        idle_watts=ceilings.get("idle_watts", hardware.idle_watts),
         label="measured",
     )
 
@@ -142,17 +150,47 @@ def plan_engine(
     num_gpus: int = 1,
     info: DeviceInfo | None = None,
     table: StepTable | None = None,
+    acceptance: Acceptance | None = None,
 ) -> PlannedEngine:
-    """OutOfMemoryError if the model does not fit. `table`: what steps take, instead of what is found on disk."""
+    """OutOfMemoryError if the model does not fit. `table`: what steps take, instead of what is found on disk. `acceptance`: of
+    drafts, where the settings have some; ConfigError without it."""
     spec = description.spec
     if spec.kind != "a decoder":
         raise ConfigError(f"plan is for models that write text, and this is {spec.kind}", field="model")
     if not num_gpus >= 1 or any(layer.attention.num_heads % num_gpus for layer in spec.layers):
         raise ConfigError(f"{num_gpus} GPUs can't share the heads of {spec.family} evenly", field="max_gpus")
+    if args.host_experts is not None:
+        raise ConfigError(
+            "host_experts: plan has no rates of a GPU's host; leave it out (`slipstream info` says what a token reads there)",
+            field="host_experts",
+        )
     info = info or hardware.device_info()
+    draft = _draft_model(args, resolve(args, description, info).speculation, acceptance)
     all_gpus = dataclasses.replace(info, memory_bytes=info.memory_bytes * num_gpus, free_bytes=info.free_bytes * num_gpus)
-    config, ledger = estimate(args, description, all_gpus, with_steps=True)
-    parts, dtype = bytes_by_part(config, description), config.model.dtype
+    config, ledger = estimate(args, description, all_gpus, with_steps=True, draft=draft)
+    drafts = None
+    if config.speculation is not None:
+        assert acceptance is not None
+        cost: StepCost | None = None
+        if draft is not None:
+            own = config_of_draft(config)
+            cost = _table(own, draft, hardware) or _analytic(own, draft, hardware, 1)
+        drafts = Drafts(config=config.speculation, acceptance=acceptance, cost=cost)
+    return PlannedEngine(
+        args=args,
+        description=description,
+        config=config,
+        ledger=ledger,
+        hardware=hardware,
+        num_gpus=num_gpus,
+        analytic=_analytic(config, description, hardware, num_gpus),
+        table=table or _table(config, description, hardware),
+        drafts=drafts,
+    )
+
+
+def _analytic(config: EngineConfig, description: ModelDescription, hardware: Hardware, num_gpus: int) -> AnalyticCost:
+    spec, parts, dtype = description.spec, bytes_by_part(config, description), config.model.dtype
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
     in_8_bits = description.stored or (scheme is not None and scheme.weight_bits <= 4)
     product_type: str = dtype
@@ -161,15 +199,10 @@ def plan_engine(
     elif in_8_bits and not hardware.is_gpu:
         product_type = "int8"  # a CPU's kernels round inputs to 8 bits
     held = {part: float(num_bytes) for part, num_bytes in parts.items()}
-    if description.stored and not hardware.is_gpu:  # a GGUF file's types, of which the ledger knows the sum
-        held = {part: num_bytes * ledger.weights_bytes / sum(parts.values()) for part, num_bytes in held.items()}
-    host = HostCost(
-        step_s=hardware.host_step_s,
-        sequence_s=hardware.host_sequence_s,
-        request_s=hardware.host_request_s,
-        label=hardware.label,
-    )
-    analytic = AnalyticCost(
+    if description.stored and not hardware.is_gpu:  # a GGUF file's types, of which only the sum is known
+        share = held_weights_bytes(config, description) / sum(parts.values())
+        held = {part: num_bytes * share for part, num_bytes in held.items()}
+    return AnalyticCost(
         spec=spec,
         products=products(spec, held),
         hardware=hardware,
@@ -178,19 +211,50 @@ def plan_engine(
         product_type=product_type,
         cache_bytes=DTYPE_BYTES[config.cache.dtype],
         num_gpus=num_gpus,
-        host=host,
+        read_s=_read_s(config, description, hardware),
+        host=HostCost(
+            step_s=hardware.host_step_s,
+            sequence_s=hardware.host_sequence_s,
+            request_s=hardware.host_request_s,
+            label=hardware.label,
+        ),
     )
-    if table is None:
-        named = this_device("auto") if hardware.name == "this machine" else info
-        own = dataclasses.replace(config.device, info=dataclasses.replace(info, name=named.name))
-        table = find_table(identity(dataclasses.replace(config, device=own), spec, sum(parts.values())))
-    return PlannedEngine(
-        args=args,
-        description=description,
-        config=config,
-        ledger=ledger,
-        hardware=hardware,
-        num_gpus=num_gpus,
-        analytic=analytic,
-        table=table,
-    )
+
+
+def _read_s(config: EngineConfig, description: ModelDescription, hardware: Hardware) -> float:
+    """What a step takes to read the layers that are not kept. ConfigError if the rate is not known."""
+    offload = estimate_offload(config, description)
+    if offload is None:
+        return 0.0
+    rate = hardware.host_bytes_s if hardware.is_gpu else hardware.disk_bytes_s
+    if rate is None:
+        where = "copies from its host" if hardware.is_gpu else "reads from its disk"
+        raise ConfigError(f"weights_bytes: how fast {hardware.title} {where} is not known; leave it out", field="weights_bytes")
+    return offload.read_bytes / rate
+
+
+def _table(config: EngineConfig, description: ModelDescription, hardware: Hardware) -> StepTable | None:
+    """What was measured of such an engine."""
+    if estimate_offload(config, description) is not None:
+        return None
+    info = config.device.info
+    name = this_device("auto").name if hardware.name == "this machine" else info.name
+    named = dataclasses.replace(config, device=dataclasses.replace(config.device, info=dataclasses.replace(info, name=name)))
+    return find_table(identity(named, description.spec, sum(bytes_by_part(config, description).values())))
+
+
+def _draft_model(
+    args: EngineArgs, speculation: SpeculationConfig | None, acceptance: Acceptance | None
+) -> ModelDescription | None:
+    """The model that proposes drafts, if one does. ConfigError if what drafts cost can't be planned."""
+    if speculation is None:
+        return None
+    if acceptance is None:
+        what = "drafts need --draft-acceptance: how often a draft is right, by position, such as 0.8,0.6,0.5"
+        raise ConfigError(what, field="draft_acceptance")
+    if speculation.method not in ("ngram", "suffix", "draft"):
+        what = f"what a head of method {speculation.method!r} costs is not known; plan with ngram, suffix or draft"
+        raise ConfigError(what, field="speculative_config")
+    if speculation.model is None:
+        return None
+    return read_spec(resolve_model(speculation.model, download_dir=args.download_dir))

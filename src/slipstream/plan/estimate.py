@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig, held_products, resolve
 from slipstream.errors import ConfigError
 from slipstream.plan.graph_sizes import graph_bytes
 from slipstream.plan.hardware import available_cores, cpu_name, gpus, host_memory
-from slipstream.plan.memory import (
-    MemoryLedger,
-    block_bytes,
-    held_bytes,
-    kv_budget,
-    plan_kv,
-    scratch_blocks,
-    weights_bytes,
-)
+from slipstream.plan.memory import MemoryLedger, block_bytes, held_bytes, size_cache, weights_bytes
 from slipstream.spec.description import ModelDescription
+from slipstream.spec.drafts import check_draft_model
+from slipstream.spec.host_experts import host_weights
+from slipstream.spec.native_formats import rounds
+from slipstream.spec.parallel import Shard, split_shapes, split_spec
 from slipstream.spec.scheme import SCHEMES
 
 
 def bytes_by_part(config: EngineConfig, description: ModelDescription) -> dict[str, int]:
-    """The weights' as an engine with these settings holds them."""
-    spec, size, by_cpu = description.spec, DTYPE_BYTES[config.model.dtype], by_cpu_kernels(config)
+    """The weights' as an engine with these settings holds them; of several ranks, as the one with the most does."""
+    shard = largest_shard(config, description)
+    spec, size, by_cpu = split_spec(description.spec, shard), DTYPE_BYTES[config.model.dtype], by_cpu_kernels(config)
+    shapes = split_shapes(description.spec, shard) if config.parallel.num_ranks > 1 else None
     formats = description.held_formats(held_products(config.device.kernels, config.device.info))
     if formats:
-        return held_bytes(spec, size, formats, on_cpu=by_cpu)
+        return held_bytes(spec, size, formats, on_cpu=by_cpu, shapes=shapes)
     scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
     if scheme is not None and scheme.experts_only and config.device.kernels == "torch":
         scheme = None  # expanded
-    return weights_bytes(spec, size, scheme, on_cpu=by_cpu)
+    return weights_bytes(spec, size, scheme, on_cpu=by_cpu, shapes=shapes)
+
+
+def largest_shard(config: EngineConfig, description: ModelDescription) -> Shard:
+    """The part of a rank that holds most parameters."""
+    how = config.parallel
+    shards = [how.shard(first) for first in range(0, how.num_ranks, how.ranks_of_stage)]
+    return max(shards, key=lambda shard: sum(map(math.prod, split_shapes(description.spec, shard).values())))
 
 
 def by_cpu_kernels(config: EngineConfig) -> bool:
@@ -63,48 +71,86 @@ def this_device(device: str) -> DeviceInfo:
 
 
 def estimate(
-    args: EngineArgs, description: ModelDescription, info: DeviceInfo | None = None, *, with_steps: bool = False
+    args: EngineArgs,
+    description: ModelDescription,
+    info: DeviceInfo | None = None,
+    *,
+    with_steps: bool = False,
+    draft: ModelDescription | None = None,
 ) -> tuple[EngineConfig, MemoryLedger]:
     """Settings and ledger that an engine would have on a device, by default this machine's, as far as they can be known without
-    starting one. `with_steps`: with an estimate of what a GPU's activations, graphs and rows take, which an engine measures."""
+    starting one; of several ranks, rank 0's. `with_steps`: with an estimate of what a GPU's activations, graphs and rows
+    take, which an engine measures. `draft`: the model of the settings' drafts, whose weights and keys and values count, too.
+    ConfigError if it can't be."""
     info = info or this_device(args.device)
     config = resolve(args, description, info)
-    spec, element, block_size = description.spec, DTYPE_BYTES[config.cache.dtype], config.cache.block_size
-    one_block = block_bytes(spec, block_size, element)
-    weights = sum(bytes_by_part(config, description).values())
+    spec = split_spec(description.spec, largest_shard(config, description))
+    block = block_bytes(spec, config.cache.block_size, DTYPE_BYTES[config.cache.dtype])
+    weights = held_weights_bytes(config, description)
+    if draft is not None:
+        check_draft_model(draft.spec, spec, config.model.max_model_len)
+        own = config_of_draft(config)
+        weights += held_weights_bytes(own, draft)
+        block += block_bytes(draft.spec, own.cache.block_size, DTYPE_BYTES[own.cache.dtype])
+    activations, graphs, rows = _of_steps(config, description) if with_steps and info.is_cuda else (0, 0, 0)
+    config, ledger = size_cache(
+        config,
+        spec,
+        block,
+        total_bytes=info.memory_bytes,
+        free_bytes=info.free_bytes,
+        weights_bytes=weights,
+        activation_bytes=activations,
+        graph_bytes=graphs,
+        rows_bytes=rows,
+        # What a host has free changes by the minute: there a model is described also where it would not fit just now.
+        taken_bytes=weights + activations + graphs + rows if info.is_cuda else 0,
+    )
+    return config, dataclasses.replace(ledger, host_expert_bytes=host_expert_bytes(config, description))
+
+
+def config_of_draft(config: EngineConfig) -> EngineConfig:
+    """The settings by which an engine holds its draft model: the type and the blocks are those of the model."""
+    assert config.speculation is not None
+    model = dataclasses.replace(config.model, quantization=config.speculation.quantization)
+    return dataclasses.replace(config, model=model, cache=dataclasses.replace(config.cache, dtype=config.model.dtype))
+
+
+def held_weights_bytes(config: EngineConfig, description: ModelDescription) -> int:
+    """The weights that are in memory, as an engine with these settings holds them; of several ranks, as one does."""
+    total, bound = all_weights_bytes(config, description), config.model.weights_bytes
+    total -= host_expert_bytes(config, description, on_cpu=False) - config.model.hot_expert_bytes
+    return total if bound is None else min(total, bound)
+
+
+def host_expert_bytes(config: EngineConfig, description: ModelDescription, *, on_cpu: bool = True) -> int:
+    """Bytes of the experts that are on the host, as the host holds them or, without `on_cpu`, as the GPU would."""
+    size = DTYPE_BYTES[config.model.dtype]
+    formats = description.held_formats(held_products(config.device.kernels, config.device.info))
+    scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
+    total = 0
+    for name in host_weights(description.spec, config.model.host_experts):
+        rows, inner = description.shapes[name]
+        if scheme is not None and rounds(scheme, name):
+            total += scheme.weight_bytes(rows, inner, on_cpu=on_cpu)
+        else:
+            total += rows * inner * (formats[name].bits if name in formats else 8 * size) // 8
+    return total
+
+
+def all_weights_bytes(config: EngineConfig, description: ModelDescription) -> int:
+    """`held_weights_bytes`, with layers that are read as they are needed."""
+    spec, info, num_ranks = description.spec, config.device.info, config.parallel.num_ranks
     held = description.held_formats(held_products(config.device.kernels, info))
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
     own_types = description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype], scheme) if by_cpu_kernels(config) else None
     if own_types is not None and not held:
-        weights = own_types
-    elif not info.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
+        return own_types // num_ranks
+    weights = sum(bytes_by_part(config, description).values())
+    if not info.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
         # A tied head is held a second time, in the order in which its product reads it, if the table can't be read from there.
-        weights += spec.vocab_size * spec.embed_width * DTYPE_BYTES[config.model.dtype]
-    total, free = info.memory_bytes, info.free_bytes
-    # What a host has free changes by the minute: there a model is described also where it would not fit just now.
-    activations, graphs, rows = _of_steps(config, description) if with_steps and info.is_cuda else (0, 0, 0)
-    taken = weights + activations + graphs + rows if info.is_cuda else 0
-    allowed, budget = kv_budget(config, one_block, total_bytes=total, free_bytes=free, taken_bytes=taken)
-    num_blocks = plan_kv(budget_bytes=budget, block_bytes=one_block)
-    if spec.is_encoder:
-        num_blocks = min(num_blocks, scratch_blocks(config))
-    config = config.with_memory_limits(num_blocks - 1, one_block)
-    return config, MemoryLedger(
-        device=info.name,
-        total_bytes=total,
-        allowed_bytes=allowed,
-        weights_bytes=weights,
-        activation_bytes=activations,
-        graph_bytes=graphs,
-        kv_bytes=num_blocks * one_block,
-        other_bytes=rows,
-        block_bytes=one_block,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=config.model.max_model_len,
-        groups=config.cache.groups,
-        max_step_tokens=config.scheduling.max_num_batched_tokens,
-    )
+        weights += spec.vocab_size * spec.embed_width * DTYPE_BYTES[config.model.dtype] // num_ranks
+    return weights
 
 
 def _of_steps(config: EngineConfig, description: ModelDescription) -> tuple[int, int, int]:

@@ -19,14 +19,25 @@ GRAPH_BYTES = 4 * 2**20
 
 
 def ladder(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: few enough to start fast, near enough that padding wastes little (≤ 1/8 from 16 on)."""
+    """Batch sizes to capture: few enough to start fast, near enough that padding wastes little (≤ 1/8 from 16 on). Multiples of
+    128 are among them, since large products have tiles of 128 tokens: a step of 256 padded to 264 would take half as long
+    again."""
     sizes = [n for n in (1, 2, 4, 8) if n <= max_num_seqs]
-    n, step = 16, 8
+    n = 16
     while n < max_num_seqs:
         sizes.append(n)
-        step = max(8, n // 8 // 8 * 8)
-        n += step
+        n += max(8, 1 << (n // 8).bit_length() - 1)
     return sorted({*sizes, max_num_seqs})
+
+
+VERIFIED_ROWS = 64
+"""Rows of the largest decode graph, if there are fewer sequences and drafts are verified."""
+
+
+def decode_rows(config: EngineConfig) -> list[int]:
+    """Rows that decode graphs have room for: a sequence's token, or a token and each of its drafts."""
+    most = config.scheduling.max_num_seqs
+    return ladder(most if config.speculation is None else max(most, min(VERIFIED_ROWS, config.max_num_sampled)))
 
 
 def mixed_decodes(max_num_seqs: int) -> list[int]:
@@ -45,7 +56,7 @@ def mixed_prompts(config: EngineConfig, *, encoded: bool) -> list[int]:
 def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> int:
     """Memory to be left for a generator's graphs of every size: hidden states, activations and logits of the largest twice,
     once in the graphs' pool and once beside it, and the driver's own."""
-    decodes = ladder(config.scheduling.max_num_seqs)
+    decodes = decode_rows(config)
     prompts = mixed_prompts(config, encoded=spec.encoder is not None)
     mixed = [d + p for d in mixed_decodes(config.scheduling.max_num_seqs) for p in prompts]
     largest = max(decodes[-1:] + mixed[-1:])

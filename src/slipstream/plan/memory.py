@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from slipstream.config import EngineConfig
@@ -11,12 +11,14 @@ from slipstream.errors import OutOfMemoryError
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.native_formats import held_group
-from slipstream.spec.parameters import parameters
+from slipstream.spec.parameters import Shape, parameters
 from slipstream.spec.scheme import Scheme, WeightForm, WeightFormat
 
 
 def part_of(name: str) -> str:
     """The part of a model that the parameter belongs to, as the ledger and `info` count it."""
+    if name.startswith("vision."):
+        return "image encoder"
     of_layer = name.removeprefix("encoder.").removeprefix("layers.")
     first, _, rest = of_layer.partition(".")
     first = rest.partition(".")[0] if first.isdigit() else first
@@ -30,12 +32,21 @@ def part_of(name: str) -> str:
 
 
 def weights_bytes(
-    spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = None, *, on_cpu: bool = False
+    spec: ModelSpec,
+    dtype_bytes: int,
+    scheme: Scheme | None = None,
+    *,
+    on_cpu: bool = False,
+    shapes: Mapping[str, Shape] | None = None,
 ) -> dict[str, int]:
     """Bytes of the parameters by part, the layers' products (and the head, if it says so) held by `scheme`. `on_cpu`: as
-    the C++ kernels hold them, but for what they save where a weight is full of zeros, which is known once it is loaded."""
+    the C++ kernels hold them, but for what they save where a weight is full of zeros, which is known once it is loaded.
+    `shapes`: those of the parameters, where `spec` is a rank's part (`spec.parallel`)."""
     found = dict.fromkeys(("embeddings", "attention", "mlp", "output head", "norms"), 0)
-    for name, shape in parameters(spec).items():
+    shapes = parameters(spec) if shapes is None else shapes
+    if spec.vision is not None:
+        found["image encoder"] = 0
+    for name, shape in shapes.items():
         found[part_of(name)] += math.prod(shape) * (4 if name.endswith(".correction.weight") else dtype_bytes)
     if scheme is None:
         return found
@@ -43,23 +54,32 @@ def weights_bytes(
     def round_product(part: str, rows: int, inner: int, *, beside: bool = False) -> None:
         found[part] += scheme.weight_bytes(rows, inner, on_cpu=on_cpu) - (0 if beside else rows * inner * dtype_bytes)
 
-    for layer in spec.all_layers:
+    encoder = () if spec.encoder is None else spec.encoder.layers
+    for layer in (*encoder, *(spec.layers[i] for i in spec.held)):
         for product in layer.weight_shapes(spec.hidden_size):
             if scheme.experts_only and product.copies == 1:
                 continue
             round_product(product.part, product.copies * product.rows, product.inner)
-    if scheme.head:
-        round_product("output head", spec.vocab_size, spec.embed_width, beside=spec.tied_embeddings)
+    if scheme.head and spec.has_last:
+        round_product("output head", shapes["embed.weight"][0], spec.embed_width, beside=spec.tied_embeddings)
     return found
 
 
 def held_bytes(
-    spec: ModelSpec, dtype_bytes: int, formats: Mapping[str, WeightFormat], *, on_cpu: bool = False
+    spec: ModelSpec,
+    dtype_bytes: int,
+    formats: Mapping[str, WeightFormat],
+    *,
+    on_cpu: bool = False,
+    shapes: Mapping[str, Shape] | None = None,
 ) -> dict[str, int]:
     """`weights_bytes` of a checkpoint that says weight by weight how it is rounded: `formats` are those of the weights held as
     they are stored (`ModelDescription.held_formats`), the others are expanded."""
-    found, shapes = weights_bytes(spec, dtype_bytes), parameters(spec)
+    shapes = parameters(spec) if shapes is None else shapes
+    found = weights_bytes(spec, dtype_bytes, shapes=shapes)
     for name, fmt in formats.items():
+        if name not in shapes:
+            continue
         rows, inner = shapes[name]
         part = part_of(name)
         if fmt.inputs is not None:
@@ -123,6 +143,15 @@ def kv_budget(config: EngineConfig, block: int, *, total_bytes: int, free_bytes:
     return allowed, budget if given is None else given
 
 
+STAGED_BYTES = 128 * 2**20
+"""Of the device, for blocks between the cache and the host's memory."""
+
+
+def staged_blocks(config: EngineConfig, block: int) -> int:
+    """Blocks of the buffer in which a GPU brings together what it copies to the host's memory, of `block` bytes each."""
+    return 0 if config.cache.host_bytes is None else max(1, min(64, STAGED_BYTES // block))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLedger:
     """Where the memory of `device` goes. `allowed_bytes` is the share of it that the engine may use.
@@ -130,6 +159,7 @@ class MemoryLedger:
     `activation_bytes` and `graph_bytes` are measured. `other_bytes` are the sequences' rows (tokens and block tables). One of
     `num_blocks` is the null block, which holds no sequence's tokens. `forms` are of the products among the weights, as loaded;
     empty in an estimate. A sequence has blocks in each of `groups`; with windows their number depends on `max_step_tokens`.
+    The tiers' bytes are bounds of what lies below the cache, in the host's memory and on a disk; none of it is the device's.
     """
 
     device: str
@@ -147,10 +177,15 @@ class MemoryLedger:
     forms: tuple[WeightForm, ...] = ()
     groups: tuple[CacheGroup, ...] = (CacheGroup(kind="full"),)
     max_step_tokens: int = 0
+    image_cache_bytes: int = 0  # at most
+    host_tier_bytes: int = 0
+    disk_tier_bytes: int = 0
+    host_expert_bytes: int = 0  # of the host's memory, beside a GPU
 
     @property
     def used_bytes(self) -> int:
-        return self.weights_bytes + self.activation_bytes + self.graph_bytes + self.kv_bytes + self.other_bytes
+        parts = self.weights_bytes + self.activation_bytes + self.graph_bytes + self.kv_bytes + self.other_bytes
+        return parts + self.image_cache_bytes
 
     @property
     def left_bytes(self) -> int:
@@ -185,11 +220,21 @@ class MemoryLedger:
             "graphs": self.graph_bytes,
             "KV cache": self.kv_bytes,
             "rows": self.other_bytes,
+            **({"pictures": self.image_cache_bytes} if self.image_cache_bytes else {}),
             "left": self.left_bytes,
         }
         lines = [f"{name:<12}{size:>18,} B {size / 2**30:>9.2f} GiB" for name, size in parts.items()]
         lines.append(f"{'of':<12}{self.allowed_bytes:>18,} B {self.allowed_bytes / 2**30:>9.2f} GiB on {self.device}")
-        lines.append(f"the cache holds {self.describe_capacity()}")
+        if self.left_bytes < 0:
+            lines.append(f"does not fit: {-self.left_bytes / 2**30:.2f} GiB are missing")
+        else:
+            lines.append(f"the cache holds {self.describe_capacity()}")
+        for where, size in (("the host's memory", self.host_tier_bytes), ("a disk", self.disk_tier_bytes)):
+            if size:
+                tokens = size // self.block_bytes * self.block_size // len(self.groups)
+                lines.append(f"below it: {size / 2**30:.2f} GiB of {where}, {tokens:,} tokens")
+        if self.host_expert_bytes:
+            lines.append(f"experts: {self.host_expert_bytes / 2**30:.2f} GiB of the host's memory, computed there")
         if self.forms:
             lines.append(f"weights of products: {self.describe_forms()}")
         return lines
@@ -200,3 +245,55 @@ class MemoryLedger:
 
     def describe_forms(self) -> str:
         return ", ".join(f"{f.num_products} {f.name} ({f.num_bytes:,} B)" for f in self.forms)
+
+
+def size_cache(
+    config: EngineConfig,
+    spec: ModelSpec,
+    block: int,
+    *,
+    total_bytes: int,
+    free_bytes: int,
+    weights_bytes: int,
+    activation_bytes: int,
+    graph_bytes: int,
+    rows_bytes: int,
+    taken_bytes: int,
+    forms: tuple[WeightForm, ...] = (),
+    agree: Callable[[int], int] = lambda num_blocks: num_blocks,
+) -> tuple[EngineConfig, MemoryLedger]:
+    """The settings with the context that the KV cache has room for, and the ledger. `block`: bytes of a KV block.
+    `taken_bytes`: what the engine will still take of `free_bytes` for other things than the cache. Several ranks on a CPU
+    share what is free. All must have as many blocks: `agree` gives, of one's number, the smallest of all."""
+    name = config.device.info.name
+    if (ranks := config.parallel.num_ranks) > 1 and not config.device.info.is_cuda:
+        free_bytes, total_bytes = free_bytes // ranks, total_bytes // ranks
+        name = f"{name}, shared by {ranks} ranks"
+    pictures = 0 if config.images is None else config.images.cache_bytes
+    taken_bytes += pictures
+    allowed, budget = kv_budget(config, block, total_bytes=total_bytes, free_bytes=free_bytes, taken_bytes=taken_bytes)
+    num_blocks = plan_kv(budget_bytes=budget, block_bytes=block)
+    if spec.is_encoder:
+        num_blocks = min(num_blocks, scratch_blocks(config))
+    num_blocks = agree(num_blocks)
+    config = config.with_memory_limits(num_blocks - 1, block)  # block 0 is the null block
+    return config, MemoryLedger(
+        device=name,
+        total_bytes=total_bytes,
+        allowed_bytes=allowed,
+        weights_bytes=weights_bytes,
+        activation_bytes=activation_bytes,
+        graph_bytes=graph_bytes,
+        kv_bytes=num_blocks * block,
+        other_bytes=rows_bytes,
+        block_bytes=block,
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
+        max_model_len=config.model.max_model_len,
+        groups=config.cache.groups,
+        max_step_tokens=config.scheduling.max_num_batched_tokens,
+        forms=forms,
+        image_cache_bytes=pictures,
+        host_tier_bytes=(config.cache.host_bytes or 0) // block * block,
+        disk_tier_bytes=config.cache.disk_bytes or 0,
+    )

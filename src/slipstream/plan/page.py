@@ -6,28 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slipstream.plan import html
+
 MEMORY = (
     ("weights", "weights_bytes"),
     ("activations", "activation_bytes"),
     ("graphs", "graph_bytes"),
     ("KV cache", "kv_bytes"),
     ("rows", "other_bytes"),
+    ("pictures", "image_cache_bytes"),
 )
 
 
 def render(document: Mapping[str, Any]) -> str:
     """The page of a `slipstream plan --json` document."""
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {
-        "gib": lambda value: f"{value / 2**30:,.2f}",
-        "short": short,
-        "ms": lambda value: f"{value * 1e3:,.1f}",
-    }
-    template = environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
+    filters = {"gib": lambda value: f"{value / 2**30:,.2f}", "short": short, "ms": lambda value: f"{value * 1e3:,.1f}"}
     devices = [{**row, "memory": shares(row["ledger"]), "parts": times(row["step"]["parts_s"])} for row in document["devices"]]
-    return template.render(d=document, devices=devices)
+    return html.render(Path(__file__).with_name("page.html"), filters, d=document, devices=devices)
 
 
 def shares(ledger: Mapping[str, Any]) -> list[tuple[str, int, float]]:

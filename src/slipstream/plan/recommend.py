@@ -19,7 +19,9 @@ from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.plan.analytic import binds
 from slipstream.plan.capacity import Capacity, Objectives, carried, find_capacity, saturated, with_limits
 from slipstream.plan.devices import Hardware
+from slipstream.plan.drafts import Acceptance
 from slipstream.plan.engines import PlannedEngine, plan_engine
+from slipstream.plan.routing import RouterName
 from slipstream.plan.simulate import Simulation, simulate
 from slipstream.plan.step_cost import StepShape, worst
 from slipstream.plan.traffic import Workload
@@ -99,6 +101,7 @@ class Load:
     rate: float | None = None
     users: int | None = None
     seed: int = 0
+    router: RouterName = "least-loaded"
 
     def run(self, engine: PlannedEngine, replicas: int) -> Simulation:
         count, limits = 400 * min(replicas, 4), self.objectives.limits
@@ -107,7 +110,7 @@ class Load:
         else:
             assert self.users is not None
             traffic = self.workload.traffic(ClosedLoop(concurrency=self.users), max(count, 3 * self.users), seed=self.seed)
-        return simulate(engine.simulated, traffic, num_replicas=replicas, router="least-loaded", objectives=limits)
+        return simulate(engine.simulated, traffic, num_replicas=replicas, router=self.router, objectives=limits)
 
 
 def plan_device(
@@ -118,15 +121,16 @@ def plan_device(
     *,
     max_gpus: int = 8,
     search: bool = True,
+    acceptance: Acceptance | None = None,
     on_run: Callable[[], None] = lambda: None,
 ) -> DevicePlan:
     """OutOfMemoryError if no parallel size up to `max_gpus` holds the model. `search`: of the limits of steps, too."""
-    engine, notes = smallest(args, description, hardware, max_gpus)
+    engine, notes = smallest(args, description, hardware, max_gpus, acceptance)
     capacity = find_capacity(engine.simulated, load.workload, load.objectives, seed=load.seed, on_run=on_run)
-    for num_gpus in sizes(description, max_gpus if hardware.is_gpu else 1):
+    for num_gpus in sizes(description, max_gpus if hardware.is_gpu and args.weights_bytes is None else 1):
         if capacity.rate is not None or num_gpus <= engine.num_gpus:
             continue
-        wider = plan_engine(args, description, hardware, num_gpus=num_gpus)
+        wider = plan_engine(args, description, hardware, num_gpus=num_gpus, acceptance=acceptance)
         found = find_capacity(wider.simulated, load.workload, load.objectives, seed=load.seed, on_run=on_run)
         if found.rate is not None:
             engine, capacity = wider, found
@@ -144,7 +148,7 @@ def plan_device(
         if replicas is None and run is not None:
             nearest = load.objectives.reached(run)
     if engine.num_gpus > 1:
-        notes.append("this version of the engine serves with tensor_parallel_size=1 only: figures of more are a preview")
+        notes.append("figures of several devices are estimated: no step of theirs was measured")
     found_run = run or capacity.run or full
     bound = what_binds(engine, found_run)
     return DevicePlan(
@@ -168,13 +172,13 @@ def sizes(description: ModelDescription, max_gpus: int) -> list[int]:
 
 
 def smallest(
-    args: EngineArgs, description: ModelDescription, hardware: Hardware, max_gpus: int
+    args: EngineArgs, description: ModelDescription, hardware: Hardware, max_gpus: int, acceptance: Acceptance | None
 ) -> tuple[PlannedEngine, list[str]]:
     """The engine on as few devices as hold the model."""
     refused: OutOfMemoryError | None = None
-    for num_gpus in sizes(description, max_gpus if hardware.is_gpu else 1):
+    for num_gpus in sizes(description, max_gpus if hardware.is_gpu and args.weights_bytes is None else 1):
         try:
-            engine = plan_engine(args, description, hardware, num_gpus=num_gpus)
+            engine = plan_engine(args, description, hardware, num_gpus=num_gpus, acceptance=acceptance)
         except OutOfMemoryError as error:
             refused = error
             continue
@@ -389,6 +393,7 @@ def as_data(plan: DevicePlan, load: Load, price: float | None) -> dict[str, Any]
         "busy": plan.load.busy,
         "peak_cache_usage": plan.load.peak_cache_usage,
         "prefix_hit_rate": plan.load.prefix_hit_rate,
+        "tokens_per_verification": plan.load.tokens_per_verification,
         "num_preemptions": plan.load.num_preemptions,
         "one_more_gib": {
             "kv_tokens": 2**30 // ledger.block_bytes * ledger.block_size,

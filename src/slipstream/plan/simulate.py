@@ -8,7 +8,8 @@ The loop is `EngineCore`'s (`engine/engine_core.py`):
 3. When enough are in flight, wait for the oldest, and take its tokens.
 
 The host's own work goes on meanwhile where steps overlap, and is added where they don't. What a client sees is a front end's
-time later. Answers have exactly the tokens that the workload says. Everything is in seconds from the start.
+time later. Answers have exactly the tokens that the workload says. How many drafts are right is drawn (`plan/drafts.py`); the
+engine's own code chooses how many are verified. Everything is in seconds from the start.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from slipstream.bench.metrics import (
     RequestRecord,
@@ -34,12 +35,12 @@ from slipstream.bench.metrics import (
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.scheduler import Scheduler
 from slipstream.errors import ConfigError, EngineOverloadedError, RequestError
+from slipstream.plan.drafts import Drafts, DraftSteps, SimulatedSpeculation, drawn
+from slipstream.plan.routing import Router, RouterName, make_router
 from slipstream.plan.sleeping import ANY_TOKEN, SleepingScheduler
-from slipstream.plan.step_cost import LABELS, Label, StepCost, StepShape, attention_pairs
+from slipstream.plan.step_cost import LABELS, Label, StepCost, StepShape, attention_pairs, worst
 from slipstream.plan.traffic import PREFIX_TOKENS, Traffic, TrafficRequest
 from slipstream.types import EngineRequest, SamplingParams, StepPlan, StepResult, TokenOutput
-
-Router: TypeAlias = Literal["round-robin", "least-loaded"]
 
 LABEL_EVERY = 64
 """Of so many steps one is asked how well its time is known."""
@@ -54,7 +55,7 @@ class SimulatedEngine:
 
     `run_ahead`: the most sequences of a step of decodes that runs while the host goes on; None: every step does (GPU). `padded`
     gives the (decodes, prompt tokens) that a step of so many decodes, prompt tokens and prompts computes, where graphs have
-    fixed sizes.
+    fixed sizes. `drafts`: how many are right, and what they cost; None: there are none.
     """
 
     scheduling: SchedulingConfig
@@ -64,13 +65,15 @@ class SimulatedEngine:
     cost: StepCost
     run_ahead: int | None = None
     padded: Callable[[int, int, int], tuple[int, int]] | None = None
+    drafts: Drafts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
     """What came of it. `busy` is the share of the time in which a device computes; `seconds` is the
     processor's time that the simulation took.
-    `mean_decodes` and `mean_prompt_tokens` are of a step; `max_waiting` the longest queue."""
+    `mean_decodes` and `mean_prompt_tokens` are of a step; `max_waiting` the longest queue; `tokens_per_verification` the mean
+    of sequences whose drafts were verified, None if none were."""
 
     summary: Summary
     label: Label
@@ -83,6 +86,7 @@ class Simulation:
     mean_prompt_tokens: float
     max_waiting: int
     peak_cache_usage: float
+    tokens_per_verification: float | None
     seconds: float
     records: tuple[RequestRecord, ...] = field(repr=False)
 
@@ -128,6 +132,12 @@ class Replica:
             clock=lambda: self.now,
         )
         self._exact = exact
+        self._acceptance, self._draft_steps = None, None
+        if engine.drafts is not None:
+            assert exact, "drafts are simulated by the Scheduler itself"
+            self.scheduler.speculation = SimulatedSpeculation(engine.drafts)
+            self._acceptance = engine.drafts.acceptance
+            self._draft_steps = None if engine.drafts.cost is None else DraftSteps(engine.drafts.cost)
         self.device_free = self.busy_s = 0.0
         self._in_flight: deque[_InFlight] = deque()
         self._planned: StepPlan | None = None
@@ -203,11 +213,22 @@ class Replica:
         engine, cost = self.engine, self.engine.cost
         padded = shape
         if engine.padded is not None:
-            decodes, prompt = engine.padded(shape.num_decodes, shape.num_prompt_tokens, shape.num_prompts)
-            padded = shape._replace(num_decodes=decodes, num_prompt_tokens=prompt)
+            if shape.num_drafts:  # sequences with drafts are a graph's prompts
+                alone = sum(s.num_tokens == 1 for s in plan.scheduled)
+                others = len(plan.scheduled) - alone
+                prompt_tokens = shape.num_tokens - alone
+                room = sum(engine.padded(alone, prompt_tokens, others)) - shape.num_tokens
+                padded = shape._replace(num_prompt_tokens=shape.num_prompt_tokens + room)
+            else:
+                decodes, prompt = engine.padded(shape.num_decodes, shape.num_prompt_tokens, shape.num_prompts)
+                padded = shape._replace(num_decodes=decodes, num_prompt_tokens=prompt)
         seconds, host = cost.seconds(padded), cost.host.seconds(shape.num_decodes + shape.num_prompts)
-        if plan.step_id % LABEL_EVERY == 1:
-            self.labels[cost.label(padded)] += 1
+        label = cost.label(padded) if plan.step_id % LABEL_EVERY == 1 else None
+        if shape.num_drafts and self._draft_steps is not None:
+            seconds += self._draft_steps.seconds([s for s in plan.scheduled if s.drafts])
+            label = None if label is None else worst(label, self._draft_steps.label)
+        if label is not None:
+            self.labels[label] += 1
         self.busy_s += seconds
         self.num_decodes += shape.num_decodes
         self.num_prompt_tokens += shape.num_prompt_tokens
@@ -220,12 +241,16 @@ class Replica:
         self._in_flight.append(_InFlight(plan, self.device_free, not ahead, shape.num_sampled))
 
     def _shape(self, plan: StepPlan) -> StepShape:
-        decodes = context = prompt_tokens = num_prompts = pairs = num_sampled = 0
+        decodes = context = prompt_tokens = num_prompts = pairs = num_sampled = drafts = 0
         for s in plan.scheduled:
             num_sampled += s.num_sampled
             if s.num_tokens == 1:
                 decodes += 1
                 context += s.num_computed_tokens + 1
+            elif s.drafts:
+                decodes += 1
+                context += s.num_computed_tokens + s.num_tokens
+                drafts += len(s.drafts)
             else:
                 prompt_tokens += s.num_tokens
                 num_prompts += 1
@@ -235,7 +260,7 @@ class Replica:
             decodes += scheduler.num_asleep
             num_sampled += scheduler.num_asleep
             context += scheduler.asleep_context
-        return StepShape(decodes, context, prompt_tokens, num_prompts, pairs, num_sampled)
+        return StepShape(decodes, context, prompt_tokens, num_prompts, pairs, num_sampled, drafts)
 
     def _finish(self, step: _InFlight) -> None:
         """Take a step's tokens."""
@@ -244,11 +269,14 @@ class Replica:
         gap = now - self.ends[-1] if self.ends else 0.0
         self.ends.append(now)
         self.gaps.append(gap)
-        result = StepResult(step.plan.step_id, [ANY_TOKEN] * step.num_tokens if self._exact else [])
-        usual = step.num_tokens
+        result = self._result(step)
+        num_tokens = usual = step.num_tokens
         pool = self.scheduler.pool
         self.peak_usage = max(self.peak_usage, 1 - pool.num_free / pool.num_usable)
-        for output in self.scheduler.update(step.plan, result):
+        outputs = self.scheduler.update(step.plan, result)
+        if result.num_tokens is not None:
+            usual, num_tokens = len(outputs), sum(len(o.token_ids) for o in outputs if isinstance(o, TokenOutput))
+        for output in outputs:
             assert isinstance(output, TokenOutput)
             request_id = output.request_id
             request = self._open[request_id]
@@ -264,8 +292,22 @@ class Replica:
                 self._end(request_id, request, number)
         if usual > 0:
             self.weighted_gaps.append((gap, usual))
-        if step.num_tokens:
-            self.deliveries.append((now, float(step.num_tokens)))
+        if num_tokens:
+            self.deliveries.append((now, float(num_tokens)))
+
+    def _result(self, step: _InFlight) -> StepResult:
+        """As many tokens as the step gives. Of drafts those count that are right."""
+        if not self._exact:
+            return StepResult(step.plan.step_id)
+        counts = None
+        if self._acceptance is not None and any(s.drafts for s in step.plan.scheduled):
+            counts = [
+                1 + self._acceptance.num_accepted(len(s.drafts), drawn(s.request_id, s.num_computed_tokens))
+                for s in step.plan.scheduled
+                if s.num_sampled
+            ]
+        num_tokens = step.num_tokens if counts is None else sum(counts)
+        return StepResult(step.plan.step_id, [ANY_TOKEN] * num_tokens, counts)
 
     def _note_preempted(self, plan: StepPlan) -> None:
         """Those that `plan` drops and that are not answered; their last token is that of the last step before."""
@@ -277,6 +319,8 @@ class Replica:
 
     def _end(self, request_id: str, request: _Progress, number: int) -> None:
         del self._open[request_id]
+        if self._draft_steps is not None:
+            self._draft_steps.forget(request_id)
         r, front = self.traffic[request.index], self.engine.cost.host.request_s
         worst = max(self.gaps[request.first_step + 1 : number + 1], default=0.0)
         self.records[request.index] = RequestRecord(
@@ -307,11 +351,12 @@ def simulate(
     traffic: Traffic,
     *,
     num_replicas: int = 1,
-    router: Router = "round-robin",
+    router: RouterName = "round-robin",
     objectives: dict[str, float] | None = None,
     exact: bool = False,
 ) -> Simulation:
-    """`exact`: plan every step by the `Scheduler` itself, which tells the same at a tenth of the speed."""
+    """`router`: one of those in `plan/routing.py`. `exact`: plan every step by the `Scheduler` itself, which tells the same at
+    a tenth of the speed; drafts and an objective for the time between tokens need it."""
     begin = time.process_time()
     requests = traffic.requests
     users = traffic.users
@@ -328,22 +373,26 @@ def simulate(
 
     if not traffic.shares_prefixes:  # nothing can be found in the cache, and all its blocks are as good as free
         engine = replace(engine, cache=replace(engine.cache, enable_prefix_caching=False))
-    exact = exact or engine.scheduling.target_itl_ms is not None
+    exact = exact or engine.scheduling.target_itl_ms is not None or engine.drafts is not None
     replicas = [Replica(engine, requests, on_end, exact=exact) for _ in range(num_replicas)]
-    turn = itertools.cycle(replicas)
+    cached = engine.num_blocks * engine.cache.block_size // PREFIX_TOKENS
     with _no_garbage_collection():
-        _run(replicas, arrivals, lambda: next(turn) if router == "round-robin" else min(replicas, key=lambda r: r.num_open))
+        _run(replicas, arrivals, make_router(router, num_replicas, cached))
     return _result(replicas, len(requests), objectives, time.process_time() - begin)
 
 
-def _run(replicas: Sequence[Replica], arrivals: list[tuple[float, int]], route: Callable[[], Replica]) -> None:
+def _run(replicas: Sequence[Replica], arrivals: list[tuple[float, int]], route: Router) -> None:
     """The replica whose clock is behind goes on, unless a request comes before that."""
+    only = replicas[0] if len(replicas) == 1 else None
     while True:
-        busy = [r for r in replicas if r.can_step]
-        first = min(busy, key=lambda r: r.now) if busy else None
+        if only is not None:
+            first = only if only.can_step else None
+        else:
+            first = min((r for r in replicas if r.can_step), key=lambda r: r.now, default=None)
         if arrivals and (first is None or arrivals[0][0] <= first.now):
             at, index = heapq.heappop(arrivals)
-            route().add(index, at)
+            to = only or replicas[route(replicas[0].traffic[index].prefix, [r.num_open for r in replicas])]
+            to.add(index, at)
         elif first is not None:
             first.step()
         else:
@@ -375,6 +424,7 @@ def _result(replicas: list[Replica], count: int, objectives: dict[str, float] | 
     labels = {label: sum(r.labels[label] for r in replicas) for label in LABELS}
     seen = [label for label in LABELS if labels[label] > LABEL_SHARE * sum(labels.values())]
     stats = [r.scheduler.stats() for r in replicas]
+    runs = sum(s.spec_num_drafts for s in stats)
     num_steps, queries = sum(len(r.ends) for r in replicas), sum(s.prefix_queries for s in stats)
     return Simulation(
         summary=summary,
@@ -388,6 +438,7 @@ def _result(replicas: list[Replica], count: int, objectives: dict[str, float] | 
         mean_prompt_tokens=sum(r.num_prompt_tokens for r in replicas) / max(1, num_steps),
         max_waiting=max(r.max_waiting for r in replicas),
         peak_cache_usage=max(r.peak_usage for r in replicas),
+        tokens_per_verification=1 + sum(s.spec_accepted_tokens for s in stats) / runs if runs else None,
         seconds=seconds,
         records=records,
     )

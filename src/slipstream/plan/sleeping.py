@@ -7,7 +7,9 @@ since it fell asleep, and is put down when it wakes (`_wake`).
 1. Everything that decides is the `Scheduler`'s own code: admission, blocks, prefix cache, budget, preemption.
 2. `schedule()` gives a plan of those that are awake. `num_asleep` others are in the step too, and look at `asleep_context`
    tokens.
-3. A request that needs a block takes it asleep where there are blocks for everyone.
+3. A request that needs a block takes it asleep where there are blocks for everyone. Without a prefix cache and windows no block
+   is like another, so they are only counted (`BlockCount`): sleepers that need one in the same step are a group, by that step's
+   number modulo `block_size`, and the group takes its blocks at once.
 4. Steps hold the same requests, tokens and cached prefixes as the `Scheduler`'s, with at most two in flight
    (tests/plan/test_sleeping.py). That is so for answers that end by their length, which is what a simulation knows, without
    drafts, forks, deadlines and an objective for the time between tokens. `Scheduler` itself can simulate those.
@@ -15,16 +17,17 @@ since it fell asleep, and is put down when it wakes (`_wake`).
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from slipstream.core.block_pool import BlockPool
 from slipstream.core.request import Request, Status
 from slipstream.core.scheduler import NOTHING, Scheduler
 from slipstream.core.step import StepBuilder
 from slipstream.errors import ConfigError
-from slipstream.types import EngineOutput, EngineRequest, FinishReason, StepPlan, StepResult
+from slipstream.types import EngineOutput, EngineRequest, StepPlan, StepResult
 
 ANY_TOKEN = 7
 """Stands for every token that is sampled."""
@@ -33,11 +36,32 @@ _order = attrgetter("order")
 
 
 class Sleep(NamedTuple):
-    """In steps (since, last] a request only gets its next token. It had `computed` tokens before."""
+    """In steps (since, last] a request only gets its next token. It had `computed` tokens before. Where blocks are counted it
+    takes one in step `due`, and in each `block_size` steps from there; 0: it needs none."""
 
     since: int
     computed: int
     last: int
+    due: int = 0
+
+
+class BlockCount(BlockPool):
+    """Blocks without a prefix cache, which are never shared: all are block 1, and their number is what counts."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.ref_counts[1] = 1
+
+    def allocate(self, count: int) -> list[int]:
+        assert count <= self.num_free, "allocate() beyond num_free"
+        self.num_free -= count
+        return [1] * count
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self.num_free += len(blocks)
+
+    def check(self) -> None:
+        assert 0 <= self.num_free <= self.num_usable
 
 
 class SleepingScheduler(Scheduler):
@@ -53,18 +77,24 @@ class SleepingScheduler(Scheduler):
         self._last: defaultdict[int, list[tuple[Request, Sleep]]] = defaultdict(list)  # by the step with their last token
         self._awake: list[Request] = []  # of the running ones
         self._in_decodes = False  # sleepers behind the request at hand are not in the step yet
+        self._counts = not self.cache.enable_prefix_caching and not self.kv.windows
+        if self._counts:
+            self.kv.pool = BlockCount(self.pool.num_blocks)
+        self._groups: tuple[dict[Request, None], ...] = tuple({} for _ in range(self.kv.block_size))
+        """Sleepers by the step for which they need a block, modulo `block_size`."""
 
-    def add(self, spec: EngineRequest, *, held: bool = False) -> None:
+    def add(self, spec: EngineRequest, *, held: bool = False, adapter: str = "") -> None:
         assert spec.fork_of is None, "no forks"
         assert spec.deadline is None, "no deadlines"
-        super().add(spec, held=held)
+        super().add(spec, held=held, adapter=adapter)
 
     def schedule(self) -> StepPlan | None:
         this = self._step_id + 1
-        if not (self._awake or self._waiting or self._released or this in self._due) and self._next_asleep:
+        idle = not (self._awake or self.requests.num_waiting or self.requests.released or this in self._due)
+        if idle and self._next_asleep and self._take_for_group(this):
             return self._schedule_sleepers(this)
         now, scheduling = self._clock(), self.scheduling
-        step = StepBuilder(scheduling.max_num_batched_tokens)
+        step = StepBuilder(scheduling.max_num_batched_tokens, self.requests.table_updates)
         awake = [r for r in self._awake if r.status is Status.RUNNING] + self._take_due(this)
         awake.sort(key=_order)
         unfinished: list[Request] = []  # prompts under way
@@ -120,14 +150,20 @@ class SleepingScheduler(Scheduler):
         if caching and plan.step_id + 1 in self._in_flight:
             # All tokens but the last are known now, and the blocks that they fill are offered.
             for request in self._wake_last(plan.step_id + 1):
-                self._register(request)
+                self.kv.register(request, self._step_id)
         return outputs
 
     # --- Sleep --------------------------------------------------------------------------------------------------------
 
     def _fall_asleep(self, request: Request, since: int, computed: int) -> None:
         """From the step after `since` on. It has `computed` tokens by then."""
-        self._asleep[request] = sleep = Sleep(since, computed, since + request.decodes_until - computed)
+        last = since + request.decodes_until - computed
+        sleep = Sleep(since, computed, last)
+        if self._counts and request.decodes_until < request.end - 1:
+            sleep = Sleep(since, computed, since + request.end - 1 - computed, last + 1)
+            self._groups[sleep.due % self.kv.block_size][request] = None
+            request.decodes_until = request.end - 1
+        self._asleep[request] = sleep
         self._next_asleep += 1
         self._next_context += computed + 1
         if request.decodes_until == request.end - 1:
@@ -142,26 +178,52 @@ class SleepingScheduler(Scheduler):
             if self._asleep.get(request) is sleep:
                 self._next_asleep -= 1
                 self._next_context -= request.decodes_until + 1
+                if sleep is not None and sleep.due:
+                    self._groups[sleep.due % self.kv.block_size].pop(request)
+
+    def _take_for_group(self, this: int) -> bool:
+        """The blocks that sleepers need for step `this`. False, and nothing is taken, if there are not enough for those who are
+        awake besides."""
+        num_own, group = len(self.kv.own), self._groups[this % self.kv.block_size]
+        if group and (len(group) + len(self._awake)) * num_own > self.pool.num_free:
+            return False
+        self.pool.num_free -= len(group) * num_own
+        return True
+
+    def _wake_group(self, this: int) -> list[Request]:
+        """Those who would need a block for step `this`."""
+        found = list(self._groups[this % self.kv.block_size])
+        for request in found:
+            self._leave(this, self._asleep[request])
+            self._wake(request, this - 1)
+        return found
+
+    def _leave(self, this: int, sleep: Sleep) -> None:
+        """One that would have slept through step `this` does not."""
+        self._next_asleep -= 1
+        self._next_context -= sleep.computed + this - sleep.since
 
     def _take_due(self, this: int) -> list[Request]:
         """Requests that need a block for step `this`, awake; none if there are blocks for all, which they are given."""
+        if self._counts:
+            return [] if self._take_for_group(this) else self._wake_group(this)
         due = [request for request, sleep in self._due.pop(this, ()) if self._asleep.get(request) is sleep]
-        num_own, pool = len(self._own), self.pool
-        if self._windows or (len(due) + len(self._awake)) * num_own > pool.num_free:
+        num_own, pool = len(self.kv.own), self.pool
+        if self.kv.windows or (len(due) + len(self._awake)) * num_own > pool.num_free:
             for request in due:
                 self._wake(request, this - 1)
-                self._register(request)
+                self.kv.register(request, self._step_id)
             return due
-        caching, size, asleep = self.cache.enable_prefix_caching, self._block_size, self._asleep
+        caching, size, asleep = self.cache.enable_prefix_caching, self.kv.block_size, self._asleep
         blocks = pool.allocate(len(due) * num_own)
         for request in due:
-            since, computed, last = asleep[request]
+            since, computed, last, _ = asleep[request]
             room = request.decodes_until
             if caching:
                 request.num_computed_tokens = room
                 request.token_ids.extend([ANY_TOKEN] * (room - len(request.token_ids)))
-                self._register(request)
-            for g in self._own:
+                self.kv.register(request, self._step_id)
+            for g in self.kv.own:
                 request.blocks[g].append(blocks.pop())
             if request.end - 1 > room + size:
                 request.decodes_until = room + size
@@ -195,6 +257,14 @@ class SleepingScheduler(Scheduler):
         sleep = self._asleep.pop(request)
         last = min(this, sleep.last)
         request.num_computed_tokens = sleep.computed + last - sleep.since
+        if sleep.due:
+            # Nobody is preempted in a step whose group got its blocks: then there were some for all decodes.
+            size = self.kv.block_size
+            self._groups[sleep.due % size].pop(request, None)
+            if last >= sleep.due:
+                for g in self.kv.own:
+                    request.blocks[g] += [1] * ((last - sleep.due) // size + 1)
+            request.decodes_until = min(len(request.blocks[self.kv.own[0]]) * size, request.end - 1)
         for step_id, step in self._in_flight.items():
             if sleep.since < step_id <= last:
                 self._in_flight[step_id] = step._replace(requests=[*step.requests, request])
@@ -202,21 +272,12 @@ class SleepingScheduler(Scheduler):
         known = request.num_computed_tokens + 1 - request.num_pending
         request.token_ids.extend([ANY_TOKEN] * (known - len(request.token_ids)))
 
-    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> EngineOutput:
-        if request.status is Status.RUNNING:  # no need to look through all of them
-            del self._running[bisect_left(self._running, request.order, key=_order)]
-        return super()._finish(request, reason, error)
-
-    def _drop_finished(self) -> None:
-        pass
-
     def _preempt(self, request: Request) -> None:
         sleep = self._asleep.get(request)
         if sleep is not None:
             this = self._step_id + 1
             if sleep.last >= this:
-                self._next_asleep -= 1
-                self._next_context -= sleep.computed + this - sleep.since
+                self._leave(this, sleep)
             self._wake(request, this - 1)
         super()._preempt(request)
 
@@ -224,7 +285,7 @@ class SleepingScheduler(Scheduler):
         """While decodes are scheduled, a sleeper behind the one at hand is not in the step yet; after that all are, but for
         those that have all their tokens."""
         this = self._step_id + 1
-        for request in reversed(self._running):
+        for request in reversed(self.requests.running):
             sleep = self._asleep.get(request)
             if request in step.scheduled or (sleep is not None and sleep.last >= this and not self._in_decodes):
                 continue

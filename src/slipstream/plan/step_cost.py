@@ -7,6 +7,7 @@ A step's time is a sum of parts, each of which grows with one count of `StepShap
     decode_context     attention of decodes, over the cached tokens that they look at
     prompt_attention   attention of prompts, over the pairs (token, token that it looks at)
     num_prompts        what each prompt of a step costs by itself
+    num_drafts         what guessed tokens, which are verified, cost beside being tokens
 
 A part is linear between knots. The slopes are fitted by least squares of relative errors, none of them negative (`fit_steps`),
 so that shapes between the measured ones are interpolated and noise can't make a larger step faster. Every answer says what it
@@ -34,7 +35,7 @@ def worst(*labels: Label) -> Label:
 
 
 class StepShape(NamedTuple):
-    """What a step's time depends on."""
+    """What a step's time depends on. A sequence whose drafts are verified counts as a decode, and its context once."""
 
     num_decodes: int = 0
     decode_context: int = 0  # cached tokens that decodes look at, of all together
@@ -42,22 +43,31 @@ class StepShape(NamedTuple):
     num_prompts: int = 0
     prompt_attention: int = 0  # pairs (token, token that it looks at) of prompts
     num_sampled: int = 0
+    num_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decodes + self.num_prompt_tokens
+        return self.num_decodes + self.num_prompt_tokens + self.num_drafts
 
     @classmethod
-    def of(cls, decodes: Sequence[int] = (), prompts: Sequence[tuple[int, int]] = ()) -> StepShape:
-        """`decodes`: the computed tokens of each. `prompts`: (computed, tokens) of each, all of them sampled."""
+    def of(
+        cls,
+        decodes: Sequence[int] = (),
+        prompts: Sequence[tuple[int, int]] = (),
+        verified: Sequence[tuple[int, int]] = (),
+    ) -> StepShape:
+        """`decodes`: the computed tokens of each. `prompts`: (computed, tokens) of each, whose last is sampled. `verified`:
+        (computed, tokens) of each decode with drafts, all sampled."""
         pairs = sum(attention_pairs(computed, count) for computed, count in prompts)
+        num_drafts = sum(count - 1 for _, count in verified)
         return cls(
-            len(decodes),
-            sum(decodes) + len(decodes),
+            len(decodes) + len(verified),
+            sum(decodes) + len(decodes) + sum(map(sum, verified)),
             sum(count for _, count in prompts),
             len(prompts),
             pairs,
-            len(decodes) + len(prompts),
+            len(decodes) + len(verified) + len(prompts) + num_drafts,
+            num_drafts,
         )
 
 
@@ -109,8 +119,15 @@ class Part:
         return values[i - 1] + (values[i] - values[i - 1]) * (x - knots[i - 1]) / (knots[i] - knots[i - 1])
 
 
-PARTS = ("num_tokens", "num_sampled", "decode_context", "prompt_attention", "num_prompts")
-MOST_KNOTS = {"num_tokens": 24, "num_sampled": 5, "decode_context": 4, "prompt_attention": 2, "num_prompts": 2}
+PARTS = ("num_tokens", "num_sampled", "decode_context", "prompt_attention", "num_prompts", "num_drafts")
+MOST_KNOTS = {
+    "num_tokens": 24,
+    "num_sampled": 5,
+    "decode_context": 4,
+    "prompt_attention": 2,
+    "num_prompts": 2,
+    "num_drafts": 2,
+}
 """Knots of each part: as many as can be told apart by measuring."""
 
 
@@ -118,7 +135,7 @@ MOST_KNOTS = {"num_tokens": 24, "num_sampled": 5, "decode_context": 4, "prompt_a
 class StepTable:
     """Measured steps of one model with one set of settings on one kind of machine, and what was fitted to them.
 
-    `identity` says of what (`plan/identity.py` compares it), `made_by` how and when. `error` is the mean relative error of the
+    `identity` says of what (`plan/tables.py` compares it), `made_by` how and when. `error` is the mean relative error of the
     fit at the measured steps.
     """
 
@@ -131,14 +148,19 @@ class StepTable:
     error: float
     shipped: bool = False  # with the program, so not measured on this very machine
     _known: dict[StepShape, float] = field(default_factory=dict, repr=False, compare=False)
+    _most: dict[str, int] = field(default_factory=dict, repr=False, compare=False)  # that was measured; 0: the part never was
 
     def __post_init__(self) -> None:
         self._known.update((p.shape, p.seconds) for p in self.points)
+        self._most.update((name, max((getattr(p.shape, name) for p in self.points), default=0)) for name in PARTS)
 
     def seconds(self, shape: StepShape) -> float:
         parts = self.parts
-        num_decodes, context, prompt_tokens, num_prompts, attention, num_sampled = shape
-        total = self.constant + parts["num_tokens"](num_decodes + prompt_tokens) + parts["num_sampled"](num_sampled)
+        num_decodes, context, prompt_tokens, num_prompts, attention, num_sampled, num_drafts = shape
+        num_tokens = num_decodes + prompt_tokens + num_drafts
+        total = self.constant + parts["num_tokens"](num_tokens) + parts["num_sampled"](num_sampled)
+        if num_drafts:
+            total += parts["num_drafts"](num_drafts)
         if num_decodes:
             total += parts["decode_context"](context)
         if num_prompts:
@@ -148,17 +170,17 @@ class StepTable:
     def label(self, shape: StepShape) -> Label:
         if shape in self._known and not self.shipped:
             return "measured"
-        inside = all(getattr(shape, name) <= self.parts[name].knots[-1] for name in PARTS if getattr(shape, name))
+        inside = all(getattr(shape, name) <= self._most[name] for name in PARTS)
         return "interpolated" if inside else "estimated"
 
     def scaled(self, factor: float) -> StepTable:
         """All steps `factor` times as long."""
         parts = {n: Part(p.knots, tuple(v * factor for v in p.values)) for n, p in self.parts.items()}
         points = tuple(MeasuredStep(p.shape, p.seconds * factor) for p in self.points)
-        return dataclasses.replace(self, points=points, constant=self.constant * factor, parts=parts, _known={})
+        return dataclasses.replace(self, points=points, constant=self.constant * factor, parts=parts, _known={}, _most={})
 
     def with_host(self, host: HostCost) -> StepTable:
-        return dataclasses.replace(self, host=host, _known={})
+        return dataclasses.replace(self, host=host, _known={}, _most={})
 
     def as_data(self) -> dict[str, Any]:
         """For a JSON file; `read_table` reads it."""
@@ -176,7 +198,8 @@ class StepTable:
 def read_table(data: Any, name: str, *, shipped: bool = False) -> StepTable:
     """A table that `as_data` wrote. The fit is made anew from its steps. ConfigError names what is wrong with the file."""
     try:
-        if data["kind"] != "step costs" or data["shape"] != list(StepShape._fields):
+        named = data["shape"]  # tables without drafts lack the last
+        if data["kind"] != "step costs" or len(named) < 6 or named != list(StepShape._fields)[: len(named)]:
             raise ValueError("it holds no step costs, or another version's")
         points = [MeasuredStep(StepShape(*map(int, row[:-1])), float(row[-1])) for row in data["steps"]]
         host = HostCost(**data["host"])
@@ -223,7 +246,7 @@ def fit_steps(
         shipped=shipped,
     )
     errors = [abs(table.seconds(p.shape) / p.seconds - 1) for p in points]
-    return dataclasses.replace(table, error=sum(errors) / len(errors), _known={})
+    return dataclasses.replace(table, error=sum(errors) / len(errors), _known={}, _most={})
 
 
 def _knots(values: Sequence[int], most: int) -> tuple[float, ...]:

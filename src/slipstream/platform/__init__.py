@@ -3,6 +3,7 @@
     cpu.py   the host's own processor
     cuda.py  an NVIDIA GPU
     arch.py  what each GPU architecture and each CPU instruction set has, as data
+    collectives.py  sums and collections over several processes
 
 A new kind of device is one more subclass of `Platform` and one line in `platform_of`.
 """
@@ -13,10 +14,14 @@ import functools
 
 import torch
 
+from slipstream.platform.base import CopyQueue as CopyQueue
 from slipstream.platform.base import Event as Event
 from slipstream.platform.base import Graph as Graph
 from slipstream.platform.base import GraphRecorder as GraphRecorder
 from slipstream.platform.base import Platform as Platform
+from slipstream.platform.collectives import Group as Group
+from slipstream.platform.collectives import Pipe as Pipe
+from slipstream.platform.collectives import Rendezvous as Rendezvous
 from slipstream.platform.cpu import CpuPlatform
 from slipstream.platform.cuda import CudaPlatform
 

@@ -1,4 +1,4 @@
-"""What GPU architectures and CPU instruction sets have, as data. A kernel asks for a feature here, never for a version.
+"""What GPU architectures have, as data. A kernel asks for a feature here, never for a version.
 
 A GPU architecture that is not in the table takes the newest older one's row. No torch.
 """
@@ -44,17 +44,3 @@ def gpu_arch(capability: tuple[int, int]) -> GpuArch:
     """The row of a compute capability."""
     known = [c for c in GPU_ARCHS if c <= capability]
     return GPU_ARCHS[max(known) if known else min(GPU_ARCHS)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CpuIsa:
-    """An instruction set that the C++ kernels are compiled for (`csrc/cpu/isa_*.cpp`)."""
-
-    expands_bytes: bool = False  # bytes go where a mask has bits, in one instruction (vpexpandb)
-
-
-CPU_ISAS: Mapping[str, CpuIsa] = {
-    **dict.fromkeys(("portable", "avx2", "avx2-vnni", "avx512", "avx512-vnni"), CpuIsa()),
-    **dict.fromkeys(("avx512-vbmi2", "avx512-bf16"), CpuIsa(expands_bytes=True)),
-}
-"""By the name that `kernels.native.instruction_sets()` gives."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
 import numpy as np
@@ -22,6 +23,22 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Whether it is reached."""
+
+    def wait(self) -> None:
+        """Have what is queued on the current stream from now on run after it."""
+
+
+class CopyQueue(Protocol):
+    """Work beside the steps."""
+
+    def behind(self) -> AbstractContextManager[None]:
+        """What is queued within it runs after all that is queued now, and beside what is queued later."""
+
+    def record(self) -> Event | None:
+        """An event behind what is queued here; None where nothing is ever queued."""
+
+    def join(self) -> None:
+        """What the steps queue from now on runs behind what is queued here."""
 
 
 class Graph(Protocol):
@@ -84,6 +101,15 @@ class Platform(ABC):
         """A copy on the host, complete once an event recorded after it is reached."""
         return tensor
 
+    @abstractmethod
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Memory of the host, uint8 [num_bytes], that the device copies from and to by itself."""
+
+    @abstractmethod
+    def pin(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Make whole pages of the host's memory, where they are, memory that the device copies from by itself, until the array
+        is dropped. OutOfMemoryError: the system does not allow it."""
+
     # --- Order --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -95,8 +121,22 @@ class Platform(ABC):
         """An event behind all that is queued; None where nothing is ever queued."""
 
     @abstractmethod
+    def run_after(self, event: Event | None) -> None:
+        """What is queued from now on runs after `event`. The host does not wait."""
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Wait for all that is queued."""
+
+    @abstractmethod
+    def call_host(self, function: int, argument: int) -> None:
+        """Queue a call of the C function `void (*)(void*)` at an address, with an argument, on a thread of the host. What is
+        queued before is done then, and what is queued later waits for it. It is recorded in graphs, too. The function may not
+        use the device."""
+
+    @abstractmethod
+    def copy_queue(self) -> CopyQueue:
+        """A new one."""
 
     def graphs(self) -> GraphRecorder:
         """A recorder of graphs. ValueError: this kind of device has none."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import resource
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from slipstream.plan.hardware import host_memory
 from slipstream.platform.arch import HOPPER_SHARED_BYTES, INTERPRETER
-from slipstream.platform.base import Platform
+from slipstream.platform.base import Event, Platform
 
 
 class CpuPlatform(Platform):
@@ -55,11 +58,37 @@ class CpuPlatform(Platform):
         num_bytes = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def pin(self, memory: npt.NDArray[np.uint8]) -> None:
+        pass
+
     def activate(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
 
     def record(self) -> None:
         return None
 
+    def run_after(self, event: Event | None) -> None:
+        pass
+
     def synchronize(self) -> None:
+        pass
+
+    def call_host(self, function: int, argument: int) -> None:
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+
+    def copy_queue(self) -> InlineCopies:
+        return InlineCopies()
+
+
+class InlineCopies:
+    def behind(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def record(self) -> None:
+        return None
+
+    def join(self) -> None:
         pass

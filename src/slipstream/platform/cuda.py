@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slipstream.errors import OutOfMemoryError
 from slipstream.platform.arch import GpuArch, gpu_arch
 from slipstream.platform.base import Event, Graph, Platform
 
@@ -76,6 +80,18 @@ class CudaPlatform(Platform):
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def pin(self, memory: npt.NDArray[np.uint8]) -> None:
+        runtime, at = torch.cuda.cudart(), memory.ctypes.data
+        if error := int(runtime.cudaHostRegister(at, memory.nbytes, 0)):
+            raise OutOfMemoryError(
+                f"{memory.nbytes / 2**30:.1f} GiB of the host's memory can't be kept in place for the GPU to read (CUDA error "
+                f"{error}); raise the limit on locked memory (ulimit -l)"
+            )
+        weakref.finalize(memory, runtime.cudaHostUnregister, at)
+
     # --- Order --------------------------------------------------------------------------------------------------------
 
     def activate(self, num_threads: int) -> None:
@@ -86,12 +102,28 @@ class CudaPlatform(Platform):
         event.record()
         return event
 
+    def run_after(self, event: Event | None) -> None:
+        if event is not None:
+            event.wait()
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
     def stream_pointer(self) -> int:
         """The current stream, for launches through the driver. The call makes the context if there is none."""
         return int(torch.cuda.current_stream().cuda_stream)
+
+    @cached_property
+    def _driver(self) -> ctypes.CDLL:
+        return ctypes.CDLL("libcuda.so.1")
+
+    def call_host(self, function: int, argument: int) -> None:
+        where, what, given = ctypes.c_void_p(self.stream_pointer()), ctypes.c_void_p(function), ctypes.c_void_p(argument)
+        if error := self._driver.cuLaunchHostFunc(where, what, given):
+            raise RuntimeError(f"cuLaunchHostFunc: CUDA error {error}")
+
+    def copy_queue(self) -> SideStream:
+        return SideStream()
 
     def graphs(self) -> CudaGraphs:
         return CudaGraphs()
@@ -107,6 +139,25 @@ class CudaPlatform(Platform):
             self.synchronize()
             times.append(begin.elapsed_time(end))
         return times
+
+
+class SideStream:
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def record(self) -> Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class CudaGraphs:

@@ -5,6 +5,8 @@ RequestLog (id, log line, count, unforeseen errors) > ApiKeys (401) > routes: st
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,28 +17,86 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from slipstream import __version__
-from slipstream.errors import SlipstreamError
-from slipstream.server import chat, completions, docs_page, ollama, openapi
-from slipstream.server.auth import ApiKeys
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.server import (
+    anthropic,
+    batches,
+    chat,
+    completions,
+    docs_page,
+    feedback,
+    files,
+    fleet,
+    kserve,
+    ollama,
+    openapi,
+    responses,
+)
+from slipstream.server.adapters import AdapterRoutes
+from slipstream.server.audit import AuditLog
+from slipstream.server.auth import ApiKeys, Keyring
+from slipstream.server.batches import BatchStore
 from slipstream.server.embeddings import RERANK_PATHS, SCORE_PATHS, PooledRoute, embeddings, rerank, score
 from slipstream.server.errors import ApiError, ClientDisconnected, answer_error
+from slipstream.server.files import FileStore
 from slipstream.server.generation import GenerationRoute
 from slipstream.server.health import Probes
+from slipstream.server.limits import counted
 from slipstream.server.metrics import Metrics
 from slipstream.server.models import Models
 from slipstream.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest
-from slipstream.server.record import RequestLog
+from slipstream.server.rates import RATE_HEADERS, SharedLimiter
+from slipstream.server.record import Observers, RequestLog
 from slipstream.server.sleep import Sleeping
 from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener
+from slipstream.server.status import StatusRoutes
+from slipstream.server.store import ResponseStore
 from slipstream.server.tokens import Tokens
+
+
+def make_state(engine: Engine, settings: ServerSettings, model: str, shortener: Shortener | None = None) -> ServerState:
+    """A server's state, with its keys, limits and whoever watches. `model` is the name in its metrics."""
+    lasting = settings.state_dir if settings.keys_file is not None else None
+    limiter = SharedLimiter(shared_dir=settings.shared_dir, state_dir=lasting, slot=lambda: state.load.slot)
+    state = ServerState(engine, settings, observers(settings, model), Keyring(settings), limiter, shortener)
+    return state
+
+
+def open_files(state: ServerState) -> None:
+    """Have files and batches, if the settings name a folder. ConfigError if it can't be used."""
+    if state.settings.files_dir is not None:
+        state.files = FileStore(Path(state.settings.files_dir), max_bytes=state.settings.max_files_bytes)
+        state.batches = BatchStore(state.files)
+
+
+def observers(settings: ServerSettings, model: str) -> Observers:
+    made = Observers(Metrics(model))
+    if settings.audit_log is not None:
+        path, how = Path(settings.audit_log), settings.audit_failure
+        made.audit = AuditLog(path, max_bytes=settings.audit_max_bytes, on_failure=how)
+    if settings.otlp_endpoint is not None:
+        try:
+            from slipstream.server.telemetry import Telemetry
+        except ImportError:
+            raise ConfigError("OpenTelemetry needs its SDK: pip install 'slipstream[otel]'", field="otlp_endpoint") from None
+        made.telemetry = Telemetry(settings.otlp_endpoint, server=(settings.host, settings.port))
+    return made
 
 
 def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | None = None) -> Starlette:
     """The app around a running engine; `shortener` shortens prompts. Its ServerState is at `app.state.server`."""
     names = settings.served_model_names or (engine.model_name,)
-    state = ServerState(engine, settings, Metrics(names[0]), shortener)
+    state = make_state(engine, settings, names[0], shortener)
+    if settings.max_stored_responses:
+        kept = settings.state_dir or settings.shared_dir
+        state.responses = ResponseStore(
+            Path(kept) / "responses.sqlite" if kept else None,
+            max_responses=settings.max_stored_responses,
+            max_bytes=settings.max_stored_bytes,
+        )
+    open_files(state)
     probes, models, tokens = Probes(state), Models(state), Tokens(state)
-    document = openapi.document(__version__, has_keys=bool(settings.api_keys))
+    document = openapi.document(__version__, has_keys=bool(state.keys))
     description, page = msgspec.json.encode(document), docs_page.page(document)
 
     async def describe(request: Request) -> Response:
@@ -57,9 +117,9 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
     cors = Middleware(
         CORSMiddleware,
         allow_origins=settings.cors_origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
+        expose_headers=["x-request-id", "retry-after", *RATE_HEADERS],
     )
     app = Starlette(
         routes=[
@@ -70,24 +130,34 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
             *(Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"]) for path in SCORE_PATHS),
             Route("/v1/models", models.list),
             Route("/v1/models/{id:path}", models.get),
-            Route("/tokenize", tokens.tokenize, methods=["POST"]),
-            Route("/detokenize", tokens.detokenize, methods=["POST"]),
+            Route("/tokenize", counted(state, tokens.tokenize), methods=["POST"]),
+            Route("/detokenize", counted(state, tokens.detokenize), methods=["POST"]),
             Route("/version", version),
             Route("/ping", probes.health, methods=["GET", "POST"]),
             Route("/live", probes.live),
             Route("/ready", probes.ready),
             Route("/health", probes.health),
             Route("/metrics", probes.metrics),
+            *StatusRoutes(state).routes(),
             Route("/", root),
             Route("/openapi.json", describe),
             Route("/docs", docs),
             *Sleeping(state).routes(),
+            *AdapterRoutes(state).routes(),
+            *responses.routes(state),
+            *anthropic.routes(state),
+            *kserve.routes(state),
+            *files.routes(state),
+            *batches.routes(state),
+            *feedback.routes(state),
             *ollama.routes(state),
+            *([] if settings.fleet_key is None else fleet.routes(state, lambda: app.router)),
         ],
         middleware=[
-            Middleware(RequestLog, metrics=state.metrics),
+            Middleware(RequestLog, observers=state.observers),
             *([cors] if settings.cors_origins else []),  # outside the keys: a browser asks first, without one
-            Middleware(ApiKeys, keys=settings.api_keys),
+            Middleware(ApiKeys, keys=state.keys),
+            *([] if settings.fleet_key is None else [Middleware(fleet.FromDoor, key=settings.fleet_key)]),
         ],
         exception_handlers=dict.fromkeys((ApiError, SlipstreamError, ClientDisconnected, HTTPException), answer_error),
     )

@@ -1,53 +1,110 @@
-"""API keys: over every route except the three probes, which say nothing but whether the server is up.
+"""Who asks: API keys, over every route except the probes, which say nothing but whether the server is up.
 
-A key comes as `Authorization: Bearer KEY`, as the `openai` client sends it. Only digests are kept; all of them are
-compared in constant time, so that neither a key nor which of several it was can be timed.
+A key comes as `Authorization: Bearer KEY`, as the `openai` client sends it, or as `x-api-key: KEY`, as `anthropic` does. There
+are two kinds: those of `--api-key`, which may do everything, and those of `--keys-file`, which have a role and limits.
+
+Of the first kind only digests are kept, and all of them are compared in constant time, so that neither a key nor which of
+several it was can be timed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from slipstream.server.errors import ApiError
+from slipstream.server.errors import ApiError, response_to
+from slipstream.server.keys import Key, KeyFile
+from slipstream.server.state import ServerSettings
 
-OPEN_ROUTES = frozenset({"/ping", "/live", "/ready", "/health"})
+OPEN_ROUTES = frozenset({"/ping", "/live", "/ready", "/health", "/v2/health/live", "/v2/health/ready", "/status", "/chat"})
+"""The last two are pages without anything of the server in them. They ask the reader for a key, and then with it."""
+
+ADMIN_ROUTES = frozenset({"/sleep", "/wake_up", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+METRICS_ROUTES = frozenset({"/metrics", "/status.json", "/findings", "/version", "/fleet/status"})
 
 
-class ApiKeys:
-    """ASGI middleware; without keys everything is let through."""
+class Keyring:
+    """All keys of a server. It is true if there are any: without them everything is let through."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self.app = app
-        self.digests = tuple(_digest(key) for key in keys)
+    def __init__(self, settings: ServerSettings) -> None:
+        self._plain = tuple(map(_digest, settings.api_keys))
+        self._file = None if settings.keys_file is None else KeyFile(Path(settings.keys_file))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            self.digests
-            and scope["type"] == "http"
-            and scope["path"] not in OPEN_ROUTES
-            and not self._allows(Headers(scope=scope))
-        ):
-            error = ApiError(
+    def __bool__(self) -> bool:
+        return bool(self._plain) or self._file is not None
+
+    def find(self, authorization: str, x_api_key: str) -> Key | None:
+        """The key in one of the headers; None if the server asks for none. ApiError (401) for one that is not known."""
+        if not self:
+            return None
+        scheme, _, bearer = authorization.partition(" ")
+        text = (bearer if scheme.lower() == "bearer" else x_api_key).strip()
+        given = _digest(text)
+        matches = [hmac.compare_digest(given, known) for known in self._plain]
+        if any(matches):
+            return Key(id=given.hex(), role="admin", priority=None)
+        key = None if self._file is None else self._file.find(text)
+        if key is None:
+            raise ApiError(
                 401,
                 "missing or wrong API key; send the header 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-            scope["record"].error = error.code
-            await error.response()(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
+        return key
 
-    def _allows(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip())
-        matches = [hmac.compare_digest(given, known) for known in self.digests]
-        return any(matches) and scheme.lower() == "bearer"
+    def by_id(self, id_: str) -> Key | None:
+        """A key that was found before, for work that goes on without its owner. None if it is not there any more."""
+        if any(known.hex() == id_ for known in self._plain):
+            return Key(id=id_, role="admin", priority=None)
+        return None if self._file is None else self._file.keys.get(id_)
+
+
+def check_role(key: Key, path: str) -> None:
+    """ApiError (403) if the key's role does not reach the route."""
+    if key.role == "metrics" and path not in METRICS_ROUTES:
+        raise _forbidden(key, "user")
+    if key.role == "user" and path in ADMIN_ROUTES:
+        raise _forbidden(key, "admin")
+    if key.role == "user" and path in METRICS_ROUTES - {"/version"}:
+        raise _forbidden(key, "metrics")
+
+
+def check_model(key: Key | None, model: str | None) -> None:
+    """ApiError (403) if the key is for other models."""
+    if key is not None and key.models and model not in key.models:
+        message = f"this key may not use the model {str(model)[:100]!r}, only {', '.join(key.models)[:500]}"
+        raise ApiError(403, message, kind="permission_error", param="model", code="model_not_allowed")
+
+
+def _forbidden(key: Key, needed: str) -> ApiError:
+    message = f"this key has the role {key.role}; the route asks for {needed}"
+    return ApiError(403, message, kind="permission_error", code="permission_denied")
+
+
+class ApiKeys:
+    """ASGI middleware. A request that the server sends itself has its key in the scope already."""
+
+    def __init__(self, app: ASGIApp, keys: Keyring) -> None:
+        self.app, self.keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and "key" not in scope and self.keys and scope["path"] not in OPEN_ROUTES:
+            headers = Headers(scope=scope)
+            try:
+                key = self.keys.find(headers.get("authorization", ""), headers.get("x-api-key", ""))
+                if key is not None:
+                    check_role(key, scope["path"])
+            except ApiError as error:
+                scope["record"].error = error.code
+                await response_to(scope, error)(scope, receive, send)
+                return
+            scope["record"].key = key
+        await self.app(scope, receive, send)
 
 
 def _digest(key: str) -> bytes:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from slipstream.engine.grammar import check_in_thread
+from slipstream.engine.pictures import PreparedPicture
+from slipstream.engine.tool_formats.base import Arguments, BeginCall, Content, Event, Reasoning
+from slipstream.engine.tools import Reading, call_id, finish_reason
+from slipstream.errors import RequestError
+from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
+from slipstream.server.beams import search
 from slipstream.server.context import shorten
 from slipstream.server.generation import Answer, encode
 from slipstream.server.protocol import ChatRequest, message_dict, template_variables
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState
 from slipstream.server.token_details import choice_details, id_name, prompt_details
-from slipstream.server.tokens import chat_tokens, template_tokens
-from slipstream.server.tool_formats.base import Arguments, BeginCall, Content, Event, Parser, Reasoning
-from slipstream.server.tools import Reading, reading_of
-from slipstream.types import CompletionOutput, FinishReason, Logprob, PositionLogprobs, TokensPrompt
+from slipstream.server.tokens import pictured_tokens, template_tokens
+from slipstream.server.tools import reading_of
+from slipstream.types import PicturesPrompt, Prompt, TokensPrompt
 
 _ROLE = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
 
@@ -107,27 +113,15 @@ class ReadAnswer(ChatAnswer):
             own, its = (b"null", b"") if number else (logprobs, ids)
             parts.append(self.event(index, one, b',"logprobs":', own, b',"finish_reason":null', its, b"}"))
         if delta.finish_reason is not None:
-            reason = _reason(delta.finish_reason, parser)
+            reason = finish_reason(delta.finish_reason, parser.num_calls)
             parts.append(self.event(index, b'{},"logprobs":null,"finish_reason":', encode(reason), b"}"))
         return b"".join(parts)
 
     def choice(self, index: int) -> dict[str, Any]:
-        answer, parser = super().choice(index), self.parsers[index]
-        events = parser.feed(answer["message"]["content"]) + parser.finish()
-        calls: list[dict[str, Any]] = []
-        for event in events:
-            if isinstance(event, BeginCall):
-                calls.append(_call(event))
-            elif isinstance(event, Arguments):
-                calls[event.index]["function"]["arguments"] += event.text
-        content = "".join(e.text for e in events if isinstance(e, Content))
-        reasoning = "".join(e.text for e in events if isinstance(e, Reasoning))
-        message = answer["message"] = {**answer["message"], "content": content or (None if calls else "")}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = calls
-        answer["finish_reason"] = _reason(answer["finish_reason"], parser)
+        answer = super().choice(index)
+        message = self.reading.message(answer["message"]["content"])
+        answer["message"] |= {k: v for k, v in message.to_dict().items() if k != "role"}
+        answer["finish_reason"] = finish_reason(answer["finish_reason"], len(message.tool_calls))
         return answer
 
     def _delta(self, event: Event) -> dict[str, Any]:
@@ -136,15 +130,11 @@ class ReadAnswer(ChatAnswer):
                 return {"content": text}
             case Reasoning(text):
                 return {"reasoning_content": text}
-            case BeginCall(index):
-                return {"tool_calls": [{"index": index, **_call(event)}]}
+            case BeginCall(index, name):
+                function = {"name": name, "arguments": ""}
+                return {"tool_calls": [{"index": index, "id": call_id(), "type": "function", "function": function}]}
             case Arguments(index, text):
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-
-
-def _call(begin: BeginCall) -> dict[str, Any]:
-    function = {"name": begin.name, "arguments": ""}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 def merged(events: list[Event]) -> list[Event]:
@@ -163,10 +153,6 @@ def merged(events: list[Event]) -> list[Event]:
     return found
 
 
-def _reason(reason: str, parser: Parser) -> str:
-    return "tool_calls" if reason == FinishReason.STOP and parser.num_calls else reason
-
-
 def chat_answer(reading: Reading | None, *args: Any) -> Answer:
     return ChatAnswer(*args) if reading is None else ReadAnswer(reading, *args)
 
@@ -180,12 +166,56 @@ async def prepare(
 ) -> Answer:
     """`answer` writes it; it is given a Reading, or None if there is nothing but text, and what an Answer takes."""
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if body.use_beam_search:
+        assert max_tokens is not None, "the body is checked"
+        beams, sampling = search(body, max_tokens)
+        prompt = await prompt_of(state, body)
+        reading = reading_of(state, body, prompt.tokens, prompt.template)
+        made = answer(reading, state, body, [TokensPrompt(prompt_token_ids=prompt.tokens)], sampling, record, beams)
+        made.more_usage = {} if prompt.told is None else {"prompt_compression": prompt.told}
+        return made
     sampling = body.sampling(
         state.engine.description.sampling,
+        state.settings.logits_processors,
         max_tokens=max_tokens,  # None: the rest of the context
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
+    prompt = await prompt_of(state, body)
+    tokens, tokenizer = prompt.tokens, state.engine.tokenizer
+    reading = reading_of(state, body, tokens, prompt.template)
+    if reading is not None:
+        assert tokenizer is not None
+        for field, schema in reading.enforced_schemas:
+            try:
+                await check_in_thread(schema)
+            except RequestError as error:
+                raise RequestError(error.message, field=field) from None
+        sampling = dataclasses.replace(
+            sampling,
+            structured_outputs=reading.structured(sampling.structured_outputs, tokenizer),
+            skip_special_tokens=sampling.skip_special_tokens and not reading.shows(tokenizer),
+        )
+    given: Prompt = TokensPrompt(prompt_token_ids=tokens)
+    if prompt.pictures:
+        given = PicturesPrompt(prompt_token_ids=tokens, multi_modal_data={"image": prompt.pictures})
+    made = answer(reading, state, body, [given], sampling, record)
+    if prompt.told is not None:
+        made.more_usage = {"prompt_compression": prompt.told}
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as the model gets it."""
+
+    tokens: list[int]
+    template: str | None
+    told: dict[str, Any] | None  # what the usage says of its shortening
+    pictures: list[PreparedPicture] = dataclasses.field(default_factory=list)
+
+
+async def prompt_of(state: ServerState, body: ChatRequest) -> ChatPrompt:
     tokenizer = state.engine.tokenizer
     uses_tools = bool(body.tools) and body.tool_choice != "none"
     template = None if tokenizer is None else tokenizer.tool_template if uses_tools else tokenizer.chat_template
@@ -198,22 +228,11 @@ async def prepare(
         variables["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message:
         variables |= {"add_generation_prompt": False, "continue_final_message": True}
-    told = None
+    told, pictures = None, list[PreparedPicture]()
     if body.compress_prompt is None:
-        tokens = await chat_tokens(state, body.messages, **variables)
+        tokens, pictures = await pictured_tokens(state, body.messages, **variables)
     else:
         plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
         shorter, told = await shorten(state, plain, body.compress_prompt)
         tokens = await template_tokens(state, shorter, **variables)
-    reading = reading_of(state, body, tokens, template)
-    if reading is not None:
-        assert tokenizer is not None
-        sampling = dataclasses.replace(
-            sampling,
-            structured_outputs=await reading.structured(sampling.structured_outputs, tokenizer),
-            skip_special_tokens=sampling.skip_special_tokens and not reading.shows(tokenizer),
-        )
-    made = answer(reading, state, body, [TokensPrompt(prompt_token_ids=tokens)], sampling, record)
-    if told is not None:
-        made.more_usage = {"prompt_compression": told}
-    return made
+    return ChatPrompt(tokens, template, told, pictures)

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
+from slipstream.server.beams import search
 from slipstream.server.generation import Answer, encode
 from slipstream.server.protocol import CompletionRequest
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState, Tokenizer
 from slipstream.server.token_details import choice_details, id_name, prompt_details
 from slipstream.server.tokens import text_prompt
-from slipstream.types import CompletionOutput, FinishReason, Logprob, PositionLogprobs, Prompt, TokensPrompt
+from slipstream.types import FinishReason, Prompt, TokensPrompt
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -38,7 +40,7 @@ class CompletionAnswer(Answer):
         ids = b""
         if self.body.return_token_ids:
             if not choice.begun:
-                ids = b',"prompt_token_ids":' + encode(self.prompt_info[delta.index // self.sampling.n].token_ids)
+                ids = b',"prompt_token_ids":' + encode(self.prompt_info[delta.index // self.num_drawn].token_ids)
             ids += b',"token_ids":' + encode(delta.token_ids)
         choice.begun = True
         if not text and not delta.logprobs and delta.finish_reason is None and not (ids and delta.token_ids):
@@ -60,7 +62,7 @@ class CompletionAnswer(Answer):
             "logprobs": None if self.body.logprobs is None else self._logprobs(index, choice.logprobs),
             "finish_reason": choice.finish_reason,
             **choice_details(self.body, choice),
-            **prompt_details(self.body, self.prompt_info[index // self.sampling.n]),
+            **prompt_details(self.body, self.prompt_info[index // self.num_drawn]),
         }
 
     def note(self, delta: CompletionOutput, now: float) -> None:
@@ -74,9 +76,9 @@ class CompletionAnswer(Answer):
         """The prompt's text, if it is to stand before the answer."""
         if not self.body.echo:
             return ""
-        prompt = self.body.prompts()[index // self.sampling.n]
+        prompt = self.body.prompts()[index // self.num_drawn]
         if self.body.truncate_prompt_tokens is not None:
-            prompt = self.prompt_info[index // self.sampling.n].token_ids
+            prompt = self.prompt_info[index // self.num_drawn].token_ids
         if isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
@@ -85,7 +87,7 @@ class CompletionAnswer(Answer):
 
     def _logprobs(self, index: int, new: list[PositionLogprobs]) -> dict[str, Any]:
         """OpenAI's older form; with echo, the prompt's positions stand first."""
-        choice, info = self.choices[index], self.prompt_info[index // self.sampling.n]
+        choice, info = self.choices[index], self.prompt_info[index // self.num_drawn]
         positions: list[PositionLogprobs | None] = list(new)
         if not choice.begun:
             before = [] if self.body.echo else info.token_ids
@@ -155,11 +157,16 @@ async def prepare(
         else TokensPrompt(prompt_token_ids=prompt)
         for prompt in body.prompts()
     ]
+    if body.use_beam_search:
+        beams, sampling = search(body, body.max_tokens or DEFAULT_MAX_TOKENS)
+        return answer(state, body, prompts, sampling, record, beams)
     asked = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
     sampling = body.sampling(
         state.engine.description.sampling,
+        state.settings.logits_processors,
         max_tokens=max_tokens if body.max_tokens is None else body.max_tokens or 1,
         logprobs=body.logprobs,
+        best_of=body.best_of,
         prompt_logprobs=max(asked) if asked else None,
     )
     return answer(state, body, prompts, sampling, record)

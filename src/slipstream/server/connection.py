@@ -8,7 +8,9 @@
    with a reset. A FIN while an answer is being streamed, or from HTTP/1.0, always counts as gone.
 4. A body that nobody will read (413, 401, …) is not waited for: the answer says `connection: close`, what still comes
    is thrown away for `LINGER_S`, so that the client gets to read the answer, and then the connection is closed.
-5. A part of an answer can be written at once, without waking the answer's task: `write_chunk` of the scope.
+5. A client that reads nothing of its answer for `WRITE_IDLE_S` counts as gone.
+6. A part of an answer can be written at once, without waking the answer's task: `write_chunk` of the scope. Before an answer
+   begins, `write_interim` tells that it is being made (102), with a header.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ MAX_HEADER_BYTES = 64 * 1024
 MAX_PIPELINED = 256
 HEAD_TIMEOUT_S = 30.0
 LINGER_S = 1.0
+WRITE_IDLE_S = 120.0
+"""So long a client may read nothing of what waits for it. Then the connection is cut, and its request ends."""
+
 SMALL_BODY = 64 * 1024
 """A body that nobody reads is taken to its end if it is known to be no longer: the connection can be used again."""
 
@@ -37,12 +42,37 @@ _PEER_DONE = getattr(select, "POLLRDHUP", 0)  # Linux: a FIN has come, perhaps b
 
 
 class _Outlet:
-    """A cycle's way to its transport, which closes it politely."""
+    """A cycle's way to its transport, which closes it politely.
 
-    __slots__ = ("close", "is_closing", "write")
+    What is written first, the head, goes out with what follows it in the same turn of the event loop: one packet and one
+    system call, not two.
+    """
 
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
+    __slots__ = ("_close", "_first", "_loop", "_transport", "is_closing")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._loop, self._transport, self._close = loop, transport, close
+        self._first: bytes | None = None  # empty when it was sent
+        self.is_closing = transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        if self._first is None:
+            self._first = data
+            self._loop.call_soon(self._flush)
+        elif self._first:
+            self._first, data = b"", self._first + data
+            self._transport.write(data)
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._close()
+
+    def _flush(self) -> None:
+        if self._first and not self.is_closing():
+            self._transport.write(self._first)
+        self._first = b""
 
 
 class Connection(HttpToolsProtocol):
@@ -52,6 +82,7 @@ class Connection(HttpToolsProtocol):
     _running: RequestResponseCycle | None = None
     _head_timer: asyncio.TimerHandle | None = None
     _look_timer: asyncio.TimerHandle | None = None
+    _idle_timer: asyncio.TimerHandle | None = None
 
     # --- From the socket ----------------------------------------------------------------------------------------------
 
@@ -75,7 +106,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         waiting = [cycle for cycle, _ in self.pipeline]
         self.pipeline.clear()
-        for timer in (self._head_timer, self._look_timer):
+        for timer in (self._head_timer, self._look_timer, self._idle_timer):
             if timer is not None:
                 timer.cancel()
         for cycle in (self._running, *waiting):
@@ -83,6 +114,27 @@ class Connection(HttpToolsProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+
+    def _watch_reader(self, waiting: int) -> None:
+        """Cut the connection if not a byte of the `waiting` ones has gone until the next look. What is paused grows no more."""
+
+        def look() -> None:
+            now = self.transport.get_write_buffer_size()
+            if now >= waiting:
+                self.transport.abort()
+            else:
+                self._watch_reader(now)
+
+        self._idle_timer = self.loop.call_later(WRITE_IDLE_S, look)
 
     # --- From the parser ----------------------------------------------------------------------------------------------
 
@@ -111,9 +163,10 @@ class Connection(HttpToolsProtocol):
             self._head_timer = None
         super().on_headers_complete()
         cycle = self.cycle
-        cycle.transport = _Outlet(self.transport, lambda: self._close_after(cycle))  # type: ignore[assignment]
+        cycle.transport = _Outlet(self.loop, self.transport, lambda: self._close_after(cycle))  # type: ignore[assignment]
         cycle.scope["unread_body"] = lambda: _unread(cycle)  # type: ignore[typeddict-unknown-key]
         cycle.scope["write_chunk"] = partial(_write_chunk, cycle)  # type: ignore[typeddict-unknown-key]
+        cycle.scope["write_interim"] = partial(_write_interim, cycle)  # type: ignore[typeddict-unknown-key]
         if len(self.pipeline) > MAX_PIPELINED:
             self.transport.abort()
         elif self.pipeline:
@@ -197,6 +250,11 @@ def _write_chunk(cycle: RequestResponseCycle, data: bytes) -> bool:
         return False
     cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
     return True
+
+
+def _write_interim(cycle: RequestResponseCycle, name: bytes, value: bytes) -> None:
+    if not (cycle.disconnected or cycle.response_started or cycle.flow.write_paused):
+        cycle.transport.write(b"HTTP/1.1 102 Processing\r\n%b: %b\r\n\r\n" % (name, value))
 
 
 def _unread(cycle: RequestResponseCycle) -> bool:

@@ -38,7 +38,8 @@ def _operation(path: str, verb: str, operation: dict[str, Any], schemas: dict[st
     body = operation.get("requestBody")
     if body is None:
         return f"{head}<p>{escape(operation['summary'])}</p>"
-    schema = body["content"]["application/json"]["schema"]
+    (content,) = body["content"].values()
+    schema = content["schema"]
     named = schemas[schema["$ref"].rsplit("/", 1)[1]]
     said = named.get("description", "").partition("\n")[0].partition(": ")[2]
     return f"{head}<p>{escape(said)}</p><p>Body: {_type(schema)}</p>"

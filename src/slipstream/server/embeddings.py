@@ -24,14 +24,15 @@ from slipstream.engine.pooled import (
     scores_pairs,
 )
 from slipstream.errors import RequestError
+from slipstream.outputs import Vectors
 from slipstream.server.errors import bad_request, shutting_down
-from slipstream.server.generation import encode, send_json
-from slipstream.server.limits import in_flight, read_body
+from slipstream.server.generation import effective_priority, encode, send_json
+from slipstream.server.limits import admitted, in_flight, read_body
 from slipstream.server.models import served_model
 from slipstream.server.protocol import EmbeddingRequest, Pooled, RerankRequest, ScoreRequest, decode
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState
-from slipstream.types import FinishReason, Prompt, TokensPrompt, Vectors
+from slipstream.types import FinishReason, Prompt, TokensPrompt
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 SCORE_PATHS = ("/score", "/v1/score")
@@ -55,10 +56,14 @@ class PooledRoute:
         state, record = self.state, scope["record"]
         if state.draining:
             raise shutting_down()
-        body = self.read(await read_body(scope, receive, state.settings))
-        body.model = served_model(state, body.model)
+        raw = await read_body(scope, receive, state.settings)
+        if state.settings.audit_prompts:
+            record.body = raw.decode("utf-8", "replace")
+        body = self.read(raw)
+        body.model = record.model = served_model(state, body.model, adapters=False)
         async with in_flight(state, receive):
-            found = await self.answer(state, body, record)
+            with admitted(state, record, body.model):
+                found = await self.answer(state, body, record)
         state.metrics.e2e.observe(time.monotonic() - record.start)
         await send_json(send, encode(found))
 
@@ -71,7 +76,7 @@ async def embeddings(state: ServerState, body: EmbeddingRequest, record: Request
         p if isinstance(p, str) else TokensPrompt(prompt_token_ids=p) for p in body.prompts()
     ]
     try:
-        answer = await embed(state, prompts, body, "input")
+        answer = await embed(state, prompts, body, "input", record)
     except RequestError as error:
         if error.field in ("prompt", "prompt_token_ids"):
             error.field = "input" if len(prompts) == 1 else f"input[{error.text}]"
@@ -92,7 +97,7 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
     documents = [d if isinstance(d, str) else d.text for d in body.documents]
     texts = rerank_texts(engine.description, body.query, documents)
     try:
-        answer = await embed(state, texts, body, "documents")
+        answer = await embed(state, texts, body, "documents", record)
     except RequestError as error:
         if error.field == "prompt" and error.text is not None:
             document = error.text - (len(texts) - len(documents))  # the query may stand before them
@@ -112,7 +117,7 @@ async def score(state: ServerState, body: ScoreRequest, record: RequestRecord) -
     first, second = ([given] if isinstance(given, str) else given for given in (body.text_1, body.text_2))
     try:
         texts = score_texts(model, first, second)
-        answer = await embed(state, texts, body, "text_2")
+        answer = await embed(state, texts, body, "text_2", record)
     except RequestError as error:
         if error.field == "data_1":
             error.field = "text_1"
@@ -135,11 +140,13 @@ async def score(state: ServerState, body: ScoreRequest, record: RequestRecord) -
 
 
 async def embed(
-    state: ServerState, texts: Sequence[Prompt | tuple[str, str]], body: Pooled, field: str
+    state: ServerState, texts: Sequence[Prompt | tuple[str, str]], body: Pooled, field: str, record: RequestRecord
 ) -> Vectors:
     """The engine's answer, its texts counted as choices are. A request for too many is refused, and `field` named."""
     if len(texts) > (limit := state.settings.max_choices_per_request):
         raise bad_request(f"{field} makes {len(texts)} texts for the model; this server takes at most {limit}", field)
-    answer = await state.engine.embed(texts, priority=body.priority or 0, truncate_to=body.truncate_prompt_tokens)
+    reserve = {} if record.grant is None else {"reserve": record.grant.reserve}
+    priority = effective_priority(record, body.priority)
+    answer = await state.engine.embed(texts, priority=priority, truncate_to=body.truncate_prompt_tokens, **reserve)
     state.metrics.finished[FinishReason.STOP] += len(texts)
     return answer

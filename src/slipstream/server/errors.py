@@ -1,23 +1,28 @@
-"""Every error answer, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+"""Every error answer, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, or in that of the route's protocol.
 
 400 invalid_request_error   `param` names the field; code context_length_exceeded if the prompt is too long
 401 invalid_request_error   code invalid_api_key
 404, 405, 408, 413          an unknown route or model, a wrong method, a body too slow or too long
 429 rate_limit_error        the engine's queue or the server is full; Retry-After says when to come back
 503 service_unavailable     draining, or the engine process died or sleeps
+507 server_error            the disk is full; code disk_full
 500 server_error            a fault of ours; the message says nothing of the inside, the log does
 """
 
 from __future__ import annotations
 
+import difflib
+import errno
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Scope
 
 from slipstream.errors import (
@@ -59,12 +64,25 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, media_type="application/json")
 
 
 class ClientDisconnected(Exception):  # noqa: N818 - nothing went wrong
     """The client went away; there is nobody to answer."""
+
+
+Shape: TypeAlias = Callable[[ApiError, str], bytes]
+"""The body of an error in a protocol that is not OpenAI's, given the request's id."""
+
+SHAPES: dict[str, Shape] = {}
+"""By how the paths of the protocol's routes begin, up to a slash. Each protocol's file enters its own."""
+
+
+def response_to(scope: Scope, error: ApiError) -> Response:
+    """The answer that tells a request of an error, in the shape of its route's protocol."""
+    path = scope["path"]
+    shape = next((s for begin, s in SHAPES.items() if path == begin or path.startswith(begin + "/")), None)
+    body = error.body() if shape is None else shape(error, scope["record"].id)
+    return Response(body, error.status, error.headers, media_type="application/json")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -79,6 +97,13 @@ def overloaded(message: str) -> ApiError:
 def unavailable(message: str, code: str) -> ApiError:
     headers = {"retry-after": str(RETRY_AFTER_S)}
     return ApiError(503, message, kind="service_unavailable", code=code, headers=headers)
+
+
+def not_kept(message: str, error: OSError) -> ApiError:
+    """507 if the disk is full, else 503."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ApiError(507, f"{message}: {error.strerror}", kind="server_error", code="disk_full")
+    return unavailable(f"{message}: {error.strerror}", "storage_failed")
 
 
 def shutting_down() -> ApiError:
@@ -122,7 +147,25 @@ async def answer_error(request: Request, exc: Exception) -> Response:
     """The app's handler of exceptions that are meant to be answered; RequestLog answers the others."""
     if isinstance(exc, ClientDisconnected):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return noted(request.scope, exc).response()
+    if isinstance(exc, HTTPException) and exc.status_code in (404, 405):
+        exc = _no_route(request, exc)
+    return response_to(request.scope, noted(request.scope, exc))
+
+
+def _no_route(request: Request, exc: HTTPException) -> ApiError:
+    """What takes the path with another method, or has a path like it. Of the client's text nothing is said again."""
+    path, routes = request.scope["path"], [route for route in request.app.routes if isinstance(route, Route)]
+    methods = {method for route in routes if route.path_regex.match(path) for method in route.methods or ("GET", "POST")}
+    if methods:
+        allowed = ", ".join(sorted(methods - {"HEAD"}))
+        message = f"wrong method for this route; it takes {allowed}"
+        return ApiError(405, message, code="method_not_allowed", headers={"allow": allowed})
+    known = sorted({route.path for route in routes if "{" not in route.path} - {"/"})
+    asked = path.rstrip("/")[:100]
+    near = [name for name in known if asked and (name.endswith(asked) or asked.endswith(name))]  # /v1 left out, or twice
+    near = sorted(near, key=len)[-1:] or difflib.get_close_matches(asked, known, n=1, cutoff=0.75)
+    hint = f"did you mean {near[0]}?" if near else "see /openapi.json"
+    return ApiError(404, f"unknown route; {hint}", code="unknown_route")
 
 
 def noted(scope: Scope, exc: Exception) -> ApiError:

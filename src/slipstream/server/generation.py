@@ -15,16 +15,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from slipstream.engine.output import extend
+from slipstream.engine.output import extend, mean_logprob
 from slipstream.errors import RequestError, SlipstreamError
+from slipstream.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from slipstream.server.beams import named_as_in_body
 from slipstream.server.errors import (
     CLIENT_CLOSED_REQUEST,
     ApiError,
@@ -33,15 +35,43 @@ from slipstream.server.errors import (
     bad_request,
     shutting_down,
 )
-from slipstream.server.limits import in_flight, read_body
+from slipstream.server.limits import admitted, in_flight, read_body
 from slipstream.server.models import served_model
 from slipstream.server.protocol import Generation, decode
-from slipstream.server.record import RequestRecord
+from slipstream.server.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.state import ServerState
-from slipstream.types import CompletionOutput, PositionLogprobs, Prompt, RequestOutput, SamplingParams
+from slipstream.types import BeamSearchParams, Prompt, SamplingParams, Share
 
 logger = logging.getLogger("slipstream.server")
 encode = msgspec.json.Encoder().encode
+
+BATCH_PRIORITY = 2**31 - 1
+"""The last: what a body may say is below it."""
+
+_PROGRESS_S = 1.0
+"""How often a fleet's door hears of a whole answer that is being written."""
+
+class Body(Protocol):
+    """What a route decodes: an OpenAI body, or another protocol's, of which `prepare` makes one."""
+
+    model: str | None
+
+    def check(self) -> None:
+        """Refuse what the schema cannot express."""
+
+    def param(self, field: str | None) -> str | None:
+        """This body's own name for a field that an error names."""
+
+
+@contextmanager
+def renamed(body: Body) -> Iterator[None]:
+    """Errors about a body that was made of another one name the field of that."""
+    try:
+        yield
+    except ApiError as error:
+        error.param = body.param(error.param)
+        raise
+
 
 Write: TypeAlias = Callable[[bytes], bool]
 """Writes a part of an answer's body at once, if it can be; else it says False and nothing is written."""
@@ -82,6 +112,7 @@ class Answer:
     chunk_kind: ClassVar[str]
     id_prefix: ClassVar[str]
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"  # of a stream
+    whole_headers: list[tuple[bytes, bytes]] = [(b"content-type", b"application/json")]  # noqa: RUF012 - never changed
     is_plain: ClassVar[bool] = True  # events of text differ in nothing but the text
 
     def __init__(
@@ -91,8 +122,12 @@ class Answer:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         record: RequestRecord,
+        beams: BeamSearchParams | None = None,
     ) -> None:
-        num_choices = len(prompts) * sampling.n
+        """With `beams` the answers are searched for, and not drawn."""
+        self.beams = beams
+        self.num_drawn = sampling.num_drawn  # choices of each prompt, of which `sampling.n` are given
+        num_choices = len(prompts) * self.num_drawn
         if num_choices > (limit := state.settings.max_choices_per_request):
             raise bad_request(f"prompts times n is {num_choices}; this server takes at most {limit}", "n")
         self.state, self.body, self.sampling, self.record = state, body, sampling, record
@@ -103,13 +138,17 @@ class Answer:
         options = body.stream_options
         self.continuous_usage = options is not None and options.continuous_usage_stats
         self.include_usage = options is not None and options.include_usage
-        self.identity = {"id": self.id_prefix + record.id, "created": int(time.time()), "model": body.model}
+        self.identity = {"id": self.id_prefix + record.id, "created": record.created, "model": body.model}
         self._num_running = len(prompts)
         self._news = asyncio.Event()  # for the task: something waits to be sent, or all is there, or it failed
         self._untold: dict[int, CompletionOutput] = {}  # by choice: what waits for the task
         self._unwritten = b""  # the events before that
         self._error: Exception | None = None
         self._write: Write | None = None  # if nothing waits
+        self.begun: Sequence[int] = ()  # the tokens of an answer that began elsewhere, whose events nobody wants again
+        self._replays = False  # those are being told
+        self.marks = False  # the events are for a fleet's door (`server.fleet`)
+        self.unmarked: list[int] = []  # tokens since the last mark
         # The parts of a chunk that never change are encoded once.
         self.head = b"data: " + encode({"object": self.chunk_kind, **self.identity})[:-1] + b',"choices":['
         self.tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
@@ -147,8 +186,17 @@ class Answer:
         return b"data: " + error.body() + b"\n\n"
 
     def collected(self) -> bytes:
-        choices = [self.choice(i) for i in range(len(self.choices))]
+        given = self.choices_given()
+        choices = [{**self.choice(i), "index": index} for index, i in enumerate(given)]
         return encode({"object": self.kind, **self.identity, "choices": choices, "usage": self.usage(), **self.beside()})
+
+    def choices_given(self) -> list[int]:
+        """The numbers of the choices that the collected answer has, prompt by prompt: with `best_of` the best, in order."""
+        if self.sampling.best_of is None:
+            return list(range(len(self.choices)))
+        drawn = [range(first, first + self.num_drawn) for first in range(0, len(self.choices), self.num_drawn)]
+        ranked = [sorted(some, key=lambda i: -mean_logprob(self.choices[i].logprobs)) for some in drawn]
+        return [i for some in ranked for i in some[: self.sampling.n]]
 
     def beside(self) -> dict[str, Any]:
         """What else the collected answer holds."""
@@ -172,15 +220,28 @@ class Answer:
     async def events(self, write: Write | None) -> AsyncGenerator[bytes, None]:
         """The events of a stream, but for those that `write` took and the last, which `end` has. Of an answer that is collected
         there are none, and this ends when it is complete. Closing it cancels what runs."""
-        priority, cancels = self.body.priority or 0, []
+        cancels = []
+        served_model(self.state, self.body.model)  # 404 if it was an adapter that has been unloaded since the body was read
+        lora = self.state.engine.adapters.get(self.body.model or "")
+        more: dict[str, Any] = {} if lora is None else {"lora": lora}
+        priority = effective_priority(self.record, self.body.priority)
+        if self.record.key is not None:
+            more["share"] = Share(self.record.key.id, self.record.key.weight)
+        if self.record.grant is not None:
+            more["reserve"] = self.record.grant.reserve
         try:
-            for part in self.parts:
-                cancels.append(await self.state.engine.submit(part.prompt, self.sampling, part, priority=priority))
+            if self.beams is not None:
+                await self._search(self.beams, priority, more)
+            for part in self.parts if self.beams is None else ():
+                if self.begun:
+                    self._replays, more["answer_token_ids"] = True, self.begun
+                cancels.append(await self.state.engine.submit(part.prompt, self.sampling, part, priority=priority, **more))
+                self._replays = False
             while self._num_running:
                 await self._news.wait()
                 self._news.clear()
                 while self._num_running and (self._unwritten or self._untold):
-                    yield self._take_events()
+                    yield self._take_events(mark=True)
                 if self._error is not None:
                     raise self._error
                 self._write = write  # nothing waits, so what comes next can be written as it comes
@@ -188,16 +249,45 @@ class Answer:
             self._write = None
             for cancel in cancels:
                 cancel()
-        self.state.metrics.e2e.observe(time.monotonic() - self.record.start)
+        metrics = self.state.metrics
+        metrics.e2e.observe(time.monotonic() - self.record.start)
+        metrics.prompt_length.observe(self.record.num_prompt_tokens)
+        metrics.answer_length.observe(self.record.num_output_tokens)
+
+    async def _search(self, beams: BeamSearchParams, priority: int, adapted: dict[str, Any]) -> None:
+        """Search for the answers of all prompts, and take them in. An error of one ends the others."""
+        more: dict[str, Any] = {"priority": priority, "truncate_prompt_tokens": self.sampling.truncate_prompt_tokens, **adapted}
+        searches = [
+            asyncio.ensure_future(self.state.engine.beam_search(part.prompt, beams, **more)) for part in self.parts
+        ]
+        try:
+            with named_as_in_body():
+                found = await asyncio.gather(*searches)
+        finally:
+            for search in searches:
+                search.cancel()
+        for part, output in zip(self.parts, found, strict=True):
+            prompt = output.prompt_token_ids
+            own = [
+                CompletionOutput(i, s.text or "", s.tokens[len(prompt) :], finish_reason=s.finish_reason)
+                for i, s in enumerate(output.sequences)
+            ]
+            part.put(RequestOutput(self.record.id, output.prompt, prompt, own, True, None, output.num_cached_tokens))
 
     def tell(self, outputs: list[CompletionOutput], *, finished: bool) -> None:
         """Pass on what is new; `finished`: it is the last of a prompt."""
         self._num_running -= finished
-        if not self.stream:
+        if self._replays:
+            for new in outputs:
+                self.chunk(new)
+            self.unmarked.clear()
+            if finished:
+                self._news.set()
+        elif not self.stream:
             if not self._num_running:
                 self._news.set()
         elif self._write is not None and self._num_running:
-            self.send(b"".join(map(self.chunk, outputs)))
+            self.send(b"".join([*map(self.chunk, outputs), self.mark()]))
         else:
             self._write = None
             self._news.set()
@@ -219,10 +309,17 @@ class Answer:
         self._error, self._write = self._error or error, None
         self._news.set()
 
-    def _take_events(self) -> bytes:
+    def _take_events(self, *, mark: bool = False) -> bytes:
         untold, self._untold = self._untold, {}
         events, self._unwritten = [self._unwritten, *map(self.chunk, untold.values())], b""
-        return b"".join(events)
+        return b"".join([*events, self.mark()] if mark else events)
+
+    def mark(self) -> bytes:
+        """What tells a door how far the events before it bring an answer."""
+        if not self.marks:
+            return b""
+        unmarked, self.unmarked = self.unmarked, []
+        return b":t %b\n" % b" ".join([b"%d" % token for token in unmarked])
 
     def note_prompt(self, info: PromptInfo, output: RequestOutput) -> None:
         if not info.token_ids:
@@ -236,6 +333,8 @@ class Answer:
         choice.num_drafted += delta.num_drafted
         choice.num_accepted += delta.num_accepted
         if delta.token_ids:
+            if self.marks:
+                self.unmarked += delta.token_ids
             if choice.num_tokens:
                 metrics.itl.observe(now - choice.last_token)
             else:
@@ -264,9 +363,9 @@ class _Part:
     def __init__(self, answer: Answer, number: int, prompt: Prompt) -> None:
         self.answer, self.prompt = answer, prompt
         self.info = answer.prompt_info[number]
-        self.first = number * answer.sampling.n
+        self.first = number * answer.num_drawn
         self.choice = answer.choices[self.first]
-        general = answer.sampling.n > 1 or answer.continuous_usage or answer.body.return_token_ids or not answer.is_plain
+        general = answer.num_drawn > 1 or answer.continuous_usage or answer.body.return_token_ids or not answer.is_plain
         self.on_token = None if general else self._on_token
         self.head, _, self.tail = (b"", b"", b"") if general else answer.text_event(self.first, b"\0").partition(b"\0")
 
@@ -288,18 +387,29 @@ class _Part:
         choice.last_token = now
         choice.num_tokens += 1
         answer.record.num_output_tokens += 1
+        if answer.marks:
+            answer.unmarked.append(token)
         if not answer.stream:
             choice.text.append(text)
         elif not answer.can_write:
             answer.tell([CompletionOutput(self.first, text, [token])], finished=False)
         elif text:
             try:
-                answer.send(self.head + encode(text) + self.tail)
+                answer.send(self.head + encode(text) + self.tail + answer.mark())
             except Exception as error:  # as above
                 answer.fail(error)
 
     def fail(self, error: Exception) -> None:
         self.answer.fail(error)
+
+
+def effective_priority(record: RequestRecord, asked: int | None) -> int:
+    """A key bounds what its requests may ask for. Those of a batch go behind all others."""
+    if record.background:
+        return BATCH_PRIORITY
+    if record.key is None or record.key.priority is None:
+        return asked or 0
+    return record.key.priority if asked is None else max(asked, record.key.priority)
 
 
 class GenerationRoute:
@@ -308,33 +418,43 @@ class GenerationRoute:
     def __init__(
         self,
         state: ServerState,
-        kind: type[Generation],
+        kind: type[Any],
         prepare: Callable[[ServerState, Any, RequestRecord], Awaitable[Answer]],
     ) -> None:
         self.state, self.kind, self.prepare = state, kind, prepare
 
-    def read(self, raw: bytes) -> Generation:
-        return decode(self.kind, raw)
+    def read(self, raw: bytes, scope: Scope) -> Body:
+        body: Body = decode(self.kind, raw)
+        return body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self.state
         if state.draining:
             raise shutting_down()
-        body = self.read(await read_body(scope, receive, state.settings))
-        body.check()
-        body.model = served_model(state, body.model)
         record = scope["record"]
+        raw = await read_body(scope, receive, state.settings)
+        if state.settings.audit_prompts:
+            record.body = raw.decode("utf-8", "replace")
+        body = self.read(raw, scope)
+        body.check()
+        body.model = record.model = served_model(state, body.model)
         started = False
         try:
             async with in_flight(state, receive):
-                answer = await self.prepare(state, body, record)
-                async with aclosing(answer.events(scope.get("write_chunk"))) as events:
-                    async for some in events:
-                        if not started:
-                            started = True
-                            await send({"type": "http.response.start", "status": 200, "headers": answer.headers})
-                        if some:
-                            await send({"type": "http.response.body", "body": some, "more_body": True})
+                with admitted(state, record, body.model):
+                    answer = record.answer = await self.prepare(state, body, record)
+                    answer.marks = answer.stream and scope.get("from_door", False)
+                    answer.begun = scope.get("answer_token_ids", ())
+                    if answer.begun and not (answer.stream and len(answer.choices) == 1):
+                        raise bad_request("only a stream of one choice can go on elsewhere", "answer_token_ids")
+                    async with _telling(answer, scope), aclosing(answer.events(scope.get("write_chunk"))) as events:
+                        async for some in events:
+                            if not started:
+                                started = True
+                                await send({"type": "http.response.start", "status": 200, "headers": answer.headers})
+                            if some:
+                                with state.metrics.stalls.waiting():
+                                    await send({"type": "http.response.body", "body": some, "more_body": True})
                 last = answer.end() if answer.stream else answer.collected()
         except Exception as exc:
             if isinstance(exc, RequestError):
@@ -345,11 +465,36 @@ class GenerationRoute:
             return
         # Sent after `in_flight` is left: from here on a disconnect changes nothing.
         if not answer.stream:
-            await send_json(send, last)
+            await send_whole(send, last, answer.whole_headers)
             return
         if not started:
             await send({"type": "http.response.start", "status": 200, "headers": answer.headers})
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        end = b":e %b\n" % record.tokens_told if answer.marks else b""
+        await send({"type": "http.response.body", "body": last + end, "more_body": False})
+
+
+@asynccontextmanager
+async def _telling(answer: Answer, scope: Scope) -> AsyncGenerator[None, None]:
+    """A fleet's door hears how far a whole answer is while the code inside runs. Beams say nothing before their end: of them it
+    hears that they are searched for."""
+    write = scope.get("write_interim") if scope.get("from_door", False) and not answer.stream else None
+    if write is None:
+        yield
+        return
+
+    async def tell() -> None:
+        told = 0
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            if answer.record.num_output_tokens > told or answer.beams is not None:
+                told = answer.record.num_output_tokens
+                write(TOKENS_HEADER, answer.record.tokens_told)
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        telling.cancel()
 
 
 async def _break_off(exc: Exception, answer: Answer, send: Send) -> None:
@@ -366,6 +511,10 @@ async def _break_off(exc: Exception, answer: Answer, send: Send) -> None:
 
 
 async def send_json(send: Send, body: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send_whole(send, body, Answer.whole_headers)
+
+
+async def send_whole(send: Send, body: bytes, about: list[tuple[bytes, bytes]]) -> None:
+    headers = [*about, (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -19,6 +20,7 @@ from slipstream.errors import EngineError
 from slipstream.server.errors import shutting_down, unavailable
 from slipstream.server.metrics import Metrics
 from slipstream.server.state import ServerState
+from slipstream.stats import EngineStats
 
 _STATS_TIMEOUT_S = 2.0  # a scrape must not hang with the engine
 
@@ -44,25 +46,37 @@ class Probes:
         return _ok("healthy") if canary is None else _ok("healthy", canary=canary)
 
     async def metrics(self, request: Request) -> Response:
-        try:
-            stats = await asyncio.wait_for(self.state.engine.stats(), _STATS_TIMEOUT_S)
-        except (EngineError, TimeoutError):
-            stats = None
-        metrics = self.state.metrics
-        if self.state.totals is not None:
-            try:
-                found = await asyncio.wait_for(self.state.totals(metrics.counts()), _STATS_TIMEOUT_S)
-            except TimeoutError:  # sums without the others would go backwards
-                raise unavailable("the other front ends' counts are not there", "metrics_unavailable") from None
-            metrics = Metrics(metrics.model_name)
-            for counts in found:
-                metrics.add(counts)
+        stats, metrics = await engine_stats(self.state), await all_metrics(self.state)
         return Response(metrics.render(stats), headers={"content-type": CONTENT_TYPE_LATEST})
 
     def _require_health(self) -> None:
         health = self.state.engine.health()
         if not health.ok:
             raise unavailable(f"the engine is not healthy: {health.reason}", "engine_unhealthy")
+
+
+async def engine_stats(state: ServerState) -> EngineStats | None:
+    """The engine's numbers as they are now; None: it is down, or hangs."""
+    try:
+        return await asyncio.wait_for(state.engine.stats(), _STATS_TIMEOUT_S)
+    except (EngineError, TimeoutError):
+        return None
+
+
+async def all_metrics(state: ServerState) -> Metrics:
+    """What all front ends have counted. ApiError (503) if not all are heard."""
+    metrics = state.metrics
+    if state.totals is not None:
+        try:
+            found = await asyncio.wait_for(state.totals(metrics.counts()), _STATS_TIMEOUT_S)
+        except TimeoutError:  # sums without the others would go backwards
+            raise unavailable("the other front ends' counts are not there", "metrics_unavailable") from None
+        metrics = Metrics(metrics.model_name)
+        for counts in found:
+            metrics.add(counts)
+    if state.watch is not None:
+        metrics.findings = Counter((metrics.model_name, f["cause"]) for f in state.watch.findings if f["ended"] is None)
+    return metrics
 
 
 def _ok(status: str, **more: object) -> Response:

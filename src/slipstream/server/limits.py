@@ -5,14 +5,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TypeAlias
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope
 
+from slipstream.server.auth import check_model
 from slipstream.server.errors import ApiError, ClientDisconnected, bad_request, overloaded, shutting_down
+from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerSettings, ServerState
+
+Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 async def read_body(scope: Scope, receive: Receive, settings: ServerSettings) -> bytes:
@@ -91,3 +98,41 @@ async def in_flight(state: ServerState, receive: Receive) -> AsyncIterator[None]
         watcher.cancel()
         state.in_flight.discard(exchange)
         state.load.end_request()
+
+
+@contextmanager
+def admitted(state: ServerState, record: RequestRecord, model: str | None) -> Iterator[None]:
+    """The code inside runs within the limits of the key that asked. ApiError (403, 429) if it may not."""
+    record.model = model
+    check_model(record.key, model)
+    with limited(state, record):
+        yield
+
+
+def counted(state: ServerState, handler: Handler) -> Handler:
+    """A route that computes nothing with the model, and is a request of its key all the same."""
+
+    async def within_limits(request: Request) -> Response:
+        with limited(state, request.scope["record"]):
+            return await handler(request)
+
+    return within_limits
+
+
+@contextmanager
+def limited(state: ServerState, record: RequestRecord) -> Iterator[None]:
+    """`admitted`, whatever the model."""
+    key = record.key
+    if key is None or not key.is_limited:
+        yield
+        return
+    try:
+        grant = record.grant = state.limiter.admit(key, background=record.background)
+        try:
+            yield
+        finally:
+            grant.close(record.num_prompt_tokens + record.num_output_tokens)
+    except ApiError as error:
+        if error.status == 429 and error.code != "overloaded":
+            state.metrics.limited[error.kind] += 1
+        raise

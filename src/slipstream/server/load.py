@@ -23,7 +23,7 @@ class Load:
 
     def __init__(self, shared: memoryview | None = None, slot: int = 0) -> None:
         self._counts = memoryview(bytearray(self.size(1))).cast("q") if shared is None else shared.cast("q")
-        self._own = 2 * slot
+        self.slot, self._own = slot, 2 * slot
         self.is_shared = shared is not None
 
     @staticmethod

@@ -12,7 +12,6 @@ A body becomes one of ours (a chat, a completion, an embedding), so everything h
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -22,15 +21,17 @@ from msgspec import Meta, Raw, Struct, field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from slipstream import __version__
 from slipstream.engine.pooled import check_dimensions, refuse_classifier, rows
-from slipstream.errors import SlipstreamError
+from slipstream.engine.tool_formats.base import Reasoning
+from slipstream.engine.tools import Reading
+from slipstream.outputs import CompletionOutput
 from slipstream.server import chat, completions
 from slipstream.server.chat import merged
 from slipstream.server.embeddings import PooledRoute, embed
-from slipstream.server.errors import ApiError, bad_request, noted
+from slipstream.server.errors import SHAPES, ApiError, bad_request
 from slipstream.server.generation import Answer, GenerationRoute, encode
 from slipstream.server.limits import read_body
 from slipstream.server.models import require_model
@@ -48,9 +49,8 @@ from slipstream.server.protocol import (
 )
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState
-from slipstream.server.tool_formats.base import Reasoning
-from slipstream.server.tools import Reading, reasons
-from slipstream.types import CompletionOutput, SamplingParams
+from slipstream.server.tools import reasons
+from slipstream.types import SamplingParams
 
 _Off = field(default_factory=Raw)
 
@@ -264,8 +264,11 @@ BODIES: dict[str, type[Struct]] = {
 register(*BODIES.values(), parts=(OllamaOptions, OllamaMessage))
 
 
+SHAPES["/api"] = lambda error, _: encode({"error": error.message})
+
+
 def known_name(state: ServerState, name: str) -> str:
-    return name if name in state.model_names else name.removesuffix(":latest")
+    return name if name in state.model_names or name in state.engine.adapters else name.removesuffix(":latest")
 
 
 # --- Answers --------------------------------------------------------------------------------------------------------
@@ -370,7 +373,7 @@ class _Generate(GenerationRoute):
         super().__init__(state, Generation, partial(_prepare, answer=answer))
         self.body = body
 
-    def read(self, raw: bytes) -> Generation:
+    def read(self, raw: bytes, scope: Scope) -> Generation:
         return decode(self.body, raw).translated(self.state)
 
 
@@ -391,27 +394,12 @@ class OllamaPooled(Pooled, kw_only=True):
 async def _embeddings(state: ServerState, body: OllamaPooled, record: RequestRecord) -> dict[str, Any]:
     refuse_classifier(state.engine.description)
     check_dimensions(state.engine.description, body.dimensions)
-    answer = await embed(state, body.texts, body, "input")
+    answer = await embed(state, body.texts, body, "input", record)
     record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
     total = round((time.monotonic() - record.start) * 1e9)
     found = rows(answer, body.dimensions).tolist() if body.texts else []
     about = {"total_duration": total, "load_duration": 0, "prompt_eval_count": tokens}
     return {"model": body.model, "embeddings": found, **about}
-
-
-class _Errors:
-    """Answers errors as Ollama does."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self.app(scope, receive, send)
-        except (ApiError, SlipstreamError) as exc:
-            error = noted(scope, exc)
-            body = encode({"error": error.message})
-            await Response(body, error.status, error.headers, media_type="application/json")(scope, receive, send)
 
 
 class _About:
@@ -434,9 +422,9 @@ class _About:
     async def version(self, request: Request) -> Response:
         return _json({"version": __version__})
 
-    async def show(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def show(self, request: Request) -> Response:
         state = self.state
-        body = decode(OllamaShowRequest, await read_body(scope, receive, state.settings))
+        body = decode(OllamaShowRequest, await read_body(request.scope, request.receive, state.settings))
         require_model(state, known_name(state, body.model))
         description, tokenizer = state.engine.description, state.engine.tokenizer
         spec, kind = description.spec, description.family.model_type
@@ -454,7 +442,7 @@ class _About:
             "capabilities": (["completion"] + ["thinking"] * reasons(state, template)) if spec.generates else ["embedding"],
             "modified_at": _stamp(state.created),
         }
-        await _json(answer)(scope, receive, send)
+        return _json(answer)
 
     def _model(self, name: str) -> dict[str, Any]:
         path = self.state.engine.description.path
@@ -471,7 +459,7 @@ class _About:
             "family": family,
             "families": [family],
             "parameter_size": f"{description.spec.num_parameters / 1e6:.1f}M",
-            "quantization_level": description.scheme or description.dtype,
+            "quantization_level": description.scheme or description.gguf_type or description.dtype,
         }
 
 
@@ -482,14 +470,11 @@ def _json(value: Any) -> Response:
 def routes(state: ServerState) -> list[Route]:
     about = _About(state)
 
-    def post(path: str, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> Route:
-        return Route(path, _Errors(app), methods=["POST"])
-
     return [
-        post("/api/chat", _Generate(state, OllamaChatRequest, MessageAnswer)),
-        post("/api/generate", _Generate(state, OllamaGenerateRequest, ResponseAnswer)),
-        post("/api/embed", _Embed(state, Pooled, _embeddings)),
-        post("/api/show", about.show),
+        Route("/api/chat", _Generate(state, OllamaChatRequest, MessageAnswer), methods=["POST"]),
+        Route("/api/generate", _Generate(state, OllamaGenerateRequest, ResponseAnswer), methods=["POST"]),
+        Route("/api/embed", _Embed(state, Pooled, _embeddings), methods=["POST"]),
+        Route("/api/show", about.show, methods=["POST"]),
         Route("/api/tags", about.tags),
         Route("/api/ps", about.ps),
         Route("/api/version", about.version),

@@ -8,14 +8,19 @@ is taken.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 import msgspec.structs
 from msgspec import Meta, Raw, Struct
 
+from slipstream.sampling_params import TRUNCATING
+from slipstream.server import beams
 from slipstream.server.errors import FIELDS, bad_request
 from slipstream.server.structured import (
     JsonSchema,
@@ -35,16 +40,18 @@ from slipstream.server.tools import (
     ToolSpec,
     ToolSpecs,
     call_dict,
-    check_tools,
+    offer_of,
 )
 from slipstream.types import SamplingParams
 
 Text = Annotated[str, Meta(min_length=1)]
+Breaker = Annotated[str, Meta(min_length=1, max_length=40)]  # as long as llama.cpp allows
 Word = Annotated[str, Meta(min_length=1, max_length=1000)]
 Int = Annotated[int, Meta(ge=-(2**31), lt=2**31)]  # what the engine's messages and kernels can carry
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Stop = Text | Annotated[list[Text], Meta(max_length=64)] | None
 MAX_INPUTS = 2048  # texts in one request (OpenAI's limit)
+NO_FUNCTIONS: Mapping[str, str] = MappingProxyType({})
 _Off = msgspec.field(default_factory=Raw)  # the default of fields that must be off
 
 
@@ -81,6 +88,29 @@ class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
     top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    # llama.cpp's, and transformers' no_repeat_ngram_size
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: Int | None = None
+    dry_penalty_last_n: Int | None = None
+    dry_sequence_breakers: Annotated[list[Breaker], Meta(max_length=16)] | None = None
+    no_repeat_ngram_size: Int | None = None
+    mirostat_mode: Int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    samplers: Annotated[list[str], Meta(max_length=16)] | None = None
+    logits_processors: Annotated[list[Text], Meta(max_length=16)] | None = None  # by the names that the server has them under
+    penalty_alpha: float | None = None  # refused above 0
+    # vLLM's, and transformers' names for how to search; `n` is the number of beams
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    num_beam_groups: Int | None = None
+    diversity_penalty: float | None = None
     min_tokens: Int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
@@ -105,6 +135,9 @@ class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         """Refuse what the schema cannot express."""
+        beams.check(self)
+        if self.penalty_alpha:
+            raise bad_request("contrastive search is not supported; leave penalty_alpha out", "penalty_alpha")
         if self.store:
             raise bad_request("store=true is not supported: answers are not kept; leave it false", "store")
         if self.stream_options is not None and not self.stream:
@@ -116,13 +149,22 @@ class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
         """This body's own name for a field that an error from the engine names."""
         return structured_param(self, field) if field and field.startswith("structured_outputs") else field
 
-    def sampling(self, model: Mapping[str, float], **special: Any) -> SamplingParams:
+    def sampling(
+        self, model: Mapping[str, float], processors: Mapping[str, str] = NO_FUNCTIONS, **special: Any
+    ) -> SamplingParams:
         """The fields that are named alike there and here, with `special` on top; None means the default: the `model`'s own,
-        else OpenAI's."""
+        else OpenAI's. `processors`: the functions that requests may name."""
+        if self.mirostat_mode:  # it stands in the place of samplers that leave tokens out, which the model may recommend
+            model = {name: value for name, value in model.items() if name not in TRUNCATING}
         given = {**model} | {name: getattr(self, name) for name in _SAMPLING_FIELDS if getattr(self, name) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = _token_map(self.logit_bias)
         special.setdefault("structured_outputs", structured(self))
+        for name in self.logits_processors or ():
+            if name not in processors:
+                known = f"one of {', '.join(processors)}" if processors else "none (start it with --logits-processors)"
+                raise bad_request(f"logits_processors: {name!r} is not served; this server has {known}", "logits_processors")
+        special["logits_processors"] = tuple(processors[name] for name in self.logits_processors or ())
         return SamplingParams(**given, **special)
 
 
@@ -130,7 +172,7 @@ _SAMPLING_FIELDS = tuple(
     name
     for name in SamplingParams.__dataclass_fields__
     if name in Generation.__struct_fields__
-    and name not in ("logit_bias", "max_tokens", "prompt_logprobs", "structured_outputs")
+    and name not in ("logit_bias", "logits_processors", "max_tokens", "prompt_logprobs", "structured_outputs")
 )
 
 
@@ -149,8 +191,8 @@ class CompletionRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         super().check()
         refuse_unless_off(self, self.off)
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise bad_request(f"best_of={self.best_of} is supported only when it equals n", "best_of")
+        if self.stream and self.best_of not in (None, self.n or 1):
+            raise bad_request("the best of several answers are known at their end; leave stream or best_of out", "best_of")
         if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
             raise bad_request("max_tokens: 0 needs echo or prompt_logprobs; else nothing is asked for", "max_tokens")
 
@@ -176,6 +218,24 @@ def one_kind(given: Any, name: str) -> list[str | list[int]]:
 
 class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PicturePart:
+    """A picture as a message names it. `path` says where, for errors."""
+
+    url: str
+    detail: str
+    path: str
+
+
+class ImageUrl(Struct, forbid_unknown_fields=True, kw_only=True):
+    url: str
+    detail: Literal["auto", "low", "high"] = "auto"
+
+
+class ImagePart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
+    image_url: ImageUrl
 
 
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -224,7 +284,7 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         super().check()
         refuse_unless_off(self, self.off)
-        check_tools(self)
+        offer_of(self)
         if taken := _TEMPLATE_FIELDS & set(self.chat_template_kwargs or ()):
             raise bad_request(f"chat_template_kwargs: {min(taken)} is set by the request's own fields", "chat_template_kwargs")
         if self.continue_final_message and self.add_generation_prompt:
@@ -237,7 +297,7 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
 
     def param(self, field: str | None) -> str | None:
         max_tokens = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
+        names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs", "image": "messages"}
         return {**names, "max_tokens": max_tokens}.get(field or "") or super().param(field)
 
 
@@ -291,6 +351,19 @@ class ScoreRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
     text_2: str | Texts
 
 
+class LoadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/load_lora_adapter: serve an adapter by a name, of a server with --lora-folder"""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]  # within the folder that the server names
+
+
+class UnloadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/unload_lora_adapter: serve it no longer"""
+
+    lora_name: str
+
+
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /tokenize: a prompt, or messages through the chat template"""
 
@@ -310,8 +383,9 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool = False
 
 
-def message_dict(message: Message, path: str) -> dict[str, Any]:
-    """The message as chat templates take it. `developer` is OpenAI's newer word for `system`, which templates know."""
+def message_dict(message: Message, path: str, pictures: list[PicturePart] | None = None) -> dict[str, Any]:
+    """The message as chat templates take it. `developer` is OpenAI's newer word for `system`, which templates know. Pictures
+    are appended to `pictures`; without such a list only text is taken."""
     roles = ("system", "developer", "user", "assistant", "tool")
     if message.role not in roles:
         raise bad_request(f"role {message.role!r} is not supported; use one of {', '.join(roles)}", f"{path}.role")
@@ -321,13 +395,18 @@ def message_dict(message: Message, path: str) -> dict[str, Any]:
             raise bad_request(f"{name} is for the role {role!r}", f"{path}.{name}")
     if message.content is None and not message.tool_calls:
         raise bad_request("a message needs content", f"{path}.content")
-    parts = (
+    parts: list[str | PicturePart] = (
         [message.content or ""]
         if isinstance(message.content, str | None)
-        else [_text_part(part, f"{path}.content[{i}]") for i, part in enumerate(message.content)]
+        else [_part(part, f"{path}.content[{i}]", pictures is not None) for i, part in enumerate(message.content)]
     )
+    seen = [part for part in parts if isinstance(part, PicturePart)]
+    if seen and message.role != "user":
+        raise bad_request(f"only a user's message has pictures, not one of {message.role!r}", seen[0].path)
+    if pictures is not None:
+        pictures += seen
     more = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": message.reasoning_content}
-    given: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": "".join(parts)}
+    given: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": _content(parts)}
     given |= {name: value for name, value in more.items() if value is not None}
     if message.tool_calls:
         given["tool_calls"] = [call_dict(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
@@ -342,11 +421,32 @@ _MESSAGE_OFF = {
 }
 
 
-def _text_part(part: dict[str, Raw], path: str) -> str:
+def _part(part: dict[str, Raw], path: str, with_pictures: bool) -> str | PicturePart:
     kind = bytes(part.get("type", b"null"))
+    if kind == b'"image_url"' and with_pictures:
+        image = decode(ImagePart, msgspec.json.encode(part), path + ".").image_url
+        return PicturePart(image.url, image.detail, f"{path}.image_url")
     if kind != b'"text"':
-        raise bad_request(f"content part of type {_shorten(kind)}: only text is supported", path)
+        known = "text and image_url are" if with_pictures else "only text is"
+        raise bad_request(f"content part of type {_shorten(kind)}: {known} supported", path)
     return decode(TextPart, msgspec.json.encode(part), path + ".").text
+
+
+def _content(parts: list[str | PicturePart]) -> str | list[dict[str, str]]:
+    """One text, unless there are pictures among them."""
+    if all(isinstance(part, str) for part in parts):
+        return "".join(part for part in parts if isinstance(part, str))
+    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+
+
+def picture_part(url: str, detail: str | None) -> dict[str, Raw]:
+    """A content part with a picture, for messages that are made of other protocols'."""
+    image = {"url": url} if detail is None else {"url": url, "detail": detail}
+    return {"type": Raw(b'"image_url"'), "image_url": Raw(msgspec.json.encode(image))}
+
+
+def text_part(text: str) -> dict[str, Raw]:
+    return {"type": Raw(b'"text"'), "text": Raw(msgspec.json.encode(text))}
 
 
 def refuse_unless_off(body: Struct, off: dict[str, tuple[bytes, ...]], path: str = "") -> None:
@@ -355,6 +455,13 @@ def refuse_unless_off(body: Struct, off: dict[str, tuple[bytes, ...]], path: str
         if raw and (len(raw) > 100 or msgspec.json.format(raw, indent=-1) not in allowed):
             only = " or ".join(value.decode() for value in allowed)
             raise bad_request(f"{name} is not supported yet; leave it out or {only}", path + name)
+
+
+def _likely(kind: type, name: str) -> str:
+    if (own := getattr(kind, "OTHER_NAMES", {}).get(name)) is not None:
+        return f"; here it is {own}"
+    near = difflib.get_close_matches(name[:60], getattr(kind, "__struct_fields__", ()), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _shorten(raw: bytes) -> str:
@@ -405,10 +512,14 @@ register(
     EmbeddingRequest,
     RerankRequest,
     ScoreRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
     TokenizeRequest,
     DetokenizeRequest,
     TextPart,
+    ImagePart,
     parts=(
+        ImageUrl,
         *(StreamOptions, PromptCompression, Message, ResponseFormat, JsonSchema, StructuredOutputs),
         *(ToolSpec, FunctionSpec, ToolCall, CalledFunction, NamedChoice, NamedFunction),
     ),
@@ -429,8 +540,17 @@ def decode(kind: type[T], body: bytes, path: str = "") -> T:
         named = _FIELD.fullmatch(message)
         parts = [part for part in (where, named and named[1]) if part]
         param = path + ".".join(parts) if parts else path.rstrip(".") or None
-        raise bad_request(f"{message} (in {param or 'the body'})", param, "invalid_field") from None
+        hint = _likely(kind, named[1]) if named and not where and "unknown" in message[:24] else ""
+        raise bad_request(f"{message} (in {param or 'the body'}){hint}", param, "invalid_field") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise bad_request(f"the body is not valid JSON: {exc}", code="invalid_json") from None
     except RecursionError:
         raise bad_request("the body is nested too deeply", code="invalid_json") from None
+
+
+def decode_raw(raw: Raw | bytes, path: str) -> Any:
+    """What stands in a field that its body left unread, or a 400 that names it."""
+    try:
+        return msgspec.json.decode(bytes(raw))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise bad_request(f"this is not valid JSON: {exc} (in {path})", path, "invalid_json") from None

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.server.errors import as_api_error
+from slipstream.server.errors import ApiError, as_api_error, response_to, unavailable
+from slipstream.server.keys import Key
 from slipstream.server.metrics import Metrics
+from slipstream.server.rates import Grant
+
+if TYPE_CHECKING:
+    from slipstream.server.audit import AuditLog
+    from slipstream.server.generation import Answer
+    from slipstream.server.telemetry import Telemetry
 
 logger = logging.getLogger("slipstream.access")
 errors = logging.getLogger("slipstream.server")
 
-_QUIET = frozenset({"/ping", "/live", "/ready", "/health", "/metrics"})  # asked for every few seconds; logged when they fail
+TOKENS_HEADER = b"x-slipstream-tokens"
+"""For a fleet's door (`server.fleet`)."""
+
+_TRACE = (b"traceparent", b"tracestate")
+_PROBES = {"/ping", "/live", "/ready", "/health", "/metrics", "/status.json", "/v2/health/live", "/v2/health/ready"}
+_QUIET = frozenset(_PROBES)  # asked for every few seconds; logged when they fail
 ROUTES = _QUIET | {
     "/v1/completions",
     "/v1/chat/completions",
@@ -25,19 +39,51 @@ ROUTES = _QUIET | {
     "/rerank",
     "/v1/rerank",
     "/v2/rerank",
+    "/score",
+    "/v1/score",
     "/v1/models",
+    "/v2",
+    "/v2/repository/index",
+    "/v1/feedback",
+    "/v1/files",
+    "/v1/batches",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/v1/responses/input_tokens",
     "/tokenize",
     "/detokenize",
     "/openapi.json",
     "/docs",
+    "/status",
+    "/chat",
+    "/findings",
     "/api/chat",
     "/api/generate",
     "/api/embed",
     "/api/show",
     "/api/tags",
+    "/api/ps",
     "/api/version",
     "/version",
+    "/fleet/events",
+    "/fleet/resume",
 }
+PATTERNS = [
+    (name, re.compile(name.replace("{id}", ".+")))
+    for name in (
+        "/v1/models/{id}",
+        "/v1/files/{id}/content",
+        "/v1/files/{id}",
+        "/v1/batches/{id}/cancel",
+        "/v1/batches/{id}",
+        "/v1/responses/{id}/input_items",
+        "/v1/responses/{id}/cancel",
+        "/v1/responses/{id}",
+        *(f"/v2/models/{{id}}/{what}" for what in ("ready", "config", "infer", "generate", "generate_stream")),
+        "/v2/models/{id}",
+    )
+]
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -51,6 +97,38 @@ class RequestRecord:
     ttft_s: float | None = None
     error: str | None = None
     param: str | None = None  # the field that was refused
+    key: Key | None = None  # that asked
+    grant: Grant | None = None  # of a key with limits
+    model: str | None = None  # as it is served
+    answer: Answer | None = None
+    body: str | None = None  # if the audit log is to have it
+    trace_headers: dict[str, str] = field(default_factory=dict)  # the client's trace, if spans are sent
+    created: int = field(default_factory=lambda: int(time.time()))  # what the answer says
+    background: bool = False  # it is a batch's, and goes behind all others
+
+    @property
+    def owner(self) -> str:
+        """The key that asked, here or at a fleet's door; without keys empty."""
+        return "" if self.key is None else self.key.id
+
+    @property
+    def tokens_told(self) -> bytes:
+        """The value of `TOKENS_HEADER`."""
+        return b"%d %d" % (self.num_prompt_tokens, self.num_output_tokens)
+
+
+@dataclass(slots=True)
+class Observers:
+    """What is told of requests."""
+
+    metrics: Metrics
+    audit: AuditLog | None = None
+    telemetry: Telemetry | None = None
+
+    @property
+    def refuses(self) -> bool:
+        """Requests can't be written down, and must not be answered then."""
+        return self.audit is not None and self.audit.refuses
 
 
 class RequestLog:
@@ -60,14 +138,14 @@ class RequestLog:
     in the log under the request's id.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self.app, self.metrics = app, metrics
+    def __init__(self, app: ASGIApp, observers: Observers) -> None:
+        self.app, self.observers = app, observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        record = scope["record"] = RequestRecord()
+        record = scope["record"] = RequestRecord(key=scope.get("key"), background=scope.get("background", False))
         started, unread = False, scope.get("unread_body")
 
         async def send_with_id(message: Message) -> None:
@@ -75,12 +153,20 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 started = True
                 record.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+                message["headers"] = [*message.get("headers", ()), *_id_headers(scope["path"], record.id)]
+                if record.grant is not None and record.status < 400:  # an error has them itself
+                    message["headers"] += record.grant.headers
                 if unread is not None and unread():
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
+        if self.observers.telemetry is not None:
+            record.trace_headers = {n.decode(): v.decode("latin-1") for n, v in scope["headers"] if n in _TRACE}
         try:
+            if self.observers.refuses and scope["path"] not in _QUIET:
+                record.error = "audit_unavailable"
+                await response_to(scope, _not_audited())(scope, receive, send_with_id)
+                return
             await self.app(scope, receive, send_with_id)
         except Exception as exc:
             error = as_api_error(exc)
@@ -88,29 +174,47 @@ class RequestLog:
             if started:  # half an answer can only be broken off, which raising does; uvicorn logs it
                 raise
             errors.exception("a request failed", extra={"fields": {"id": record.id}})
-            await error.response()(scope, receive, send_with_id)
+            await response_to(scope, error)(scope, receive, send_with_id)
         finally:
             self._finish(scope, record)
 
     def _finish(self, scope: Scope, record: RequestRecord) -> None:
         # Labels and log come from fixed sets, so no client can flood the one or forge the other.
         path, method = scope["path"], scope["method"]
-        route = path if path in ROUTES else "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
-        method = method if method in _METHODS else "other"
-        self.metrics.responses[method, route, record.status] += 1
-        if route in _QUIET and record.status < 400:
-            return
-        fields: dict[str, object] = {"id": record.id, "method": method, "route": route, "status": record.status}
-        if record.num_prompt_tokens:
-            fields |= {"prompt_tokens": record.num_prompt_tokens, "output_tokens": record.num_output_tokens}
-        if record.ttft_s is not None:
-            fields["ttft_s"] = round(record.ttft_s, 4)
-        fields["e2e_s"] = round(time.monotonic() - record.start, 4)
-        if record.error is not None:
-            fields["error"] = record.error
-        if record.param is not None:
-            fields["param"] = record.param
-        logger.info("request", extra={"fields": fields})
+        route = path if path in ROUTES else next((name for name, form in PATTERNS if form.fullmatch(path)), "other")
+        finish(self.observers, record, method if method in _METHODS else "other", route)
+
+
+def _not_audited() -> ApiError:
+    return unavailable("the audit log cannot be written, and this server answers nothing without it", "audit_unavailable")
+
+
+def finish(observers: Observers, record: RequestRecord, method: str, route: str) -> None:
+    """Count and log a request that has ended, and tell whoever else watches."""
+    if observers.telemetry is not None:
+        observers.telemetry.ended(record, route)
+    observers.metrics.responses[method, route, record.status] += 1
+    if route in _QUIET and record.status < 400:
+        return
+    fields: dict[str, object] = {"id": record.id, "method": method, "route": route, "status": record.status}
+    if record.num_prompt_tokens:
+        fields |= {"prompt_tokens": record.num_prompt_tokens, "output_tokens": record.num_output_tokens}
+    if record.ttft_s is not None:
+        fields["ttft_s"] = round(record.ttft_s, 4)
+    fields["e2e_s"] = round(time.monotonic() - record.start, 4)
+    if record.error is not None:
+        fields["error"] = record.error
+    if record.param is not None:
+        fields["param"] = record.param
+    logger.info("request", extra={"fields": fields})
+    if observers.audit is not None:
+        observers.audit.write("request", **fields, key=record.owner or None, model=record.model, body=record.body)
+
+
+def _id_headers(path: str, id_: str) -> list[tuple[bytes, bytes]]:
+    """OpenAI's header, and on Anthropic's routes theirs, too."""
+    name = [(b"request-id", id_.encode())] if path.startswith("/v1/messages") else []
+    return [(b"x-request-id", id_.encode()), *name]
 
 
 class LogFormatter(logging.Formatter):

@@ -9,6 +9,7 @@ than a refused connection.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -17,16 +18,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from slipstream.errors import ConfigError
 from slipstream.server.app import create_app
+from slipstream.server.batch_runner import BatchRunner, EngineRoom, Room
+from slipstream.server.certificates import Certificates
 from slipstream.server.connection import Connection
 from slipstream.server.errors import shutting_down
 from slipstream.server.load import Acceptor
 from slipstream.server.record import LogFormatter
-from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener
+from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener, Watch
+
+if TYPE_CHECKING:
+    from slipstream.server.kserve_grpc import Door
 
 logger = logging.getLogger("slipstream.server")
 
@@ -37,11 +44,17 @@ KEEP_ALIVE_S = 75  # longer than load balancers usually keep idle connections, s
 class Server(uvicorn.Server):
     """uvicorn, but a signal begins to drain instead of closing the door."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, room: Room) -> None:
+        """`room` is where lines of batches run."""
         super().__init__(config)
-        self.state = state
+        self.state, self._room = state, room
         self._drain: asyncio.Task[None] | None = None
+        self.num_at_stop = self.num_cut = 0  # requests when it began to drain; of them, those that did not end in time
         self._patience_ends = 0.0  # time.monotonic()
+        self._renewing: asyncio.Task[None] | None = None
+        self._batches: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self.grpc: Door | None = None
 
     def stop(self) -> None:
         """Begin to drain; called a second time, do not wait any longer."""
@@ -55,10 +68,12 @@ class Server(uvicorn.Server):
 
     async def _drain_and_exit(self) -> None:
         in_flight = self.state.in_flight
+        self.num_at_stop = len(in_flight)
         if in_flight:
             logger.info("draining: %d requests in flight", len(in_flight))
         while in_flight and time.monotonic() < self._patience_ends:
             await asyncio.sleep(0.02)
+        self.num_cut = len(in_flight)
         for exchange in tuple(in_flight):
             exchange.cancel(shutting_down())
         self.should_exit = True
@@ -68,11 +83,39 @@ class Server(uvicorn.Server):
         """Whoever runs the server calls `stop`: uvicorn's own raises the signal again at the end."""
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in (self._renewing, self._batches, self._watching):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+        if self.grpc is not None:
+            await self.grpc.stop()
+        await super().shutdown(sockets)
+        if self.state.responses is not None:
+            self.state.responses.close()
+        if self.state.files is not None:
+            self.state.files.close()
+        self.state.limiter.close()
+        if self.state.observers.audit is not None:
+            self.state.observers.audit.close()
+        if self.state.observers.telemetry is not None:
+            await asyncio.to_thread(self.state.observers.telemetry.close)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([] if self.state.load.is_shared else sockets)
+        if self.grpc is not None:
+            await self.grpc.start()
+        if self.state.batches is not None:
+            runner = BatchRunner(self.state, self.state.batches, self.config.app, self._room)  # type: ignore[arg-type]
+            self._batches = asyncio.create_task(runner.run())
+        settings = self.state.settings
+        if settings.ssl_certfile is not None and self.config.ssl is not None:
+            certificates = Certificates(settings.ssl_certfile, settings.ssl_keyfile)
+            self._renewing = asyncio.create_task(certificates.keep_fresh(self.config.ssl))
+        if self.state.watch is not None:
+            self._watching = asyncio.create_task(self.state.watch.run(self.state))
         if not self.state.load.is_shared:
-            await super().startup(sockets)
             return
-        await super().startup([])
         config, state, open_now = self.config, self.server_state, self.server_state.connections
 
         def protocol() -> asyncio.Protocol:
@@ -82,6 +125,28 @@ class Server(uvicorn.Server):
             listener.listen(BACKLOG)
             acceptor = Acceptor(listener, self.state.load, protocol, lambda: len(open_now), config.ssl)
             self.servers.append(acceptor)  # type: ignore[arg-type]
+
+
+def _grpc_door(state: ServerState) -> Door:
+    with needs_grpc():
+        from slipstream.server.kserve_grpc import Door
+    return Door(state)
+
+
+@contextmanager
+def needs_grpc() -> Iterator[None]:
+    """The code inside imports what speaks gRPC. ConfigError if its library is not there."""
+    try:
+        yield
+    except ImportError:
+        raise ConfigError("gRPC needs grpcio: pip install 'slipstream[kserve]'", field="grpc_port") from None
+
+
+def settle() -> None:
+    """What the start made stays, so the search for cycles of garbage need not look at it again: each would stop all streams
+    of the process for tens of milliseconds. For a process that does nothing else than serve."""
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager
@@ -102,7 +167,8 @@ def bind(settings: ServerSettings) -> socket.socket:
     """The server's socket. Made before the engine starts, so that a busy port or a bad certificate fails early."""
     if settings.ssl_certfile is not None:
         try:
-            ssl.create_default_context().load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+            context = ssl.create_default_context(cafile=settings.ssl_ca_certs)
+            context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
         except OSError as exc:  # ssl.SSLError is one
             raise ConfigError(f"the TLS certificate or key cannot be used: {exc}", field="ssl_certfile") from None
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
@@ -124,9 +190,9 @@ def url(settings: ServerSettings, listener: socket.socket) -> str:
     return f"{'https' if settings.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}"
 
 
-def make_server(engine: Engine, settings: ServerSettings, shortener: Shortener | None = None) -> Server:
-    app = create_app(engine, settings, shortener)
-    config = uvicorn.Config(
+def uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
+    """Of a server, and of a fleet's door."""
+    return uvicorn.Config(
         app,
         http=Connection,
         ws="none",
@@ -139,8 +205,21 @@ def make_server(engine: Engine, settings: ServerSettings, shortener: Shortener |
         timeout_graceful_shutdown=5,  # everything was drained before; this is for clients that do not read their answer
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
+        ssl_ca_certs=settings.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_NONE if settings.ssl_ca_certs is None else ssl.CERT_REQUIRED,
     )
-    return Server(config, app.state.server)
+
+
+def make_server(
+    engine: Engine, settings: ServerSettings, shortener: Shortener | None = None, watch: Watch | None = None
+) -> Server:
+    app = create_app(engine, settings, shortener)
+    state = app.state.server
+    state.watch = watch
+    made = Server(uvicorn_config(app, settings), state, EngineRoom(state))
+    if settings.grpc_port is not None:
+        made.grpc = _grpc_door(state)
+    return made
 
 
 async def serve(
@@ -150,10 +229,11 @@ async def serve(
     *,
     on_ready: Callable[[], None] = lambda: None,
     shortener: Shortener | None = None,
+    watch: Watch | None = None,
 ) -> None:
     """Serve until a signal; the engine is shut down at the end."""
     try:
-        server = make_server(engine, settings, shortener)
+        server = make_server(engine, settings, shortener, watch)
         listener.listen(BACKLOG)  # so that whoever reads that we are ready can connect at once
         on_ready()
         with stop_signals(server.stop):

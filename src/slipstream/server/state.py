@@ -6,21 +6,35 @@ belongs to one app; nothing here is global. All of it lives on one event loop, s
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from slipstream.arguments import suggesting_init
 from slipstream.config import EngineConfig
+from slipstream.engine.tools import Formats
 from slipstream.errors import ConfigError
+from slipstream.outputs import Vectors
 from slipstream.server.load import Load
-from slipstream.server.tool_formats import reasoning_markers, tool_format
-from slipstream.types import CanaryResult, EngineStats, Prompt, SamplingParams, Vectors
+from slipstream.stats import CanaryResult, EngineStats
+from slipstream.types import BeamSearchParams, LoRARequest, Prompt, Reserve, SamplingParams, Share
 
 if TYPE_CHECKING:
+    from slipstream.engine.beams import BeamSearchOutput
+    from slipstream.engine.core_process import CacheNews
     from slipstream.engine.output import Sink
+    from slipstream.engine.pictures import PreparedPicture
+    from slipstream.server.auth import Keyring
+    from slipstream.server.batches import BatchStore
+    from slipstream.server.files import FileStore
     from slipstream.server.limits import Exchange
     from slipstream.server.metrics import Counts, Metrics
+    from slipstream.server.rates import Limiter
+    from slipstream.server.record import Observers
+    from slipstream.server.store import ResponseStore
     from slipstream.spec.description import ModelDescription
 
 
@@ -58,6 +72,14 @@ class Health(Protocol):
     def reason(self) -> str: ...
 
 
+class Watch(Protocol):
+    """What looks for trouble while the server runs (`fleet/detection`), and what it found: the newest first, as JSON has it."""
+
+    @property
+    def findings(self) -> list[dict[str, Any]]: ...
+    async def run(self, state: ServerState) -> None: ...
+
+
 class Engine(Protocol):
     @property
     def config(self) -> EngineConfig: ...
@@ -68,14 +90,48 @@ class Engine(Protocol):
     @property
     def canary(self) -> CanaryResult | None: ...
     async def submit(
-        self, prompt: Prompt, sampling: SamplingParams, sink: Sink, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        sink: Sink,
+        *,
+        priority: int = 0,
+        lora: LoRARequest | None = None,
+        share: Share | None = None,
+        reserve: Reserve | None = None,
+        answer_token_ids: Sequence[int] = (),
     ) -> Callable[[], None]: ...
+    def watch_cache(self, watcher: Callable[[CacheNews], None]) -> Callable[[], None]: ...
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        *,
+        priority: int = 0,
+        truncate_prompt_tokens: int | None = None,
+        lora: LoRARequest | None = None,
+        share: Share | None = None,
+        reserve: Reserve | None = None,
+    ) -> BeamSearchOutput: ...
+    @property
+    def adapters(self) -> dict[str, LoRARequest]: ...
+    async def load_adapter(self, name: str, path: str) -> None: ...
+    async def unload_adapter(self, name: str) -> None: ...
     @property
     def description(self) -> ModelDescription: ...
+    def check_pictures(self, count: int) -> None: ...
+    async def prepare_picture(self, source: Any, detail: str = "auto") -> PreparedPicture: ...
     async def embed(
-        self, prompts: Sequence[Prompt | tuple[str, str]], *, priority: int = 0, truncate_to: int | None = None
+        self,
+        prompts: Sequence[Prompt | tuple[str, str]],
+        *,
+        priority: int = 0,
+        truncate_to: int | None = None,
+        reserve: Reserve | None = None,
     ) -> Vectors: ...
     async def stats(self) -> EngineStats: ...
+    @property
+    def num_requests(self) -> int: ...
     @property
     def is_sleeping(self) -> bool: ...
     async def sleep(self, level: int = 1) -> None: ...
@@ -112,6 +168,7 @@ class Shortener(Protocol):
     ) -> Shortened: ...
 
 
+@partial(suggesting_init, what="setting")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Everything about the server that is not about the engine. Sizes are bytes, `_s` are seconds."""
@@ -119,19 +176,40 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: a free one
     served_model_names: tuple[str, ...] = ()  # empty: the engine's own
-    api_keys: tuple[str, ...] = ()  # empty: no key is asked for
+    api_keys: tuple[str, ...] = ()  # empty: no key is asked for, unless there is a keys_file
+    keys_file: str | None = None  # of `slipstream keys`
     max_concurrent_requests: int = 4096  # beyond it: 429; the engine's own queue limit is EngineArgs.max_queue
     max_choices_per_request: int = 1024  # prompts times n, or texts to embed or to rerank
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0  # for a client that sends its body slowly
     drain_timeout_s: float = 30.0
     enable_sleep_mode: bool = False  # whether /sleep and /wake_up do anything
+    lora_folder: str | None = None  # whose adapters may be loaded over HTTP; None: none
+    allowed_media_hosts: tuple[str, ...] = ()  # from which pictures are fetched, as HOST or HOST:PORT; empty: from none
     cors_origins: tuple[str, ...] = ()  # whose pages may ask from a browser; "*": any
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     log_format: Literal["text", "json"] = "text"
     tool_call_parser: str | None = None  # a name in `tool_formats.FORMATS`, or "none"; None: as the chat template says
     reasoning_parser: str | None = None  # the same of REASONING
+    logits_processors: dict[str, str] = field(default_factory=dict)  # "module:function" by the name that requests give
+    grpc_port: int | None = None  # where KServe's protocol is spoken over gRPC; None: nowhere
+    state_dir: str | None = None  # where answers are kept beyond the server's life
+    max_stored_responses: int = 1000  # 0: none are kept
+    max_stored_bytes: int = 256 * 2**20
+    fleet_key: str | None = None  # only who has it may ask: the door of a fleet (`server.fleet`)
+    ssl_ca_certs: str | None = None  # clients must show a certificate that one of these signed
+    files_dir: str | None = None  # where files and batches are; None: there are none
+    max_files_bytes: int = 2**30  # of all files together
+    max_file_bytes: int = 100 * 2**20
+    batch_max_concurrent: int | None = None  # lines at once; None: half of max_num_seqs
+    batch_beside: int = 0  # of them beside requests of clients
+    audit_log: str | None = None  # the file
+    audit_max_bytes: int = 64 * 2**20  # then the next file begins
+    audit_prompts: bool = False  # bodies of requests stand in it, too
+    audit_failure: Literal["refuse", "serve"] = "refuse"  # what requests meet while it cannot be written
+    otlp_endpoint: str | None = None  # where spans and metrics are sent, such as http://127.0.0.1:4318
+    shared_dir: str | None = None  # set by the supervisor: where front ends share what ends with the server
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, need: str) -> None:
@@ -139,30 +217,64 @@ class ServerSettings:
                 raise ConfigError(f"{name} must be {need}, got {getattr(self, name)!r}", field=name)
 
         require(0 <= self.port <= 65535, "port", "from 0 (any free one) to 65535")
+        require(self.grpc_port is None or 0 <= self.grpc_port <= 65535, "grpc_port", "from 0 (any free one) to 65535")
+        if self.grpc_port and self.grpc_port == self.port:
+            raise ConfigError(f"grpc_port is {self.port}, as port is; gRPC needs one of its own", field="grpc_port")
         for name in ("max_concurrent_requests", "max_choices_per_request", "max_body_bytes", "body_timeout_s"):
             require(getattr(self, name) > 0, name, "above 0")
+        require(self.max_stored_responses >= 0, "max_stored_responses", "0 or more")
+        require(self.max_stored_bytes > 0, "max_stored_bytes", "above 0")
+        require(self.max_files_bytes > 0, "max_files_bytes", "above 0")
+        require(self.max_file_bytes > 0, "max_file_bytes", "above 0")
+        require(self.batch_max_concurrent is None or self.batch_max_concurrent > 0, "batch_max_concurrent", "above 0")
+        require(self.audit_max_bytes >= 4096, "audit_max_bytes", "4096 or more")
+        require(self.audit_failure in ("refuse", "serve"), "audit_failure", "'refuse' or 'serve'")
+        if self.audit_log is None and (self.audit_prompts or self.audit_failure != "refuse"):
+            raise ConfigError("audit_prompts and audit_failure have an effect only with audit_log", field="audit_log")
+        require(self.batch_beside >= 0, "batch_beside", "0 or more")
         require(self.drain_timeout_s >= 0, "drain_timeout_s", "0 or more")
         require(self.log_format in ("text", "json"), "log_format", "'text' or 'json'")
-        tool_format(self.tool_call_parser, None)
-        reasoning_markers(self.reasoning_parser, None)
+        assert self.formats  # names them all
         require(all(self.served_model_names), "served_model_names", "made of non-empty names")
+        hosts = self.allowed_media_hosts
+        require(all(re.fullmatch(r"[\w.-]+(:\d{1,5})?|\[[0-9a-fA-F:]+\](:\d{1,5})?", host) for host in hosts),
+                "allowed_media_hosts", "made of HOST or HOST:PORT")
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
             raise ConfigError("an API key must be printable ASCII without spaces", field="api_keys")
+        require(self.fleet_key != "", "fleet_key", "a key, or left out")
+        if self.grpc_port is not None and (self.fleet_key is not None or self.ssl_ca_certs is not None):
+            raise ConfigError("gRPC asks for no fleet_key and no ssl_ca_certs; leave grpc_port out", field="grpc_port")
+        if self.ssl_ca_certs and not self.ssl_certfile:
+            raise ConfigError("ssl_ca_certs is set without ssl_certfile; clients' certificates need TLS", field="ssl_certfile")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile is set without ssl_certfile; give both", field="ssl_certfile")
+
+    @property
+    def formats(self) -> Formats:
+        return Formats(self.tool_call_parser, self.reasoning_parser)
 
 
 @dataclass(slots=True)
 class ServerState:
     engine: Engine
     settings: ServerSettings
-    metrics: Metrics
+    observers: Observers
+    keys: Keyring
+    limiter: Limiter
     shortener: Shortener | None = None  # of prompts, by a small model
     draining: bool = False
     in_flight: set[Exchange] = field(default_factory=set)  # of this process
     load: Load = field(default_factory=Load)
+    responses: ResponseStore | None = None
+    files: FileStore | None = None
+    batches: BatchStore | None = None
     totals: Callable[[Counts], Awaitable[list[Counts]]] | None = None  # of all front ends, given this one's; None: it is alone
+    watch: Watch | None = None  # None: nobody looks for trouble
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.observers.metrics
 
     @property
     def model_names(self) -> tuple[str, ...]:

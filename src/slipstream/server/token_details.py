@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.outputs import Logprob
 from slipstream.server.generation import Choice, PromptInfo
 from slipstream.server.protocol import Generation
-from slipstream.types import Logprob
 
 
 def prompt_details(body: Generation, info: PromptInfo) -> dict[str, Any]:

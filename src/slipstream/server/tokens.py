@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,12 +10,21 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from slipstream.engine.pictures import PreparedPicture, with_pictures
 from slipstream.engine.processor import beside
 from slipstream.errors import ContextLengthError
 from slipstream.server.errors import bad_request
 from slipstream.server.limits import read_body
+from slipstream.server.media import read_pictures
 from slipstream.server.models import require_model
-from slipstream.server.protocol import DetokenizeRequest, Message, TokenizeRequest, decode, message_dict
+from slipstream.server.protocol import (
+    DetokenizeRequest,
+    Message,
+    PicturePart,
+    TokenizeRequest,
+    decode,
+    message_dict,
+)
 from slipstream.server.state import ServerState, Tokenizer
 from slipstream.types import Prompt, TokensPrompt
 
@@ -25,9 +35,20 @@ _MAX_CHARS_PER_TOKEN = 128
 async def chat_tokens(
     state: ServerState, messages: list[Message], /, *, add_generation_prompt: bool = True, **given: Any
 ) -> list[int]:
-    """The prompt's tokens. `given` is as of `template_tokens`."""
+    """The tokens of a prompt without pictures. `given` is as of `template_tokens`."""
     plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(messages)]
     return await template_tokens(state, plain, add_generation_prompt=add_generation_prompt, **given)
+
+
+async def pictured_tokens(
+    state: ServerState, messages: list[Message], /, *, add_generation_prompt: bool = True, **given: Any
+) -> tuple[list[int], list[PreparedPicture]]:
+    """The prompt's tokens, with all placeholders of its pictures, and these."""
+    parts = list[PicturePart]()
+    plain = [message_dict(message, f"messages[{i}]", parts) for i, message in enumerate(messages)]
+    pictures = await read_pictures(state, parts)
+    tokens = await template_tokens(state, plain, add_generation_prompt=add_generation_prompt, pictures=pictures, **given)
+    return tokens, pictures
 
 
 async def template_tokens(
@@ -38,6 +59,7 @@ async def template_tokens(
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
     any_length: bool = False,
+    pictures: Sequence[PreparedPicture] = (),
     **variables: Any,
 ) -> list[int]:
     """The template writes the special tokens itself, so the tokenizer adds none as a rule. `variables` are for the template."""
@@ -45,6 +67,10 @@ async def template_tokens(
 
     def tokens() -> list[int]:
         text = tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt, **variables)
+        if pictures:
+            vision = state.engine.description.spec.vision
+            assert vision is not None
+            text = with_pictures(text, pictures, vision)
         return _encode(state, tokenizer, text, "messages", add_special_tokens=add_special_tokens, any_length=any_length)
 
     return await beside(tokens, len(msgspec.json.encode((plain, variables))))  # tools and calls are rendered, too

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -178,6 +177,8 @@ def write_tiles(table: TileTable, path: Path) -> None:
     head = json.dumps({"format": FORMAT, "device": table.device, "made_by": table.made_by})[:-1]
     text = f'{head}, "entries": [\n  {lines}\n]}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
+    import tempfile
+
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

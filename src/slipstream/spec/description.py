@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 from slipstream.errors import CheckpointError, SlipstreamError, UnsupportedModelError
 from slipstream.spec.families import find_family, find_gguf_family
-from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, GGUF_SHAPES, ConfigReader, Family
+from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, GGUF_SHAPES, NO_EFFECT, ConfigReader, Family
 from slipstream.spec.gguf import GGUFFile
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.native_formats import held_formats, rounds
@@ -20,6 +21,7 @@ from slipstream.spec.parameters import Shape, parameters
 from slipstream.spec.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, gguf_pooling, read_pooling
 from slipstream.spec.quantization_config import COLUMNS_NAME, StoredQuantization, read_quantization, with_columns
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, RowFormat, Scheme, WeightFormat
+from slipstream.spec.vision import ImageProcessing
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,30 @@ class ModelDescription:
     pooling: PoolingSpec = LAST_TOKEN
     sampling: Mapping[str, float] = field(default_factory=usual_sampling)  # or the generation config's
     stored: tuple[StoredType, ...] = ()  # a GGUF file's types, the largest first
+    images: ImageProcessing | None = None  # of a model with an image encoder: how pictures are prepared for it
     gguf: GGUFFile | None = field(default=None, repr=False, compare=False)
+
+    def taking_images(self, most: int | None) -> ModelDescription:
+        """The model for prompts of at most so many pictures: with 0 the decoder alone, whose image encoder is not loaded."""
+        if most != 0:
+            return self
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, vision=None), images=None)
 
     @property
     def scheme(self) -> str | None:
         """The scheme of `SCHEMES` that all products are stored in; None if there is none."""
         return self.quantization.scheme if self.quantization is not None else None
+
+    @property
+    def gguf_type(self) -> str | None:
+        """The type that most bytes of a GGUF file's products have; None for other checkpoints."""
+        if self.gguf is None:
+            return None
+        sizes: Counter[str] = Counter()
+        for tensor in self.gguf.tensors.values():
+            if len(tensor.shape) > 1:
+                sizes[tensor.type] += math.prod(tensor.shape)
+        return sizes.most_common(1)[0][0] if sizes else None
 
     @property
     def kv_cache(self) -> RowFormat | None:
@@ -178,14 +198,14 @@ def _read_folder(path: Path) -> ModelDescription:
     family = find_family(config.get("model_type"), config.get("architectures"))
     own = config
     if family.nested_config is not None:
-        own = config.get(family.nested_config) or {}
+        own = config.get(family.nested_config) or (config if family.flat_config else {})
         if not isinstance(own, dict):
             raise UnsupportedModelError(f"{family.nested_config} must be an object", field=family.nested_config)
-        own.setdefault("tie_word_embeddings", config.get("tie_word_embeddings"))
+        own = {"tie_word_embeddings": config.get("tie_word_embeddings"), **own}
     compressed = config.get("quantization_config") or config.get("compression_config")
     beside = CONFIG_KEYS | {"quantization_config", "compression_config"}
     own = {k: v for k, v in own.items() if k not in beside}
-    spec = family.read(ConfigReader(own))
+    spec, images = _with_images(path, family, {k: v for k, v in config.items() if k not in beside}, own)
     if spec.encoder is not None and (names := tensor_names(path)):
         spec = dataclasses.replace(spec, tied_embeddings="lm_head.weight" not in names)
     if compressed is not None and not isinstance(compressed, Mapping):
@@ -209,12 +229,35 @@ def _read_folder(path: Path) -> ModelDescription:
         family=family,
         spec=spec,
         dtype=str(dtype),
-        eos_token_ids=_ids(eos, spec.vocab_size),
-        bos_token_id=next(iter(_ids(own.get("bos_token_id"), spec.vocab_size)), None),
+        eos_token_ids=_ids("eos_token_id", eos, spec.vocab_size),
+        bos_token_id=next(iter(_ids("bos_token_id", own.get("bos_token_id"), spec.vocab_size)), None),
         quantization=quantization,
         pooling=pooling,
         sampling=_sampling(defaults),
+        images=images,
     )
+
+
+def _with_images(
+    path: Path, family: Family, config: Mapping[str, Any], own: Mapping[str, Any]
+) -> tuple[ModelSpec, ImageProcessing | None]:
+    """The model of the decoder's `own` config, with the image encoder that the whole `config` describes, if there is one."""
+    if family.vision is None or family.processing is None:
+        return family.read(ConfigReader(own)), None
+    outer = ConfigReader(config)
+    if family.flat_config and not config.get(family.nested_config or ""):
+        images = {"vision_config", "text_config", *(k for k in config if k.endswith("_token_id") and k not in NO_EFFECT)}
+        own = {k: v for k, v in own.items() if k not in images}
+    text = family.read(ConfigReader(own))
+    spec = dataclasses.replace(text, vision=family.vision(outer, text))
+    assert spec.vision is not None
+    name, said = "preprocessor_config.json", dict[str, Any]()
+    if (path / name).is_file():
+        said = read_json(path / name)
+    elif (path / "processor_config.json").is_file():
+        name = "processor_config.json"
+        said = read_json(path / name).get("image_processor") or {}
+    return spec, family.processing(ConfigReader(said, name), spec.vision)
 
 
 def _sampling(config: Mapping[str, Any]) -> dict[str, float]:
@@ -292,8 +335,8 @@ def _read_gguf(path: Path) -> ModelDescription:
         family=family,
         spec=spec,
         dtype="bfloat16",
-        eos_token_ids=_ids([e for e in eos if e is not None], spec.vocab_size),
-        bos_token_id=next(iter(_ids(meta.get("tokenizer.ggml.bos_token_id"), spec.vocab_size)), None),
+        eos_token_ids=_ids("eos_token_id", [e for e in eos if e is not None], spec.vocab_size),
+        bos_token_id=next(iter(_ids("bos_token_id", meta.get("tokenizer.ggml.bos_token_id"), spec.vocab_size)), None),
         pooling=gguf_pooling(meta.get(f"{meta.get('general.architecture')}.pooling_type"), is_encoder=spec.is_encoder),
         stored=_stored(file),
         gguf=file,
@@ -309,10 +352,13 @@ def _stored(file: GGUFFile) -> tuple[StoredType, ...]:
     return tuple(sorted((StoredType(name, *counts) for name, counts in found.items()), key=lambda t: -t.num_bytes))
 
 
-def _ids(value: Any, vocab_size: int) -> tuple[int, ...]:
-    """A config's token ids, given as one, a list or null. Ids outside the vocabulary can't be generated and are left out."""
-    values = value if isinstance(value, list) else [value]
-    return tuple(dict.fromkeys(v for v in values if isinstance(v, int) and 0 <= v < vocab_size))
+def _ids(key: str, value: Any, vocab_size: int) -> tuple[int, ...]:
+    """A config's token ids, given as one, a list or null. Ids outside the vocabulary can't be generated and are left out.
+    CheckpointError for what is no id: answers would never end, and nobody would know why."""
+    values = [v for v in (value if isinstance(value, list) else [value]) if v is not None]
+    for wrong in (v for v in values if isinstance(v, bool) or not isinstance(v, int)):
+        raise CheckpointError(f"{key} must be a token id or a list of them, got {str(wrong)[:60]!r}", field=key)
+    return tuple(dict.fromkeys(v for v in values if 0 <= v < vocab_size))
 
 
 def read_json(path: Path) -> dict[str, Any]:

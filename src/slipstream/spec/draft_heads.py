@@ -191,7 +191,30 @@ def read_head(method: HeadMethod, path: Path, target: ModelDescription) -> HeadD
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path} holds no config.json of a draft head", field="model")
     config, names = read_json(path / "config.json"), tensor_names(path)
+    _refuse_other_kinds(path, config, names)
     return (_read_eagle if method == "eagle3" else _read_medusa)(path, config, names, spec)
+
+
+def _refuse_other_kinds(path: Path, config: dict[str, Any], stored: frozenset[str]) -> None:
+    """Name a head of a kind that is not read, instead of its first field or tensor that is not known."""
+    made_for = " ".join(map(str, (*(config.get("architectures") or ()), config.get("model_type"))))
+    kind, speculator = made_for.lower().replace("_", ""), config.get("speculators_model_type")
+    parallel = [key for key in ("pard_token", "ptd_token_id", "parallel_drafting") if config.get(key)]
+    parallel += sorted(name for name in stored if name.endswith("mask_hidden"))
+    first_of_eagle = "fc.weight" in stored and not any(name.endswith("hidden_norm.weight") for name in stored)
+    found = None
+    if "dflash_config" in config or "dflash" in kind or speculator == "dflash":
+        found = "DFlash, which guesses a block by diffusion"
+    elif parallel or "peagle" in kind or speculator == "peagle":
+        found = f"P-EAGLE, which guesses all places in one pass ({', '.join(parallel) or made_for})"
+    elif first_of_eagle or speculator == "eagle" or ("eagle" in kind and "eagle3" not in kind):
+        found = "EAGLE-1 or 2, which reads the last layer's state alone"
+    if found is not None:
+        raise UnsupportedModelError(
+            f"{path} is a head of {found}; Slipstream runs heads of EAGLE-3 and Medusa, and MTP layers: take one of these, make"
+            " one (slipstream compress MODEL --recipe draft:eagle3), or use method 'suffix', which needs none",
+            field="model",
+        )
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:

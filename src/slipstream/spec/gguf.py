@@ -101,7 +101,7 @@ class GGUFFile:
             raise CheckpointError(f"{self.path} can't be read: {error}", field=self.path.name) from error
         self._mapped = mapped
         self._bytes: RawBytes = np.frombuffer(mapped, np.uint8)
-        reader = _Reader(memoryview(mapped), self.path)
+        reader = _Reader(mapped, self.path)
         self.version = reader.version()
         num_tensors = reader.count("the number of tensors", 24)  # bytes of the shortest entry
         num_metadata = reader.count("the number of metadata entries", 13)
@@ -122,11 +122,18 @@ class GGUFFile:
         flat = self._bytes[tensor.offset : tensor.offset + tensor.nbytes]
         return flat.reshape(-1, tensor.quant.block_bytes)
 
-    def let_go(self) -> None:
-        """Give the pages of the mapping back to the system, after the tensors have been read. A later read comes from the
+    def let_go(self, name: str | None = None) -> None:
+        """Give the pages of a tensor, or of the whole file, back to the system after a read. A later read comes from the
         file."""
-        if hasattr(mmap, "MADV_DONTNEED"):
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        if name is None:
             self._mapped.madvise(mmap.MADV_DONTNEED)
+            return
+        tensor = self._find(name)
+        begin, end = (at // mmap.PAGESIZE * mmap.PAGESIZE for at in (tensor.offset, tensor.offset + tensor.nbytes))
+        if begin < end:
+            self._mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def _find(self, name: str) -> GGUFTensor:
         if name not in self.tensors:
@@ -184,16 +191,16 @@ class GGUFFile:
 class _Reader:
     """A cursor over the header. A count is checked against the bytes that are left before anything is allocated for it."""
 
-    def __init__(self, view: memoryview, path: Path) -> None:
-        self.view, self.path = view, path
-        self.size = len(view)
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data, self.path = data, path
+        self.size = len(data)
         self.offset = 0
 
     def error(self, message: str, field: str | None = None) -> CheckpointError:
         return CheckpointError(f"{self.path}: {message}", field=field)
 
     def version(self) -> int:
-        if bytes(self.view[:4]) != b"GGUF":
+        if self.data[:4] != b"GGUF":
             raise self.error("this is not a GGUF file (it does not begin with GGUF)")
         self.offset = 4
         version: int = self.scalar("I", "the version")
@@ -211,7 +218,7 @@ class _Reader:
         return begin
 
     def scalar(self, code: str, what: str) -> Any:
-        return struct.unpack_from("<" + code, self.view, self.take(struct.calcsize("<" + code), what))[0]
+        return struct.unpack_from("<" + code, self.data, self.take(struct.calcsize("<" + code), what))[0]
 
     def count(self, what: str, each: int) -> int:
         """Read a number of entries, which take at least `each` bytes."""
@@ -226,7 +233,7 @@ class _Reader:
         length = self.count(what, 1)
         begin = self.take(length, what)
         try:
-            return str(self.view[begin : begin + length], "utf-8")
+            return self.data[begin : begin + length].decode()
         except UnicodeDecodeError as error:
             raise self.error(f"{what} is not UTF-8 (byte {begin})") from error
 
@@ -245,7 +252,7 @@ class _Reader:
             code = "<" + _SCALARS[kind]
             count = self.entries(key, struct.calcsize(code))
             begin = self.take(count * struct.calcsize(code), key)
-            return np.frombuffer(self.view, np.dtype(code), count, begin).tolist()
+            return np.frombuffer(self.data, np.dtype(code), count, begin).tolist()
         if kind == _STRING:
             return self._strings(self.entries(key, 8), key)
         return [self._value(kind, key, depth + 1) for _ in range(self.entries(key, 12))]
@@ -259,17 +266,18 @@ class _Reader:
 
     def _strings(self, count: int, key: str) -> list[str]:
         """Read an array of strings. `string` is inlined: a vocabulary has hundreds of thousands of them."""
-        view, size, offset = self.view, self.size, self.offset
-        length_at: Callable[[memoryview, int], tuple[int]] = struct.Struct("<Q").unpack_from
+        data, size, offset = self.data, self.size, self.offset
+        length_at: Callable[[mmap.mmap, int], tuple[int]] = struct.Struct("<Q").unpack_from
         strings = []
         try:
             for _ in range(count):
-                (length,) = length_at(view, offset)
+                (length,) = length_at(data, offset)
                 offset += 8
-                if length > size - offset:
+                end = offset + length
+                if end > size:
                     raise struct.error
-                strings.append(str(view[offset : offset + length], "utf-8"))
-                offset += length
+                strings.append(data[offset:end].decode())
+                offset = end
         except struct.error:
             raise self.error(
                 f"the file ends within {key} (byte {offset}): it is cut off or damaged; fetch it again", key

@@ -3,25 +3,26 @@ both ask here. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from slipstream.spec.parameters import Placement, Shape
 from slipstream.spec.quantization_config import StoredFormats
-from slipstream.spec.scheme import FP8_TILE, Scheme, WeightFormat
+from slipstream.spec.scheme import FORMATS, FP8_TILE, SCHEMES, Scheme, WeightFormat
 
 PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", ".q.weight", ".q_latent.weight", ".latent.weight")
 
 
 def is_product(target: str) -> bool:
-    """Whether `target` is a weight that may be quantised: that of a layer's product, or the output head."""
-    return target == "head.weight" or target.endswith(PRODUCTS)
+    """Whether `target` is a weight that may be quantised: that of a layer's product, or the output head. An image encoder's
+    are not."""
+    return target == "head.weight" or (target.endswith(PRODUCTS) and not target.startswith("vision."))
 
 
 def rounds(scheme: Scheme, target: str) -> bool:
     """Whether `scheme` quantises the weight `target` at load."""
     if target == "head.weight":
         return scheme.head
-    return target.endswith(PRODUCTS) and (".experts." in target or not scheme.experts_only)
+    return is_product(target) and (".experts." in target or not scheme.experts_only)
 
 
 def is_expandable(target: str) -> bool:
@@ -47,6 +48,12 @@ def held_formats(
             ours = plain and fmt is not None and fmt.product in able and held_group(fmt, *shapes[place.target]) is not None
             found.setdefault(place.target, set()).add(fmt if ours else None)
     return {target: fmt for target, (fmt, *more) in found.items() if fmt is not None and not more}
+
+
+def scheme_formats(shapes: Iterable[str], scheme: str) -> dict[str, WeightFormat]:
+    """The formats of all products' weights by one scheme, and of the head if the scheme has it."""
+    heads = ("head.weight",) if SCHEMES[scheme].head else ()
+    return {name: FORMATS[scheme] for name in shapes if name.endswith(PRODUCTS) or name in heads}
 
 
 def held_group(fmt: WeightFormat, rows: int, inner: int) -> int | None:

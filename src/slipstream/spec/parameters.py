@@ -49,7 +49,14 @@ class Swap:
     """The rows of up come before those of gate (GTE)."""
 
 
-Transform: TypeAlias = Transpose | Ungroup | Unpermute | MinusOne | Untwine | Swap
+@dataclass(frozen=True, slots=True)
+class Flatten:
+    """The tensor is a convolution's, [out, *kernel]; what it slides over does not overlap, so it is a product."""
+
+    kernel: tuple[int, ...]
+
+
+Transform: TypeAlias = Transpose | Ungroup | Unpermute | MinusOne | Untwine | Swap | Flatten
 
 
 @dataclass(frozen=True, slots=True)

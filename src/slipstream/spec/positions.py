@@ -106,12 +106,15 @@ class RopeSpec:
     """Rotary embedding (Su et al. 2021) of the first `rotary_dim` dimensions of each head.
 
     `half`: dimension i is rotated with i + rotary_dim/2 (GPT-NeoX, Llama). `interleaved`: 2i with 2i + 1 (GPT-J).
+    `sections`: a token has three positions (time, row and column of a picture; of text all the same), and so many
+    frequencies, in turn, go by each (M-RoPE; Qwen 2 VL, arXiv:2409.12191).
     """
 
     theta: float
     rotary_dim: int
     style: Literal["half", "interleaved"] = "half"
     scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
+    sections: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         require_positive("rope", rope_theta=self.theta)
@@ -120,15 +123,22 @@ class RopeSpec:
                 f"rope: the rotated part of a head must be an even number of dimensions, got {self.rotary_dim}",
                 field="partial_rotary_factor",
             )
+        if self.sections is not None and (sum(self.sections) != self.rotary_dim // 2 or min(self.sections) < 1):
+            raise UnsupportedModelError(
+                f"rope: mrope_section {list(self.sections)} must be numbers above 0 that sum up to {self.rotary_dim // 2}",
+                field="mrope_section",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlibiSpec:
     """ALiBi (Press et al. 2021): scores decrease linearly with distance. `max_bias` sets the slopes, as in MPT. `factor`
-    multiplies them: Falcon adds the bias before it scales the scores."""
+    multiplies them: Falcon adds the bias before it scales the scores. `part`: (first, all) where the heads are those from
+    `first` on, of `all` that the model has."""
 
     max_bias: float = 8.0
     factor: float = 1.0
+    part: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

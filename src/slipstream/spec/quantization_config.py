@@ -22,6 +22,12 @@ Method: TypeAlias = Literal["compressed-tensors", "fp8", "gptq", "gptq_v2", "awq
 """How a checkpoint names and packs its tensors. `fp8` is that of DeepSeek V3 and Qwen 3, in tiles. The first version of GPTQ
 stores zero points less one."""
 
+AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The places of columns 0 to 7 in a word of AWQ's tools, counted in codes from the low bits."""
+
+PLAIN_ZEROS: dict[Method, int] = {"gptq": 0x77777777, "gptq_v2": 0x88888888}
+"""A word of GPTQ's zero points that are all 8."""
+
 PREFIX = "quantization_config."
 INT4_BY_GROUP = {128: "int4", 32: "int4-g32"}
 SPARSE_FORMATS = ("sparse-bitmask", "sparse-24-bitmask")

@@ -13,3 +13,9 @@ class Reason(str):
         reason = super().__new__(cls, text)
         reason.notable = notable
         return reason
+
+
+class NotCovered(Exception):  # noqa: N818 (no error: another way is taken)
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason

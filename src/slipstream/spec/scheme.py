@@ -28,6 +28,9 @@ InputFormat: TypeAlias = RowFormat | Literal["fp8-block"]
 
 FORMAT_MAX: dict[InputFormat, float] = {"fp8": 448.0, "int8": 127.0, "fp8-block": 448.0}
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the codes 0 … 7 of a 4-bit float stand for; codes 8 … 15 are the same below 0."""
+
 FP8_TILE = 128
 """Rows, and inputs, of a tile with one scale in `fp8-block` (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
 
@@ -56,12 +59,12 @@ class Scheme:
         return 16 if self.group_size is None else max(64, self.group_size)
 
     def weight_bytes(self, rows: int, inner: int, *, on_cpu: bool = False) -> int:
-        """Bytes of a weight [rows, inner] with its scales. A CPU's kernels have float32 scales for groups of 128, and store the
-        exponent of an `mxfp4` scale."""
+        """Bytes of a weight [rows, inner] with its scales. A CPU's kernels have a scale and a minimum for each group of
+        `int4`, in float16 or (of 128 inputs) float32, and store the exponent of an `mxfp4` scale."""
         groups = 1 if self.group_size is None else inner // self.group_size
-        scale_bytes = 4 if self.inputs is not None or (on_cpu and self.group_size == 128) else 2
-        if on_cpu and self.name == "mxfp4":
-            scale_bytes = 1
+        scale_bytes = 4 if self.inputs is not None else 2
+        if on_cpu and self.inputs is None:
+            scale_bytes = 1 if self.name == "mxfp4" else 8 if self.group_size == 128 else 4
         return rows * inner * self.weight_bits // 8 + -(-rows // self.block_rows) * groups * scale_bytes
 
 

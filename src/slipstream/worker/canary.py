@@ -1,11 +1,13 @@
-"""A canary: a few dozen tokens stored with a checkpoint, and what the model made of them where it was made.
+"""A canary: a few dozen tokens stored with a checkpoint, with the model's log-probabilities where the checkpoint was made.
 
-Run at a start, it tells whether this checkpoint, with these kernels and this form of the cache, still gives what it gave:
-most of the tokens as one prefill, the last few as decodes, which are other kernels. For each position the likeliest tokens'
-log-probabilities are stored; the KL is taken over them and one bucket for all others, which is never more than the KL over the
-whole vocabulary. Rounding, another type or an 8-bit cache stay below `max_kl`; a wrong kernel or file does not (`MAX_KL` says
-what was measured, and what is too small to be seen).
-Captured graphs are not run: they replay the same kernels.
+At a start it tests whether the checkpoint, with this machine's kernels and this cache type, still gives these.
+
+1. Most of the tokens run as one prefill, the last few as decodes, which have other kernels. Graphs are not run: they replay the
+   same kernels.
+2. For each position the likeliest tokens are stored. The KL is taken over them and one bucket for all others. It is never more
+   than the KL over the whole vocabulary.
+3. Rounding, another type or an 8-bit cache stay below `max_kl`; a wrong kernel or file does not. `MAX_KL` says what was
+   measured, and what a canary can't see.
 
 The file is JSON: format, token_ids, num_decoded, top_ids and top_logprobs (a row for each token), max_kl, made_with.
 """
@@ -17,15 +19,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.types import CanaryResult
-from slipstream.worker.forward import Forwards
+from slipstream.stats import CanaryResult
+
+if TYPE_CHECKING:
+    from slipstream.worker.forward import Forwards
+    from slipstream.worker.host_runner import HostForward
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -34,15 +39,15 @@ NUM_TOKENS = 48
 NUM_DECODED = 4
 NUM_TOP = 16
 MAX_KL = 0.05
-"""Nats. Measured on SmolLM2-135M-Instruct, touchy because it is small, against float32 and the reference kernels: bfloat16
-costs 0.001, the CPU's kernels on Q4_1 blocks 0.003, an int8 or fp8 cache 0.01, int8 or fp8 products 0.04. What is wrong in
-every layer costs nats; one layer's MLP scaled by 2, 0.08; but by 1.5, 0.02, and one head's queries in one layer, 0.006: such
-pass."""
+"""Nats. Measured on SmolLM2-135M-Instruct, which is sensitive because it is small, against float32 and the reference kernels:
+bfloat16 costs 0.001, the CPU's kernels on Q4_1 blocks 0.003, an int8 or fp8 cache 0.01, int8 or fp8 products 0.04. An error in
+every layer costs nats, and one layer's MLP scaled by 2 costs 0.08. Scaled by 1.5 it costs 0.02, and an error in one head of one
+layer 0.006: the canary does not see these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """Row i of `top_ids` and `top_logprobs` is what follows token i."""
+    """Row i of `top_ids` and `top_logprobs` has the likeliest successors of token i."""
 
     token_ids: tuple[int, ...]
     top_ids: tuple[tuple[int, ...], ...]
@@ -55,52 +60,83 @@ class Canary:
 def make_canary(
     forwards: Forwards, kv: Sequence[LayerKV], token_ids: Sequence[int], *, made_with: Mapping[str, Any], max_kl: float = MAX_KL
 ) -> Canary:
-    """What the model makes of the first NUM_TOKENS of `token_ids` (more than NUM_DECODED of them)."""
+    """The canary of the first NUM_TOKENS of `token_ids`, which must be more than NUM_DECODED."""
     tokens = tuple(token_ids[:NUM_TOKENS])
-    best = _log_probabilities(forwards, kv, tokens, NUM_DECODED).topk(min(NUM_TOP, forwards.decoder.spec.vocab_size))
+    found = _log_probabilities(forwards, kv, tokens, NUM_DECODED)
+    ids = np.argsort(-found, axis=-1, kind="stable")[:, : min(NUM_TOP, forwards.decoder.spec.vocab_size)]
+    best = np.take_along_axis(found, ids, axis=-1)
     return Canary(
         token_ids=tokens,
-        top_ids=tuple(map(tuple, best.indices.tolist())),
-        top_logprobs=tuple(tuple(round(x, 5) for x in row) for row in best.values.tolist()),
+        top_ids=tuple(map(tuple, ids.tolist())),
+        top_logprobs=tuple(tuple(round(x, 5) for x in row) for row in best.tolist()),
         max_kl=max_kl,
         made_with=made_with,
     )
 
 
-def run_canary(forwards: Forwards, kv: Sequence[LayerKV], canary: Canary, *, context: int) -> CanaryResult:
-    """Writes to blocks 1, 2, … of `kv`, which nobody may be using. A context shorter than the canary, or too few blocks, cut
-    it."""
+def run_canary(
+    forwards: Forwards | HostForward, kv: Sequence[LayerKV], canary: Canary, *, context: int
+) -> CanaryResult:
+    """Run a canary in the blocks 1, 2, … of `kv`, which must be unused. A short context or too few blocks shorten it."""
     room = (len(kv[0].k) - 1) // len(forwards.decoder.spec.cache_groups) * kv[0].block_size
     num_tokens = min(len(canary.token_ids), context, room)
     found = _log_probabilities(forwards, kv, canary.token_ids[:num_tokens], canary.num_decoded)
-    log_p = torch.tensor(canary.top_logprobs[:num_tokens], device=found.device)
-    ids = torch.tensor(canary.top_ids[:num_tokens], device=found.device)
-    log_q = found.gather(-1, ids)
-    rest_p, rest_q = ((1 - x.exp().sum(-1)).clamp(min=1e-9) for x in (log_p, log_q))
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1) + rest_p * (rest_p / rest_q).log()
+    log_p = np.array(canary.top_logprobs[:num_tokens], np.float32)
+    ids = np.array(canary.top_ids[:num_tokens])
+    log_q = np.take_along_axis(found, ids, axis=-1)
+    rest_p, rest_q = (np.maximum(1 - np.exp(x).sum(-1), np.float32(1e-9)) for x in (log_p, log_q))
+    kl = (np.exp(log_p) * (log_p - log_q)).sum(-1) + rest_p * np.log(rest_p / rest_q)
     mean = float(kl.mean())
     return CanaryResult(
-        ok=mean <= canary.max_kl,  # what is no number is not
+        ok=mean <= canary.max_kl,  # false for NaN
         kl_mean=mean,
         kl_max=float(kl.max()),
-        top1_agreement=float((found.argmax(-1) == ids[:, 0]).float().mean()),
+        top1_agreement=float((found.argmax(-1) == ids[:, 0]).mean()),
         limit=canary.max_kl,
         num_tokens=num_tokens,
     )
 
 
-@torch.inference_mode()
-def _log_probabilities(forwards: Forwards, kv: Sequence[LayerKV], token_ids: Sequence[int], num_decoded: int) -> Tensor:
-    """float32 [T, V]: a prefill, then `num_decoded` tokens one by one."""
-    device, first = forwards.decoder.device, max(1, len(token_ids) - num_decoded)
+def _log_probabilities(
+    forwards: Forwards | HostForward, kv: Sequence[LayerKV], token_ids: Sequence[int], num_decoded: int
+) -> npt.NDArray[np.float32]:
+    """[T, V]: a prefill, then `num_decoded` tokens one by one."""
+    first = max(1, len(token_ids) - num_decoded)
     starts = [0, *range(first, len(token_ids))]
+    size, num_groups = kv[0].block_size, len(forwards.decoder.spec.cache_groups)
+    logits = _logits_by_arrays if forwards.decoder.device is None else _logits_by_tensors
     found = []
     for start, end in zip(starts, [*starts[1:], len(token_ids)], strict=True):
-        size, num_groups = kv[0].block_size, len(forwards.decoder.spec.cache_groups)
-        meta = AttentionMetadata.alone(start, end - start, block_size=size, device=device, num_groups=num_groups)
-        tokens = torch.tensor(token_ids[start:end], dtype=torch.int32, device=device)
-        found.append(forwards.logits(forwards.hidden(tokens, kv, meta)).float().log_softmax(-1))
-    return torch.cat(found)
+        own = logits(forwards, kv, token_ids[start:end], start, size, num_groups)
+        own = own - own.max(axis=-1, keepdims=True)
+        found.append(own - np.log(np.exp(own).sum(axis=-1, keepdims=True)))
+    return np.concatenate(found)
+
+
+def _logits_by_arrays(
+    forwards: Any, kv: Sequence[LayerKV], token_ids: Sequence[int], start: int, size: int, num_groups: int
+) -> npt.NDArray[np.float32]:
+    from slipstream.worker.host_runner import alone
+
+    meta = alone(start, len(token_ids), block_size=size, num_groups=num_groups)
+    found: npt.NDArray[np.float32] = forwards.logits(forwards.hidden(np.array(token_ids, np.int32), kv, meta))
+    return found
+
+
+def _logits_by_tensors(
+    forwards: Any, kv: Sequence[LayerKV], token_ids: Sequence[int], start: int, size: int, num_groups: int
+) -> npt.NDArray[np.float32]:
+    import torch
+
+    device = forwards.decoder.device
+    with torch.inference_mode():
+        meta = AttentionMetadata.alone(start, len(token_ids), block_size=size, device=device, num_groups=num_groups)
+        tokens = torch.tensor(token_ids, dtype=torch.int32, device=device)
+        hidden, spec = forwards.hidden(tokens, kv, meta), forwards.decoder.spec
+        if not spec.has_last:  # the last stage computes them
+            return np.zeros((len(token_ids), spec.vocab_size), np.float32)
+        found: npt.NDArray[np.float32] = forwards.logits(hidden).float().cpu().numpy()
+        return found
 
 
 def log_no_canary(model: Path, kind: str) -> None:

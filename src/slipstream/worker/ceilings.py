@@ -1,4 +1,4 @@
-"""What this device can do at most, measured: reading memory, products by type, the least time of an operator; and the disk."""
+"""Measures this device's ceilings: reading memory, products by type, the least time of an operator, and reading the disk."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from slipstream.kernels.ops import OpSet
 from slipstream.worker.roofline import measure_ceilings
 
 SIDE = 8192
-"""Of the products by which a GPU's rates are measured."""
+"""Rows and columns of the products that measure a GPU's rates."""
 
 READ_BYTES = 2**31
 MOST_OF_FILE = 256 * 2**20
 NUM_SMALL = 200
-"""Operators of the graph by which their least time is measured."""
+"""Operators in the graph that measures their least time."""
 
 
 def device_ceilings(ops: OpSet, device: torch.device) -> dict[str, float]:
-    """`read` in bytes a second, products in operations a second by type, `op_s` on a GPU; what can be measured."""
+    """`read` in bytes a second, products in operations a second by type, and `op_s` on a GPU. What can't be measured is
+    left out."""
     if device.type == "cpu":
         if not isinstance(ops, NativeOps):
             return {}
@@ -76,7 +77,8 @@ def _seconds(run: Callable[[], object], rounds: int = 5) -> float:
 
 
 def disk_rate(path: Path) -> float | None:
-    """Bytes a second from the disk that holds the model, its file's pages dropped first; None where the system can't."""
+    """Bytes a second from the disk that holds the model, with its file dropped from the system's cache first; None where
+    the system can't drop it."""
     files = [path] if path.is_file() else [f for f in path.iterdir() if f.is_file()]
     if not files or not hasattr(os, "posix_fadvise"):
         return None

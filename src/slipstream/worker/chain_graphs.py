@@ -1,13 +1,21 @@
-"""A draft head's whole chain as one CUDA graph: the pairs of the tokens that were verified since, then draft after draft.
+"""CUDA graphs of a draft head's whole chain: the pairs of newly verified tokens, then draft after draft.
 
-A pass of a head is a dozen small kernels, so from the host K drafts would cost more than the step that verifies them. Here they
-are one replay. For that the shape is fixed: every sequence computes its last K + 1 pairs, as many as a verified run can have
-left behind; those that it has computed before come out the same. Sequences too many are the null row, and so is one from its
-last wanted draft on. Drafts are the likeliest tokens: other ways of drawing depend on the request, and run op by op.
+A pass of a head is a dozen small kernels. Launched one by one, K drafts would cost more than the step that verifies them; a
+graph is one launch. Its shape is fixed:
+
+1. Every sequence computes its last K + 1 pairs, as many as a verified step can have added. Pairs that were computed before come
+   out the same. Each pair is a row of its own, like a decode's token.
+2. Padding is the null row. A sequence that wants no more drafts becomes padding, too.
+3. Drafts are the likeliest tokens. Other sampling depends on the request and runs op by op.
+
+A chain may be launched right behind the draw of the step that verifies the drafts before it (`run_ahead`). Which of those were
+right, and so where the chain begins, the graph then finds out by itself. So the GPU works while the host takes in what the step
+gave and launches the next.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,39 +25,47 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.plan.graph_sizes import ladder
 from slipstream.types import ScheduledRequest
 from slipstream.worker.graphs import PATIENCE, Captured, Graphs
-from slipstream.worker.input_batch import RowTable, gather_inputs
+from slipstream.worker.input_batch import gather_inputs
+from slipstream.worker.rows import RowTable
 
 if TYPE_CHECKING:
     from slipstream.worker.draft_head import ChainDrafter
 
 MOST_SEQS = 64
-"""Sequences of the largest graph. With more the GPU is busy for longer than the host launches it."""
+"""Sequences of the largest graph. With more the GPU takes longer than the host's launches."""
 
 DEPTHS = (1, 3, 5, 8)
-"""Lengths of chains where the number of drafts is chosen at each step. A chain runs in the next longer graph; beyond, op by
-op."""
+"""Lengths of chains where the number of drafts is chosen at each step. A chain runs in the next longer graph, or op by op
+if there is none."""
 
 FIRST_SIZES = (1, 8)
-"""Numbers of sequences that are captured at the start; the others when they are wanted."""
+"""Numbers of sequences that are captured at the start. The others are captured when they are wanted."""
+
+_OF_SEQUENCE = ("seq_lens", "block_table", "positions", "slot_mapping")
+"""What metadata has of each sequence of one token."""
 
 
 class ChainGraphs(Graphs):
-    """`max_model_len` tokens are the longest sequence. `depths`: the lengths of chains."""
+    """`depths`: the lengths of chains. `max_model_len`: tokens of the longest sequence."""
 
     def __init__(
         self, drafter: ChainDrafter, rows: RowTable, depths: Sequence[int], *, max_model_len: int, max_num_seqs: int
     ) -> None:
+        assert rows.device is not None
         super().__init__(rows.device)
         self.drafter, self.rows, self.max_model_len = drafter, rows, max_model_len
         self.depths = sorted(d for d in depths if 2 * d < max_model_len)
         self.sizes = [n for n in ladder(max_num_seqs) if n <= MOST_SEQS]
         self._wanted: Counter[tuple[int, int]] = Counter()
+        # The drafts of each row's last chain [C + 1, K], which a step overwrites with what it draws.
+        self._kept = torch.zeros(rows.capacity + 1, max(self.depths, default=1), dtype=torch.int32, device=rows.device)
 
     def capture(self) -> None:
-        """Some sizes, the largest first."""
+        """Capture the sizes of the start, the largest first."""
         for depth in reversed(self.depths):
             for size in reversed(FIRST_SIZES):
                 if size in self.sizes:
@@ -71,15 +87,44 @@ class ChainGraphs(Graphs):
         return size in self._captured or self._wanted[size] >= PATIENCE
 
     def run(self, drafted: Sequence[ScheduledRequest]) -> None:
+        """Propose behind the requests' last tokens."""
+        self._replay(drafted, [0] * len(drafted))
+
+    def run_ahead(self, drafted: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
+        """Behind the draw of a step that verifies chains of these requests: propose as many drafts again behind what the step
+        has given. Returns the requests for which that was possible: they are greedy and have room for all of it."""
+        found = [s for s in drafted if self._has_room(s)]
+        if not found or (depth := self._depth_for(found)) is None:
+            return []
+        found = [s for s in found if s.num_computed_tokens >= depth]
+        if not found or len(found) > self.sizes[-1] or not self.rows.is_greedy([s.request_id for s in found]):
+            return []
+        if (self._size_for(len(found)), self._depth_for(found)) not in self._captured:
+            return []
+        self._replay(found, [s.num_sampled for s in found])
+        return found
+
+    def _has_room(self, s: ScheduledRequest) -> bool:
+        """If all drafts are right, a chain of as many still fits into the context and into the request's blocks. They are
+        compared with what is kept of the last chain, so all of them must be of that."""
+        last, row = s.num_computed_tokens + s.num_sampled, self.rows.rows[s.request_id]
+        if len(s.drafts) + 1 != s.num_sampled or last + len(s.drafts) > self.max_model_len:
+            return False
+        return row.num_kept >= len(s.drafts) and last + len(s.drafts) - 1 <= row.num_blocks * self.rows.block_size
+
+    def _replay(self, drafted: Sequence[ScheduledRequest], sampled: Sequence[int]) -> None:
         size, most = self._size_for(len(drafted)), self._depth_for(drafted)
         assert most is not None, "`covers` says no"
         captured = self._graph(size, most)
-        host = self.idle(size, most)
-        host[0, : len(drafted)] = [self.rows.rows[s.request_id].index for s in drafted]
-        host[1, : len(drafted)] = [s.num_computed_tokens for s in drafted]
-        host[2, : len(drafted)] = [len(s.drafts) for s in drafted]
+        host, count = self.idle(size, most), len(drafted)
+        host[0, :count] = [self.rows.rows[s.request_id].index for s in drafted]
+        host[1, :count] = [s.num_computed_tokens for s in drafted]
+        host[2, :count] = [len(s.drafts) for s in drafted]
+        host[3, :count] = sampled
         captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
         captured.graph.replay()
+        for s in drafted:
+            self.rows.rows[s.request_id].num_kept = len(s.drafts)
 
     def _graph(self, size: int, num_drafts: int) -> Captured:
         known = self._captured.get((size, num_drafts))
@@ -94,56 +139,65 @@ class ChainGraphs(Graphs):
         return next((d for d in self.depths if d >= most), None)
 
     def idle(self, size: int, num_drafts: int) -> npt.NDArray[np.int32]:
-        """Rows, places of the last tokens, and drafts that are wanted, of nothing but padding; each begins at a multiple of 16
-        bytes."""
-        inputs = np.zeros((3, -(-size // 4) * 4), dtype=np.int32)
+        """Inputs of nothing but padding: rows, positions of the last known tokens, numbers of drafts, and of tokens that the
+        step in front has drawn behind the known ones. Each begins at a multiple of 16 bytes."""
+        inputs = np.zeros((4, -(-size // 4) * 4), dtype=np.int32)
         inputs[0], inputs[1] = self.rows.capacity, num_drafts + 1
         return inputs
 
     def chain(self, inputs: Tensor, size: int, num_drafts: int) -> Tensor:
-        """Device work only: `num_drafts` tokens behind each of `size` sequences' last one, written to their rows; [S, K]."""
-        rows, last, wanted = inputs[:, :size].unbind(0)
+        """Propose `num_drafts` tokens for each of `size` sequences, [S, K], and write them to their rows. Device work only."""
+        rows, known, wanted, sampled = inputs.unbind(0)  # with padding, so that parts of what follows are aligned
         drafter, head, count, device = self.drafter, self.drafter.head, num_drafts + 1, inputs.device
-        steps = torch.arange(count, dtype=torch.int32, device=device)
-        token_ids, meta = gather_inputs(
+        steps = torch.arange(count, dtype=torch.int32, device=device)[:, None]
+        last = known + self._num_new(rows, known, sampled, num_drafts)
+        # The row and the place of each draft [K, S]; the null row where none is wanted, since a sequence has no blocks beyond
+        # the drafts that it wants, and the place may be beyond the context. `torch.where` with a number would copy it from
+        # host memory, which is gone when the graph is replayed.
+        idle = wanted <= steps[:num_drafts]
+        own = rows.expand_as(idle).masked_fill(idle, self.rows.capacity)
+        places = (last + 1 + steps[:num_drafts]).masked_fill(idle, 0)
+
+        token_ids, meta = self._inputs(rows[:size].repeat(count), (last[:size] - count + steps).flatten())
+        hidden, following = head.forward(token_ids, drafter.states.read(meta), drafter.kv, meta)
+        hidden, following = hidden[-size:], following[-size:]
+        tokens = drafter.own_tokens(head.greedy(hidden))
+        found = [tokens]
+        if num_drafts > 1:
+            _, every = self._inputs(own[1:].flatten(), (places[1:] - 2).clamp(min=0).flatten())
+        for i in range(1, num_drafts):
+            begin = (i - 1) * own.shape[1]
+            parts = {name: getattr(every, name)[begin : begin + size] for name in _OF_SEQUENCE}
+            parts["query_start_loc"] = every.query_start_loc[: size + 1]
+            meta = dataclasses.replace(every, num_decodes=size, groups=(), **parts)
+            hidden, following = head.forward(tokens, following, drafter.kv, meta)
+            tokens = drafter.own_tokens(head.greedy(hidden))
+            found.append(tokens)
+        drafts, own = torch.stack(found), own[:, :size].flatten()
+        self.rows.write(own, places[:, :size].flatten(), drafts.flatten())
+        columns = steps[:num_drafts].expand(-1, size).flatten()
+        self.rows.write_into(self._kept, own, columns, drafts.flatten())
+        return drafts.T
+
+    def _num_new(self, rows: Tensor, known: Tensor, sampled: Tensor, num_drafts: int) -> Tensor:
+        """int32 [S]: of `sampled` tokens behind the known ones those that count: right drafts, and the one behind them."""
+        steps = torch.arange(num_drafts, dtype=torch.int32, device=rows.device)
+        places = (known[:, None] + 1 + steps).clamp(max=self.rows.tokens.shape[1] - 1)
+        drawn, kept = self.rows.tokens[rows[:, None], places], self._kept[rows, :num_drafts]
+        right = (drawn == kept) & (steps < sampled[:, None] - 1)
+        return (right.int().cumprod(1).sum(1) + 1).minimum(sampled).int()
+
+    def _inputs(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, AttentionMetadata]:
+        """Pairs [T] as sequences of one token each, which ends them."""
+        return gather_inputs(
             self.rows,
-            token_rows=rows[:, None].expand(-1, count).reshape(-1),
-            positions=(last[:, None] - count + steps).flatten(),
+            token_rows=rows,
+            positions=positions,
             rows=rows,
-            query_start_loc=torch.arange(size + 1, dtype=torch.int32, device=device) * count,
-            seq_lens=last.contiguous(),
-            num_decodes=0,
-            max_query_len=count,
+            query_start_loc=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+            seq_lens=positions + 1,
+            num_decodes=len(rows),
+            max_query_len=1,
             max_seq_len=self.max_model_len,
             ahead=1,
         )
-        hidden, following = head.forward(token_ids, drafter.states.read(meta), drafter.kv, meta)
-        hidden, following = (x[count - 1 :: count].contiguous() for x in (hidden, following))
-        starts = torch.arange(size + 1, dtype=torch.int32, device=device)
-        found = []
-        for i in range(num_drafts):
-            if i:
-                own = self._wanting(rows, wanted, i)  # no block is theirs beyond what they want
-                place = (last + (i - 1)).masked_fill(wanted <= i, 0)  # nor a place, which may be beyond the context
-                token_ids, meta = gather_inputs(
-                    self.rows,
-                    token_rows=own,
-                    positions=place,
-                    rows=own,
-                    query_start_loc=starts,
-                    seq_lens=place + 1,
-                    num_decodes=size,
-                    max_query_len=1,
-                    max_seq_len=self.max_model_len,
-                    ahead=1,
-                )
-                hidden, following = head.forward(token_ids, following, drafter.kv, meta)
-            tokens = drafter.own_tokens(head.greedy(hidden))
-            self.rows.write(self._wanting(rows, wanted, i), (last + (i + 1)).masked_fill(wanted <= i, 0), tokens)
-            found.append(tokens)
-        return torch.stack(found, 1)
-
-    def _wanting(self, rows: Tensor, wanted: Tensor, i: int) -> Tensor:
-        """The rows that want a draft i; the null row in the others' places. `torch.where` with a number would copy it from host
-        memory, which is gone when the graph is replayed."""
-        return rows.masked_fill(wanted <= i, self.rows.capacity)

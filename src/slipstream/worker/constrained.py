@@ -1,29 +1,34 @@
-"""Steps that sample for requests with a grammar. Their forward runs first. Their tokens are drawn once `constrain` says which
-are allowed, which the host works out meanwhile."""
+"""Steps that sample for requests with a grammar. The forward runs first. Meanwhile the host computes the allowed tokens, and
+`constrain` draws."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
-from slipstream.kernels.ops import OpSet
-from slipstream.platform import Event, Platform
 from slipstream.types import Plan, StepPlan, StepResult, TokenMask
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slipstream.kernels.ops import OpSet
+    from slipstream.platform import Event, Platform
 
 
 class Drawn(Protocol):
     @property
     def is_done(self) -> bool: ...
+    @property
+    def is_ready(self) -> bool: ...
     def result(self) -> StepResult: ...
 
 
 class AwaitingMask:
-    """A step that was launched as far as its hidden states. `draw` samples and gives the whole step. `drafts` are on the host
-    once `drafted`."""
+    """A step whose hidden states are launched. `draw` samples and returns the whole step. `drafts` are on the host once
+    `drafted` has happened."""
 
     def __init__(
         self, plan: StepPlan, draw: Callable[[TokenMask], Drawn], drafts: Tensor | None, drafted: Event | None
@@ -43,19 +48,30 @@ class AwaitingMask:
         return () if self._drafts is None else self._drafts.tolist()
 
     def constrain(self, mask: TokenMask) -> None:
-        with torch.inference_mode():
-            self._step = self._draw(mask)
+        self._step = self._draw(mask)
 
     @property
     def is_done(self) -> bool:
         return self._step is not None and self._step.is_done
+
+    @property
+    def is_ready(self) -> bool:
+        """`result()` does not wait."""
+        return self._step is not None and self._step.is_ready
 
     def result(self) -> StepResult:
         assert self._step is not None, "constrain() comes first"
         return self._step.result()
 
 
+def mask_bits(mask: TokenMask) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """The positions, and a row of bits for each."""
+    memory = mask.bits if isinstance(mask.bits, bytearray) else bytearray(mask.bits)  # torch takes no constant
+    bits = np.frombuffer(memory, np.int32).reshape(len(mask.positions), -1)
+    return np.array(mask.positions, np.int64), bits
+
+
 def apply_mask(logits: Tensor, mask: TokenMask, ops: OpSet, platform: Platform) -> None:
-    """In place."""
-    bits = np.frombuffer(bytearray(mask.bits), np.int32).reshape(len(mask.positions), -1)  # torch takes no constant
-    ops.mask_logits(logits, platform.upload(np.array(mask.positions, np.int64)), platform.upload(bits))
+    """Mask `logits` in place."""
+    positions, bits = mask_bits(mask)
+    ops.mask_logits(logits, platform.upload(positions), platform.upload(bits))

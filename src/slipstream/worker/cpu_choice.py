@@ -1,52 +1,63 @@
-"""Which instruction set, type and number of threads are fastest on this machine's CPU: measured once, then remembered.
+"""Finds the fastest instruction set, type and number of threads of this machine's CPU, and keeps the answer.
 
-Hosts hide, emulate or slow down instructions, and share cores; only the clock tells. What is timed is a small decoder of random
-weights, larger than the caches, with the kernels that will run: one token, and a prompt. The candidates take turns and the best
-of each counts, since a busy neighbour only ever adds; what is not the obvious choice must win by a margin, twice. It takes some
-two seconds; the answer lies in the user's cache folder under the name of all that it depends on, so another machine, library or
-number of cores is measured anew (`slipstream doctor --measure` does so by hand).
+Hosts hide, emulate or slow down instructions, and share cores, so only a measurement tells.
+
+1. A small decoder of random weights, larger than the caches, runs one token and a prompt with the kernels that will serve.
+2. The candidates take turns, and the best time of each counts, since other load only adds time. A choice that is not the
+   obvious one must win by a margin, twice. This takes some two seconds.
+3. The answer is kept in the user's cache folder under a name made of all that it depends on. So another machine, library or
+   number of cores is measured anew. `slipstream doctor --measure` measures by hand.
+4. Of processes that start together one measures, and the others wait for its answer: they would slow each other down, and
+   might choose different things. They wait no longer than `PATIENCE_S`: the one that measures may have been stopped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
+import ml_dtypes  # noqa: F401 (NumPy knows "bfloat16" by it)
+import numpy as np
 
 from slipstream.config import DType
+from slipstream.kernels.host_ops import HostOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.native import has_cpu_kernels
-from slipstream.kernels.ops import OpSet
-from slipstream.kernels.select import select_ops
+from slipstream.kernels.native import has_cpu_kernels, instruction_sets, library_path
 from slipstream.model.decoder import Decoder
+from slipstream.model.step_program import StepProgram, compile_step
 from slipstream.plan.hardware import available_cores, cpu_features, cpu_name
 from slipstream.spec.families import find_family
 from slipstream.spec.families.base import ConfigReader
+from slipstream.spec.model import ModelSpec
 from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import SCHEMES
-from slipstream.worker.forward import Forwards
+from slipstream.worker.host_runner import alone
 
 FORMAT = 1
 ROUNDS = 12
 PROMPT = 64  # tokens
 DECODES = 32
-"""A candidate's score: the time of one prompt and so many steps of one token."""
+"""A candidate's score is the time of one prompt and this many steps of one token."""
 MARGIN = 0.8
-"""Fewer threads, or an older instruction set, must be this much faster to be chosen: a neighbour may be gone next time."""
+"""Fewer threads or an older instruction set are chosen if they take less than this share of the time: other load may be
+gone next time."""
 BLOCK = 16
+PATIENCE_S = 60.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Of one candidate, its best of the rounds. `weights`: int8, bfloat16 or float32."""
+    """A candidate's best time over the rounds. `weights`: int8, bfloat16 or float32."""
 
     kernels: str
     weights: str
@@ -59,7 +70,7 @@ class Timing:
         return self.prompt_ms + DECODES * self.decode_ms
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CpuChoice:
     """`isa` is None where the C++ kernels are not built and torch's products run instead."""
 
@@ -82,19 +93,25 @@ class CpuChoice:
 
 
 def choose_cpu(folder: Path, *, measure: bool = False) -> CpuChoice:
-    """What was measured before on this machine, or (or with `measure`) is measured now."""
+    """The choice that was measured before on this machine. If there is none, or with `measure`, it is measured now."""
     path = folder / f"cpu-{_identity()}.json"
     known = None if measure else _read(path)
     if known is None:
-        known = measure_cpu()
-        _write(known, path)
+        with _exclusive(folder):
+            known = None if measure else _read(path)  # another process may have measured while we waited
+            if known is None:
+                known = measure_cpu()
+                _write(known, path)
     return known
 
 
 def measure_cpu() -> CpuChoice:
     cores = available_cores()
+    if has_cpu_kernels():
+        return _measure(cores)
+    import torch  # whose products are measured
+
     before = torch.get_num_threads()
-    torch.set_num_threads(cores)
     try:
         with torch.inference_mode():
             return _measure(cores)
@@ -106,8 +123,6 @@ def _measure(cores: int) -> CpuChoice:
     isa: str | None = None
     timings: list[Timing] = []
     if has_cpu_kernels():
-        from slipstream.kernels.native import instruction_sets
-
         timings += _time([(name, "int8", cores) for name in instruction_sets()[-3:]])
         isa = _fastest(timings).kernels
         if isa != timings[-1].kernels:  # it must win twice
@@ -137,9 +152,8 @@ def _time(candidates: Sequence[tuple[str | None, str, int]]) -> list[Timing]:
     runs = [_steps(*c) for c in candidates]
     best = [[float("inf"), float("inf")] for _ in candidates]
     for _ in range(ROUNDS):
-        for steps, times, (_, _, num_threads) in zip(runs, best, candidates, strict=True):
+        for steps, times in zip(runs, best, strict=True):
             for i, step in enumerate(steps):
-                torch.set_num_threads(num_threads)  # torch's products ask nobody else
                 begin = time.perf_counter()
                 step()
                 times[i] = min(times[i], 1e3 * (time.perf_counter() - begin))
@@ -149,23 +163,56 @@ def _time(candidates: Sequence[tuple[str | None, str, int]]) -> list[Timing]:
     ]
 
 
-def _steps(isa: str | None, weights: str, num_threads: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+def _steps(isa: str | None, weights: str, num_threads: int) -> tuple[Callable[[], object], Callable[[], object]]:
     """One token after a prompt, and the prompt."""
-    ops: OpSet = select_ops(torch.device("cpu"), "cpu" if isa else "torch", num_threads=num_threads, isa=isa)
-    dtype = torch.float32 if weights == "float32" else torch.bfloat16
-    values = {name: torch.full(shape, 0.01, dtype=dtype) for name, shape in parameters(_SPEC).items()}
-    scheme = SCHEMES["int8"] if weights == "int8" else None
-    forwards = Forwards(Decoder(_SPEC, values, ops, max_model_len=_SPEC.max_position, scheme=scheme))
-    a, num_blocks = _SPEC.layers[0].attention, PROMPT // BLOCK + 2
-    shape = (num_blocks, a.num_kv_heads, BLOCK, a.head_dim)
-    kv = [LayerKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in _SPEC.layers]
+    if isa is None:
+        return _steps_by_torch(weights, num_threads)
+    ops, dtype = HostOps(num_threads, isa), np.dtype("float32" if weights == "float32" else "bfloat16")
+    values: Any = {name: np.full(shape, 0.01, dtype) for name, shape in parameters(_spec()).items()}
+    scheme, given = SCHEMES["int8"] if weights == "int8" else None, _as_any(ops)
+    program = compile_step(Decoder(_spec(), values, given, max_model_len=_spec().max_position, scheme=scheme), ops.pool)
+    assert isinstance(program, StepProgram)
+    kv = [LayerKV(*(_as_any(np.zeros(_cache_shape(), dtype)) for _ in range(2))) for _ in _spec().layers]
 
-    def step(first: int, num_tokens: int) -> Callable[[], Tensor]:
-        meta = AttentionMetadata.uniform(1, num_tokens, first + num_tokens, block_size=BLOCK)
-        ids = torch.zeros(num_tokens, dtype=torch.int32)
-        return lambda: forwards.hidden(ids, kv, meta)
+    def step(first: int, num_tokens: int) -> Callable[[], object]:
+        meta, ids = alone(first, num_tokens, block_size=BLOCK), np.zeros(num_tokens, np.int32)
+        return lambda: program.forward(ids, kv, meta)
 
     return step(PROMPT, 1), step(0, PROMPT)
+
+
+def _steps_by_torch(weights: str, num_threads: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    import torch
+
+    from slipstream.kernels.cpu_torch import CpuOps
+    from slipstream.worker.forward import Forwards
+
+    dtype = torch.float32 if weights == "float32" else torch.bfloat16
+    values = {name: torch.full(shape, 0.01, dtype=dtype) for name, shape in parameters(_spec()).items()}
+    forwards = Forwards(Decoder(_spec(), values, CpuOps(), max_model_len=_spec().max_position))
+    kv = [LayerKV(*(torch.zeros(_cache_shape(), dtype=dtype) for _ in range(2))) for _ in _spec().layers]
+
+    def step(first: int, num_tokens: int) -> Callable[[], object]:
+        meta = AttentionMetadata.uniform(1, num_tokens, first + num_tokens, block_size=BLOCK)
+        ids = torch.zeros(num_tokens, dtype=torch.int32)
+
+        def run() -> object:
+            torch.set_num_threads(num_threads)  # torch's products ask nobody else
+            return forwards.hidden(ids, kv, meta)
+
+        return run
+
+    return step(PROMPT, 1), step(0, PROMPT)
+
+
+def _cache_shape() -> tuple[int, int, int, int]:
+    a = _spec().layers[0].attention
+    return PROMPT // BLOCK + 2, a.num_kv_heads, BLOCK, a.head_dim
+
+
+def _as_any(x: object) -> Any:
+    """Of arrays where a decoder's types say tensors."""
+    return x
 
 
 _CONFIG = {
@@ -178,16 +225,50 @@ _CONFIG = {
     "max_position_embeddings": 2 * PROMPT,
     "tie_word_embeddings": True,
 }
-_SPEC = find_family("llama", None).read(ConfigReader(_CONFIG))
-"""Two layers of 8M parameters: 34 MB in bfloat16, which no core's own cache holds."""
+
+
+@cache
+def _spec() -> ModelSpec:
+    """Two layers of 8M parameters: 34 MB in bfloat16, which no core's own cache holds."""
+    return find_family("llama", None).read(ConfigReader(_CONFIG))
+
+
+@contextlib.contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    """No other process is in here for the same folder, unless it is for longer than `PATIENCE_S`. A folder that can't be made
+    keeps nothing that is worth waiting for."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(folder, os.O_RDONLY)
+    except OSError:
+        yield
+        return
+    try:
+        until = time.monotonic() + PATIENCE_S
+        with contextlib.suppress(OSError):  # a file system without locks
+            while not _locked(fd) and time.monotonic() < until:
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _identity() -> str:
-    from slipstream.kernels.native import library_path
+    if (path := library_path()) is not None:
+        built: object = (path.stat().st_size, path.stat().st_mtime_ns)
+    else:
+        from importlib.metadata import version  # late: it takes 20 ms
 
-    path = library_path()
-    built = (path.stat().st_size, path.stat().st_mtime_ns) if path is not None else None
-    info = (FORMAT, cpu_name(), cpu_features(), available_cores(), torch.__version__, built)
+        built = version("torch")
+    info = (FORMAT, cpu_name(), cpu_features(), available_cores(), built)
     return hashlib.sha256(repr(info).encode()).hexdigest()[:16]
 
 
@@ -205,6 +286,8 @@ def _write(choice: CpuChoice, path: Path) -> None:
     """All of it or nothing. Where nothing can be kept, the next start measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        import tempfile
+
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(dataclasses.asdict(choice), file)

@@ -1,33 +1,65 @@
-"""What the device is: found once at start, in the process that will use it. On a CPU what is fastest is measured, the first
-time (`cpu_choice.py`)."""
+"""Finds the device, once at the start, in the process that will use it. On a CPU the first start measures what is fastest
+(`cpu_choice.py`)."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 from slipstream.config import DeviceInfo
 from slipstream.errors import ConfigError
-from slipstream.plan.hardware import cpu_name, host_memory
-from slipstream.platform import gpu_platform, has_gpu, num_gpus
+from slipstream.plan.hardware import available_cores, cpu_name, driver_sees_gpu, host_memory
 from slipstream.worker.cpu_choice import choose_cpu
 
 
-def detect(requested: str, folder: Path, *, num_threads: int | None = None) -> DeviceInfo:
-    """Facts about `requested`: auto (a GPU if there is one), cpu, cuda, or cuda:N. `folder` keeps what was measured of this
-    machine's CPU; `num_threads` is what the user wants, None for what is fastest."""
+def detect(
+    requested: str, folder: Path, *, num_threads: int | None = None, rank: int = 0, num_ranks: int = 1
+) -> DeviceInfo:
+    """The device `requested`: auto (a GPU if there is one), cpu, cuda, or cuda:N; of several ranks, one's. `folder` keeps the
+    measurements of this machine's CPU. `num_threads` is the user's choice; None: the fastest. ConfigError: there is no such
+    device, not one for each rank, or fewer cores than threads."""
     kind, _, index = requested.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ConfigError(f"device={requested!r} is not one of auto, cpu, cuda, cuda:N", field="device")
+    if kind == "cpu" or (kind == "auto" and not driver_sees_gpu()):
+        return _cpu(folder, num_threads)
+    try:
+        from slipstream.platform import gpu_platform, has_gpu, num_gpus  # torch is not needed before
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        message = "a GPU needs torch: pip install 'slipstream[gpu]', or take device='cpu'"
+        if not driver_sees_gpu():
+            message = (
+                f"device={requested!r}: there is no NVIDIA GPU that its driver shows, and no torch; use device='cpu', or, for "
+                "a GPU, install its driver and slipstream[gpu] (`slipstream doctor` says what is missing)"
+            )
+        raise ConfigError(message, field="device") from None
     if kind == "cuda" and not has_gpu():
         raise ConfigError(
             "device='cuda': torch sees no NVIDIA GPU; use device='cpu', or run `slipstream doctor` to see what is missing",
             field="device",
         )
     if kind == "cuda" or (kind == "auto" and has_gpu()):
-        ordinal = int(index or 0)
+        ordinal = int(index or 0) + rank
+        if num_ranks > num_gpus():
+            raise ConfigError(
+                f"{num_ranks} ranks need a GPU each, and torch sees {num_gpus()}; lower tensor_parallel_size, or use "
+                "device='cpu'",
+                field="tensor_parallel_size",
+            )
+        names = {gpu_platform(i).name for i in range(num_ranks)} if num_ranks > 1 else set()
+        if len(names) > 1:
+            raise ConfigError(
+                f"the ranks' GPUs are of several kinds ({', '.join(sorted(names))}), and a step takes as long as on the "
+                "slowest; choose alike ones by CUDA_VISIBLE_DEVICES",
+                field="tensor_parallel_size",
+            )
         if ordinal >= num_gpus():
             raise ConfigError(f"device='cuda:{ordinal}': there are {num_gpus()} GPUs", field="device")
         gpu = gpu_platform(ordinal)
+        gc.collect()  # an engine of this process that is no longer used is no reason to refuse another
+        gpu.release_unused()
         free, total = gpu.memory()
         return DeviceInfo(
             device=f"cuda:{ordinal}",
@@ -36,6 +68,16 @@ def detect(requested: str, folder: Path, *, num_threads: int | None = None) -> D
             free_bytes=free,
             best_dtype="bfloat16" if gpu.arch.bfloat16 else "float16",
             compute_capability=gpu.capability,
+        )
+    return _cpu(folder, num_threads)
+
+
+def _cpu(folder: Path, num_threads: int | None) -> DeviceInfo:
+    if num_threads is not None and num_threads > (cores := available_cores()):
+        raise ConfigError(
+            f"num_threads={num_threads}, and this process may use {cores} cores: threads that share a core wait for each other "
+            f"in every operator. Use {cores} at most, or leave it out for the number that was measured as the fastest",
+            field="num_threads",
         )
     choice = choose_cpu(folder)
     total, free = host_memory()

@@ -1,9 +1,10 @@
-"""A trained head that guesses tokens from the states of the engine's model (`model.draft_heads`), as a `Drafter`.
+"""A `Drafter` with a trained head, which predicts tokens from the states of the engine's model (`model.draft_heads`).
 
-The states of every token that the engine computes are kept in its blocks (`StateCache`), so prefix hits, preemption and copied
-blocks are no cases of their own, and a head computes nothing while no drafts are wanted. A chain's pair of the state at place p
-and the token at p + 1 stands at place p of its cache. So the last pair of a shared block depends on the token behind the block:
-of requests that share a prefix and go on differently, the one that drafted last has its own there. Only guesses depend on it.
+1. `StateCache` keeps the states of every token that the engine computes, in the token's KV block. So prefix hits,
+   preemption and copied blocks need no code here, and a head computes nothing while no drafts are wanted.
+2. A chain reads pairs of the state at position p and the token at p + 1. The pair's keys and values stand at position p of its
+   cache. So the last pair of a shared block depends on the token behind the block. Of requests that share a prefix and go on
+   differently, the last to draft writes its pair there. Only drafts depend on it, never answers.
 """
 
 from __future__ import annotations
@@ -14,23 +15,26 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
-from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.ops import OpSet
 from slipstream.model.decoder import Decoder
-from slipstream.model.draft_heads import ChainHead, LoadedHead, MedusaHead, load_head
+from slipstream.model.draft_heads import ChainHead, MedusaHead
+from slipstream.model.draft_loader import LoadedHead, load_head
+from slipstream.platform import platform_of
 from slipstream.spec.draft_heads import HeadDescription
-from slipstream.spec.scheme import SCHEMES
-from slipstream.types import ScheduledRequest
+from slipstream.types import FROM_MODEL, ScheduledRequest, StepPlan
 from slipstream.worker.chain_graphs import DEPTHS, FIRST_SIZES, ChainGraphs
+from slipstream.worker.draft_memory import DeviceMemory
 from slipstream.worker.drafter import Chain, Drafter
 from slipstream.worker.forward import StateCache
-from slipstream.worker.input_batch import RowTable, SampledRows, gather_pairs
+from slipstream.worker.host_chain import HostChain, check_num_drafts, head_scheme
+from slipstream.worker.input_batch import SampledRows, gather_pairs
+from slipstream.worker.rows import RowTable
 from slipstream.worker.sampler import sampling_tensors
 
 
 class HeadDrafter(Drafter):
-    """What heads have in common."""
+    """The part that all heads share."""
 
     def __init__(
         self,
@@ -42,7 +46,8 @@ class HeadDrafter(Drafter):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__(config, ops=ops, device=device, dtype=dtype)
+        super().__init__(config, DeviceMemory(ops, device, dtype))
+        self.ops, self.device, self.dtype = ops, device, dtype
         ids = loaded.target_ids
         self.target_ids = None if ids is None else ids.to(device)
         self.vocab_size = loaded.head.spec.vocab_size
@@ -51,11 +56,11 @@ class HeadDrafter(Drafter):
 
     @property
     def block_bytes(self) -> int:
-        return super().block_bytes + self.hidden_size * self.dtype.itemsize * self.block_size
+        return super().block_bytes + self.hidden_size * self.memory.itemsize * self.block_size
 
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)
-        self.states.tensor = self.platform.zeros((num_blocks * self.block_size, self.hidden_size), self.dtype)
+        self.states.tensor = self.memory.zeros((num_blocks * self.block_size, self.hidden_size))
 
     def release(self) -> None:
         super().release()
@@ -94,6 +99,7 @@ class ChainDrafter(Chain, HeadDrafter):
         )
         self.ends = self.ends.to(self.device)
         self.graphs: ChainGraphs | None = None
+        self.host = HostChain(self) if self.head.is_compiled else None
 
     def release(self) -> None:
         super().release()
@@ -116,12 +122,33 @@ class ChainDrafter(Chain, HeadDrafter):
         self.graphs.capture()
 
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        if self.graphs is None or not self.graphs.covers(drafted):
-            super().draft(drafted, rows)
-            return
-        self.graphs.run(drafted)
+        left = [s for s in drafted if not self._is_ahead(s, rows)]
+        for s in left:
+            rows.rows[s.request_id].num_kept = 0
+        if not left:
+            pass
+        elif self.graphs is not None and self.graphs.covers(left):
+            self.graphs.run(left)
+        elif self.host is not None and self.host.covers(left, rows):
+            self.host.run(left, rows)
+        else:
+            super().draft(left, rows)
         for s in drafted:
-            rows.rows[s.request_id].num_drafted = s.num_computed_tokens + 1
+            row = rows.rows[s.request_id]
+            row.num_drafted, row.ahead = s.num_computed_tokens + 1, range(0)
+
+    @staticmethod
+    def _is_ahead(s: ScheduledRequest, rows: RowTable) -> bool:
+        """Whether its drafts are proposed already."""
+        row = rows.rows[s.request_id]
+        return s.num_computed_tokens in row.ahead and len(s.drafts) <= row.num_kept
+
+    def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:
+        if self.graphs is None:
+            return
+        for s in self.graphs.run_ahead([s for s in plan.scheduled if FROM_MODEL in s.drafts]):
+            computed = s.num_computed_tokens
+            rows.rows[s.request_id].ahead = range(computed + 1, computed + 1 + s.num_sampled)
 
     def step(self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False) -> None:
         given = gather_pairs(rows, shares)
@@ -170,7 +197,7 @@ class MedusaDrafter(HeadDrafter):
             sampled = gather_pairs(rows, shares).sampled
             assert sampled is not None
             if rows.is_greedy(sampled.names):
-                tokens = self.own_tokens(logits.argmax(-1))
+                tokens = self.own_tokens(self.ops.argmax(logits))
             else:
                 tokens = self.ops.sample(self.own_logits(logits), sampling_tensors(rows, sampled))
             rows.write(sampled.rows, sampled.positions, tokens)
@@ -180,22 +207,22 @@ def load_drafter(
     config: EngineConfig, description: HeadDescription, decoder: Decoder, *, device: torch.device, dtype: torch.dtype
 ) -> ChainDrafter | MedusaDrafter:
     """ConfigError if more drafts are wanted than the head has."""
-    assert config.speculation is not None
-    quantization, most = config.speculation.quantization, description.spec.most_drafts
-    wanted = config.speculation.num_speculative_tokens
-    if most is not None and wanted is not None and wanted > most:
-        raise ConfigError(
-            f"speculative_config: num_speculative_tokens={wanted}, but {description.path} has {most} heads; lower it",
-            field="speculative_config",
-        )
+    check_num_drafts(config, description)
     loaded = load_head(
         description,
         decoder,
         dtype=dtype,
         max_model_len=config.model.max_model_len,
-        scheme=SCHEMES[quantization] if quantization is not None else None,
+        scheme=head_scheme(config, description, _default_scheme(decoder.ops, device)),
         load_format="dummy" if config.model.load_format == "dummy" else "auto",
         seed=config.model.seed,
     )
     kind = ChainDrafter if isinstance(loaded.head, ChainHead) else MedusaDrafter
     return kind(config, loaded, ops=decoder.ops, device=device, dtype=dtype)
+
+
+def _default_scheme(ops: OpSet, device: torch.device) -> str | None:
+    """What heads are rounded by here."""
+    if ops.name == "triton":
+        return "fp8" if device.type == "cuda" and platform_of(device).arch.fp8 else None
+    return "int8" if ops.name == "cpu" else None

@@ -1,5 +1,7 @@
-"""A smaller model that guesses the tokens which the engine's model then verifies, token by token on the device
-(`worker/drafter.py`). What others have put into a shared block is what it would put there itself."""
+"""A `Drafter` with a smaller model, which proposes tokens one by one on the device (`worker/drafter.py`).
+
+In a shared block it finds its own keys and values, whichever request wrote them.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,23 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
-from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.ops import OpSet
 from slipstream.model.loader import load_model
 from slipstream.spec.description import ModelDescription
+from slipstream.spec.drafts import check_draft_model
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.scheme import SCHEMES
 from slipstream.types import ScheduledRequest, StepPlan
+from slipstream.worker.draft_memory import DeviceMemory
 from slipstream.worker.drafter import Chain
 from slipstream.worker.forward import Forwards, InputBatch
-from slipstream.worker.input_batch import RowTable
+from slipstream.worker.rows import RowTable
 from slipstream.worker.sampler import sampling_tensors
 
 
 class DraftModel(Chain):
-    """Loads the model at once."""
+    """Loads the model when it is made."""
 
     def __init__(
         self,
@@ -38,7 +41,8 @@ class DraftModel(Chain):
         dtype: torch.dtype,
         weights_folder: Path | None,
     ) -> None:
-        super().__init__(config, ops=ops, device=device, dtype=dtype)
+        super().__init__(config, DeviceMemory(ops, device, dtype))
+        self.ops = ops
         check_draft_model(description.spec, target, config.model.max_model_len)
         assert config.speculation is not None
         quantization = config.speculation.quantization
@@ -64,7 +68,7 @@ class DraftModel(Chain):
         self.forwards.hidden(token_ids, self.make_cache(1), meta)
 
     def step(self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False) -> None:
-        batch = InputBatch(self.kv, StepPlan(0, tuple(shares)), rows)
+        batch = InputBatch(self.kv, StepPlan(0, tuple(shares)), rows, adapted=False)
         output = self.forwards.run(batch)
         sampled, tokens = output.sampled, output.tokens
         assert sampled is not None
@@ -80,21 +84,3 @@ class DraftModel(Chain):
                 tokens = self.ops.sample(output.forward.logits(hidden), sampling_tensors(rows, sampled))
         if tokens is not None:
             rows.write(sampled.rows, sampled.positions, tokens)
-
-
-def check_draft_model(draft: ModelSpec, target: ModelSpec, max_model_len: int) -> None:
-    """ConfigError says why `draft` can't propose tokens for `target`."""
-    reason = None
-    if not draft.generates or draft.kind != "a decoder":
-        reason = f"the draft model is {draft.kind}; it must be a decoder that writes text"
-    elif target.encoder is not None or target.cache_groups[0].kind != "full":
-        reason = "the model has no group of layers that keep all tokens of a request; take method 'ngram' or 'suffix'"
-    elif len(draft.cache_groups) > 1 or draft.cache_groups[0].kind != "full":
-        reason = "the draft model has sliding windows; take one without"
-    elif draft.vocab_size != target.vocab_size:
-        sizes = f"{draft.vocab_size} tokens and the model {target.vocab_size}"
-        reason = f"the draft model has {sizes}; take one with the same tokenizer"
-    elif draft.max_position < max_model_len:
-        reason = f"the draft model was made for {draft.max_position} tokens; lower max_model_len={max_model_len}"
-    if reason is not None:
-        raise ConfigError(f"speculative_config: {reason}", field="speculative_config")

@@ -1,31 +1,48 @@
-"""What guesses tokens on the device: the requests whose drafts a plan leaves open (`FROM_MODEL`) get them here.
+"""Proposes draft tokens on the device, for the requests whose drafts a plan leaves open (`FROM_MODEL`).
 
-A drafter proposes at the begin of a step. It samples as the request does: with its filters, penalties and biases, and with the
-random number that the engine's model will draw with at that place. So where both think alike they draw the same token, and a
-seed gives the answer that it gives without drafts (communication-free coupling: Daliri, Musco and Suresh 2024). The worker then
-keeps what the engine's model draws, so the answer's distribution is that of plain sampling, whatever was proposed.
+1. A drafter proposes at the beginning of a step. It samples as the request does: with its filters, penalties and biases,
+   and with the random number that the engine's model will use at that position. Where both have the same distribution they
+   draw the same token, and a seed gives the same answer as without drafts (communication-free coupling: Daliri, Musco and
+   Suresh 2024).
+2. The worker keeps the tokens that the engine's model draws. So the answer's distribution is that of plain sampling,
+   whatever was proposed.
+3. A drafter keeps its state of a request in tensors of its own, in the blocks of the request's full group. It computes
+   nothing for a request without drafts. When drafts are wanted it first computes the tokens that it has not seen yet
+   (`Row.num_drafted`); after a prefix hit or a preemption these are all tokens.
 
-What it keeps of a request stands in the blocks of the request's full group, in tensors of its own. Of a request that has no
-drafts it computes nothing. When drafts are wanted it first computes the tokens that it has not seen yet (`Row.num_drafted`),
-after a prefix hit or a preemption from the first token on.
+Nothing here imports torch: what runs a drafter gives it tensors or arrays.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from slipstream.config import EngineConfig
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
-from slipstream.kernels.ops import OpSet
-from slipstream.platform import platform_of
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.spec.model import LayerSpec
 from slipstream.types import FROM_MODEL, ScheduledRequest, StepPlan
-from slipstream.worker.input_batch import RowTable
+from slipstream.worker.rows import RowTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DraftMemory(Protocol):
+    """Where a drafter's keys, values and states are."""
+
+    itemsize: int
+    """Bytes of a number."""
+
+    def zeros(self, shape: tuple[int, ...]) -> Any: ...
+
+    def layer(self, layer: LayerSpec, num_blocks: int, block_size: int) -> LayerKV:
+        """A layer's keys and values, of zeros."""
+
+    def copy_blocks(self, layer: LayerKV, source: Any, target: Any) -> None: ...
 
 
 class Drafter(ABC):
@@ -33,13 +50,12 @@ class Drafter(ABC):
 
     weights_bytes: int
     layers: tuple[LayerSpec, ...]
-    """Those whose keys and values it keeps."""
+    """The layers whose keys and values it keeps."""
     num_graphs = 0
-    """That it captures at the start."""
+    """The number of graphs that it captures at the start."""
 
-    def __init__(self, config: EngineConfig, *, ops: OpSet, device: torch.device, dtype: torch.dtype) -> None:
-        self.ops, self.device, self.dtype = ops, device, dtype
-        self.platform = platform_of(device)
+    def __init__(self, config: EngineConfig, memory: DraftMemory) -> None:
+        self.memory = memory
         self.max_tokens = config.scheduling.max_num_batched_tokens
         self.block_size = config.cache.block_size
         self.kv: list[LayerKV] = []
@@ -48,17 +64,16 @@ class Drafter(ABC):
 
     @property
     def block_bytes(self) -> int:
-        """What it adds to a block."""
-        return sum(layer.attention.cached_size for layer in self.layers) * self.dtype.itemsize * self.block_size
+        """Bytes that it adds to a KV block."""
+        return sum(layer.attention.cached_size for layer in self.layers) * self.memory.itemsize * self.block_size
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that it takes for each of a step's tokens, where that is known."""
+        """Bytes of activations for each token of a step; 0 where unknown."""
         return 0
 
-    @abstractmethod
-    def probe(self, token_ids: Tensor, meta: AttentionMetadata) -> None:
-        """Run it over a step of made-up prompts, whose memory is measured."""
+    def probe(self, token_ids: Tensor, meta: AttentionMetadata) -> None:  # noqa: B027 (where bytes are known beforehand)
+        """Run it over a step of dummy prompts, while memory is measured."""
 
     def allocate(self, num_blocks: int) -> None:
         self.kv = self.make_cache(num_blocks)
@@ -67,31 +82,24 @@ class Drafter(ABC):
         self.kv.clear()
 
     def make_cache(self, num_blocks: int) -> list[LayerKV]:
-        by_dim = self.ops.values_by_dim(self.dtype)
-
-        def new(shape: tuple[int, ...]) -> Tensor:
-            return self.platform.zeros(shape, self.dtype)
-
-        size = self.block_size
-        return [
-            LayerKV(*cache_tensors(layer.attention, num_blocks, size, new, values_by_dim=by_dim))
-            for layer in self.layers
-        ]
+        return [self.memory.layer(layer, num_blocks, self.block_size) for layer in self.layers]
 
     def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:  # noqa: B027 (most have none)
-        """Capture what it will run, on a GPU."""
+        """Capture its graphs, on a GPU."""
 
     def copy_blocks(self, source: Tensor, target: Tensor) -> None:
         for layer in self.kv:
-            self.ops.copy_blocks(layer, source, target)
+            self.memory.copy_blocks(layer, source, target)
 
     # --- Drafts -------------------------------------------------------------------------------------------------------
 
     def propose(self, plan: StepPlan, rows: RowTable) -> Tensor | None:
-        """Put drafts behind the last tokens of the requests that want some. All drafts [N], in the plan's order."""
-        for s in plan.scheduled:  # wrong drafts are forgotten in the step behind them, before plain ones pass them by
+        """Write drafts behind the last tokens of the requests that want some. Returns all drafts [N], in the plan's order."""
+        for s in plan.scheduled:  # forget the wrong drafts of the step before, also where this step wants none
             row = rows.rows[s.request_id]
             row.num_drafted = min(row.num_drafted, s.num_computed_tokens)
+            if FROM_MODEL not in s.drafts:
+                row.ahead = range(0)
         drafted = [s for s in plan.scheduled if FROM_MODEL in s.drafts]
         if not drafted:
             return None
@@ -101,20 +109,23 @@ class Drafter(ABC):
         for s in drafted:
             first = rows.rows[s.request_id].index * width + s.num_computed_tokens + 1
             where.extend(range(first, first + len(s.drafts)))
-        return rows.tokens.view(-1)[self.platform.upload(np.array(where, np.int64))]
+        return rows.tokens.reshape(-1)[rows.upload(np.array(where, np.int64))]
+
+    def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:  # noqa: B027 (most do not)
+        """Behind the draw of `plan`: launch what the next step's `propose` would begin with, where that can be known."""
 
     @abstractmethod
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        """Write so many tokens behind each request's last one as it has `drafts`."""
+        """Write as many tokens behind each request's last one as it has `drafts`."""
 
 
 class Chain(Drafter):
-    """Goes on from its own tokens, one after another."""
+    """Proposes token by token, each from the ones before it."""
 
     first = 0
-    """The first token of a request of which it computes something."""
+    """The first token of a request that it computes."""
     keeps_drafts = True
-    """What it computed of a draft holds where the draft was right."""
+    """Whether its state of a draft stays valid if the draft was right."""
 
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         self.catch_up(drafted, rows)
@@ -129,7 +140,7 @@ class Chain(Drafter):
             rows.rows[s.request_id].num_drafted = valid
 
     def catch_up(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        """Compute what it has not seen of the requests, up to their last tokens, and draw the first draft of each."""
+        """Compute the tokens of the requests that it has not seen, and draw each one's first draft."""
         begins = {s.request_id: max(self.first, rows.rows[s.request_id].num_drafted) for s in drafted}
         while True:
             room, shares = self.max_tokens, []
@@ -145,4 +156,5 @@ class Chain(Drafter):
 
     @abstractmethod
     def step(self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False) -> None:
-        """Compute tokens, and draw the one behind each share that is sampled. `follows`: the token before each was a draft."""
+        """Compute the tokens of `shares`, and draw the token behind each share that samples. `follows`: a share's token was a
+        draft."""

@@ -1,108 +1,87 @@
-"""What an engine core knows of the device: plain values go in, plain values and handles of steps come out.
+"""The engine core's interface to the device: plain values go in, plain values and handles of steps come out.
 
-`LocalExecutor` runs the model in this process. An executor over several processes takes the same calls and sends them on.
+`LocalExecutor` runs the model in this process. `process_executor.ProcessExecutor` takes the same calls and sends them to a
+process for each rank, each of which has a `LocalExecutor`.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
-from slipstream.config import DTYPE_BYTES, EngineArgs, EngineConfig, resolve
+from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig, num_ranks, resolve, split_setting
 from slipstream.config.engine_folder import packed_folder
-from slipstream.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
+from slipstream.errors import AdapterError, CheckpointError, ConfigError, ModelError, UnsupportedModelError
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
-from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, scratch_blocks
+from slipstream.model.layers import Partition
+from slipstream.plan.fit import check_weights_fit
+from slipstream.plan.memory import MemoryLedger, block_bytes, size_cache, staged_blocks
 from slipstream.spec.autotune_table import NO_TILES, TileTable, load_tiles
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.draft_heads import HeadDescription, HeadMethod, read_head
-from slipstream.types import CanaryResult, ExpertTokens, Plan, StepResult, TokenMask
+from slipstream.spec.reason import NotCovered
+from slipstream.stats import AdapterStats, CanaryResult, ExpertTokens
+from slipstream.types import LoRARequest, Plan, TokenMask
+from slipstream.worker.base import Executor as Executor
+from slipstream.worker.base import Launched as Launched
 from slipstream.worker.canary import CANARY_NAME, log_no_canary, read_canary, run_canary
 from slipstream.worker.constrained import AwaitingMask
 from slipstream.worker.device import detect
-from slipstream.worker.model_runner import ModelRunner
-from slipstream.worker.warm_up import warm_up
+from slipstream.worker.host_runner import HostRunner, host_refusal
+from slipstream.worker.tiers import open_tiers
+
+if TYPE_CHECKING:
+    import torch
+
+    from slipstream.platform import Group
+    from slipstream.worker.model_runner import ModelRunner
+
+    Runner: TypeAlias = ModelRunner | HostRunner
+
+_logger = logging.getLogger("slipstream.engine")
 
 
-class Launched(Protocol):
-    """A step that was launched."""
+class Ranks(Protocol):
+    """The processes that compute a model together, seen by one of them."""
 
-    plan: Plan
+    rank: int
+    size: int
+    local_rank: int  # among the `local_size` of this host
+    local_size: int
 
-    @property
-    def is_done(self) -> bool:
-        """The launch itself computed it: `result` does not wait."""
-
-    @property
-    def awaits_mask(self) -> bool:
-        """It draws nothing, and has no result, before `Executor.constrain`."""
-
-    def proposed(self) -> Sequence[int]:
-        """The drafts that a draft model proposed in a step that awaits a mask, in the plan's order."""
-
-    def result(self) -> StepResult:
-        """Wait for it. To be called once."""
-
-
-class Executor(ABC):
-    description: ModelDescription
-    config: EngineConfig
-    """With the context that the cache has room for."""
-    ledger: MemoryLedger
-    tiles: str
-    """Which tiles the kernels take, for a person; empty where there are none to choose."""
-    phases: dict[str, float]
-    """Seconds of each phase of the start."""
-    canary: CanaryResult | None
-    """What the checkpoint's canary said at the start."""
-
-    @abstractmethod
-    def launch(self, plan: Plan) -> Launched:
-        """Queue one step behind those launched before."""
-
-    @abstractmethod
-    def constrain(self, step: Launched, mask: TokenMask) -> None:
-        """Say what the requests of a step that have a grammar may draw. No other step may be launched before."""
-
-    @abstractmethod
-    def max_in_flight(self, plan: Plan) -> int:
-        """How many steps may be in flight once `plan` is launched. 1: the launch computes it, so the results of the step before
-        should be taken first."""
-
-    @abstractmethod
-    def forget(self) -> None:
-        """Drop every sequence, after a step failed."""
-
-    @abstractmethod
-    def warm_up(self) -> None:
-        """Compile what requests will need, before there are any."""
-
-    @abstractmethod
-    def capture_next(self) -> bool:
-        """Prepare one more size of step, some tens of milliseconds; only while no step is in flight. False: none is left."""
-
-    @abstractmethod
-    def expert_load(self) -> ExpertTokens:
-        """Tokens by expert since the start, of each layer with experts. It never waits for the device."""
+    def join(self, backend: str, device: torch.device) -> Group:
+        """Meet the others."""
 
 
 class LocalExecutor(Executor):
     def __init__(
-        self, config: EngineConfig, description: ModelDescription, runner: ModelRunner, tiles: TileTable = NO_TILES
+        self, config: EngineConfig, description: ModelDescription, runner: Runner, tiles: TileTable = NO_TILES
     ) -> None:
         """Measure activations, size the cache, allocate it. `build` does what comes before."""
         self.description, self.runner, self.phases = description, runner, runner.phases
         self.tiles = tiles.describe() if config.device.info.is_cuda else ""
-        self.config, self.ledger = _fit(config, description, runner, runner.profile())
+        self.config, self.ledger = _fit(config, runner, runner.profile())
+        self.store = open_tiers(self.config, description, runner, self.ledger.block_bytes)
         self.canary = None
 
     @classmethod
-    def build(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> LocalExecutor:
-        """Find the model and the device, resolve the settings, load. `progress` is told each phase as it begins."""
-        description, runner, tiles = load_runner(args, progress=progress)
+    def build(
+        cls,
+        args: EngineArgs,
+        *,
+        progress: Callable[[str], None] = lambda phase: None,
+        by_torch: bool = False,
+        ranks: Ranks | None = None,
+        device: DeviceInfo | None = None,
+    ) -> LocalExecutor:
+        """Find the model and the device, resolve the settings, load. `progress` is told each phase as it begins. A CPU runs the
+        model without torch where it can (`host_runner.host_refusal`), unless `by_torch`. With `ranks` this is one rank's
+        executor: it loads its part. `device`: see `load_runner`."""
+        description, runner, tiles = load_runner(args, progress=progress, by_torch=by_torch, ranks=ranks, device=device)
         progress("cache")
         executor = cls(runner.config, description, runner, tiles)
         executor.canary = executor._run_canary(args.canary)
@@ -122,13 +101,36 @@ class LocalExecutor(Executor):
         self.runner.forget_rows()
 
     def warm_up(self) -> None:
-        warm_up(self.runner)
+        if self.config.device.info.is_cuda:
+            from slipstream.worker.warm_up import warm_up
+
+            runner = cast("ModelRunner", self.runner)
+            with runner.without_copies():
+                warm_up(runner)
 
     def capture_next(self) -> bool:
         return self.runner.capture_next()
 
     def expert_load(self) -> ExpertTokens:
         return self.runner.expert_load()
+
+    def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:
+        if self.runner.adapters is None:
+            raise AdapterError("adapters are off; start with enable_lora", field="enable_lora")
+        return self.runner.adapters.load(request, keep)
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        if self.runner.adapters is not None:
+            self.runner.adapters.unload(adapter_id)
+
+    def adapter_stats(self) -> AdapterStats | None:
+        return None if self.runner.adapters is None else self.runner.adapters.stats()
+
+    def shutdown(self) -> None:
+        """This process's memory goes with it; only the tiers have threads."""
+        if self.store is not None:
+            self.store.close()
+            self.store = None
 
     def _run_canary(self, wanted: str) -> CanaryResult | None:
         """Run the checkpoint's canary, where it has one. ModelError if it is to be refused. Only a decoder can have one."""
@@ -157,35 +159,102 @@ class LocalExecutor(Executor):
         result = run_canary(self.runner.forwards, self.runner.kv, canary, context=self.config.model.max_model_len)
         self.runner.reset_expert_load()
         self.phases["canary"] = time.perf_counter() - begin
+        if not self.runner.model.spec.has_last:
+            return None  # the last stage knows
         if wanted == "refuse" and not result.ok:
             raise ModelError(f"{result.describe()}; take other kernels or another kv_cache_dtype, or canary='warn'")
         return result
 
 
 def load_runner(
-    args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None
-) -> tuple[ModelDescription, ModelRunner, TileTable]:
-    """The model that `args` describe, loaded on its device, without a cache; its config is `runner.config`."""
+    args: EngineArgs,
+    *,
+    progress: Callable[[str], None] = lambda phase: None,
+    by_torch: bool = False,
+    ranks: Ranks | None = None,
+    device: DeviceInfo | None = None,
+) -> tuple[ModelDescription, Runner, TileTable]:
+    """The model that `args` describe (with `ranks`: one rank's part), loaded on its device, without a cache; its config is
+    `runner.config`. `by_torch`: see `LocalExecutor.build`. `device`: the one to use, if it was looked up and chosen already.
+    ConfigError if it is to be split and there are no `ranks`."""
+    size = 1 if ranks is None else ranks.size
+    on_host = {} if ranks is None else {"rank": ranks.local_rank, "num_ranks": ranks.local_size}
+    if size != num_ranks(args):
+        field = split_setting(args)
+        raise ConfigError(f"this works on one device: leave {field} at 1", field=field)
     begin = time.perf_counter()
     progress("model")
     path = resolve_model(args.model, download_dir=args.download_dir)
-    description = read_spec(path)
+    description = read_spec(path).taking_images(args.max_images)
     progress("device")
-    config = resolve(args, description, detect(args.device, machine_folder(), num_threads=args.num_threads))
+    info = device or detect(args.device, machine_folder(), num_threads=args.num_threads, **on_host)
+    config = resolve(args, description, info)
+    if ranks is None or info.is_cuda:  # ranks on a CPU share its memory; who started them has looked
+        check_weights_fit(config, description)
     found = time.perf_counter() - begin
     progress("weights")
-    tiles = load_tiles(config.device.tile_table, config.device.info.name, tiles_folder())
     kept = packed_folder(path) or weights_folder(args.download_dir)
-    runner = ModelRunner(config, description, tiles, weights_folder=kept)
-    runner.phases["resolve"] = found
-    if (speculation := config.speculation) is not None and speculation.by_model:
+
+    def load_draft(runner: Runner) -> None:
+        if (speculation := config.speculation) is None or not speculation.by_model:
+            return
         progress("draft model")
         folder = path if speculation.model is None else resolve_model(speculation.model, download_dir=args.download_dir)
         if speculation.method not in ("eagle3", "medusa", "mtp"):
             runner.load_draft(read_spec(folder), weights_folder(args.download_dir))
         else:
             runner.load_head(_read_head(speculation.method, folder, description))
+
+    if not by_torch and (host := _host_runner(config, description, kept, load_draft)) is not None:
+        host.phases["resolve"] = found
+        return description, host, NO_TILES
+    try:
+        from slipstream.worker.model_runner import ModelRunner
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        reason = host_refusal(config, description) or "it does not run as one C++ program (`slipstream info` says why)"
+        raise ConfigError(f"{args.model}: {reason}; pip install 'slipstream[torch]'", field="model") from None
+
+    tiles = load_tiles(config.device.tile_table, config.device.info.name, tiles_folder())
+    partition = None if ranks is None else _partition(config, ranks)
+    runner = ModelRunner(config, description, tiles, weights_folder=kept, partition=partition)
+    runner.phases["resolve"] = found
+    load_draft(runner)
     return description, runner, tiles
+
+
+def _host_runner(
+    config: EngineConfig, description: ModelDescription, kept: Path, load_draft: Callable[[HostRunner], None]
+) -> HostRunner | None:
+    """The runner without torch. None, and the log says why, if it does not cover the model, its drafts or a setting."""
+    reason = host_refusal(config, description)
+    if reason is None:
+        try:
+            runner = HostRunner(config, description, weights_folder=kept)
+            load_draft(runner)
+            return runner
+        except NotCovered as refused:
+            reason = refused.reason
+    if not config.device.info.is_cuda:
+        _logger.info("torch runs the steps: %s", reason)
+    return None
+
+
+def _partition(config: EngineConfig, ranks: Ranks) -> Partition:
+    """This rank's part, once it has met the others."""
+    import torch
+
+    from slipstream.platform import platform_of
+
+    device = torch.device(config.device.info.device)
+    platform = platform_of(device)
+    platform.activate(config.device.num_threads)
+    every = ranks.join(platform.collectives, device)
+    group, pipe = every.stages(config.parallel.num_stages)
+    if device.type == "cuda" and group.size > 1:
+        group.try_one_shot()
+    return Partition(config.parallel.shard(ranks.rank), group, pipe, every, config.parallel.sequence)
 
 
 def _read_head(method: HeadMethod, folder: Path, target: ModelDescription) -> HeadDescription:
@@ -195,42 +264,33 @@ def _read_head(method: HeadMethod, folder: Path, target: ModelDescription) -> He
         raise ConfigError(f"speculative_config: {error}", field="speculative_config") from error
 
 
-def _fit(
-    config: EngineConfig, description: ModelDescription, runner: ModelRunner, activation_bytes: int
-) -> tuple[EngineConfig, MemoryLedger]:
+def _fit(config: EngineConfig, runner: Runner, activation_bytes: int) -> tuple[EngineConfig, MemoryLedger]:
     """Size the KV cache by what is left, allocate it, and account for all of it."""
-    spec, info = description.spec, config.device.info
-    element, size = DTYPE_BYTES[config.cache.dtype], config.cache.block_size
-    one_block = block_bytes(spec, size, element)
+    spec, ranks = runner.model.spec, runner.partition
+    one_block = block_bytes(spec, config.cache.block_size, DTYPE_BYTES[config.cache.dtype])
     weights, rows = runner.model.weights_bytes, runner.rows_bytes()
+    if runner.adapters is not None:
+        weights += runner.adapters.num_bytes
     if runner.draft is not None:
         one_block += runner.draft.block_bytes
         weights += runner.draft.weights_bytes
+    rows += staged_blocks(config, one_block) * one_block
     graphs = 0 if config.device.enforce_eager else runner.graph_reserve_bytes(activation_bytes)
     runner.platform.release_unused()
     free, total = runner.platform.memory()  # now, with the weights loaded
-    taken = activation_bytes + graphs + rows
-    allowed, budget = kv_budget(config, one_block, total_bytes=total, free_bytes=free, taken_bytes=taken)
-    num_blocks = plan_kv(budget_bytes=budget, block_bytes=one_block)
-    if spec.is_encoder:
-        num_blocks = min(num_blocks, scratch_blocks(config))
-    config = config.with_memory_limits(num_blocks - 1, one_block)  # block 0 is the null block
-    measured_graphs = runner.allocate(config, num_blocks)
-    ledger = MemoryLedger(
-        device=info.name,
+    config, ledger = size_cache(
+        config,
+        spec,
+        one_block,
         total_bytes=total,
-        allowed_bytes=allowed,
+        free_bytes=free,
         weights_bytes=weights,
         activation_bytes=activation_bytes,
-        graph_bytes=measured_graphs,
-        kv_bytes=num_blocks * one_block,
-        other_bytes=rows,
-        block_bytes=one_block,
-        num_blocks=num_blocks,
-        block_size=size,
-        max_model_len=config.model.max_model_len,
-        groups=config.cache.groups,
-        max_step_tokens=config.scheduling.max_num_batched_tokens,
+        graph_bytes=graphs,
+        rows_bytes=rows,
+        taken_bytes=activation_bytes + graphs + rows,
         forms=runner.model.forms,
+        agree=(lambda blocks: blocks) if ranks is None else lambda blocks: ranks.all_ranks.least(blocks)[0],
     )
-    return config, ledger
+    measured = runner.allocate(config, ledger.num_blocks)
+    return config, replace(ledger, graph_bytes=measured, host_expert_bytes=runner.model.host_bytes)

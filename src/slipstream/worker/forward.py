@@ -1,6 +1,8 @@
 """Ways to run the model over a step's tokens, and the table that chooses one.
 
-    eager       the decoder's loop over its layers, op by op; covers every step
+    eager       the decoder's loop over its layers, op by op; covers every step without adapters
+    adapters    the same loop, with the adapters of the step's requests
+    images      the same loop, with embeddings of pictures among those of tokens; asked first
     program     the whole step as one program of the CPU's C++ kernels
     one-token   all layers of a step of one token as one GPU kernel
     graphs      a captured CUDA graph of any of these (`worker/graphs.py`)
@@ -17,10 +19,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slipstream.kernels.adapters import AdapterOps, LoRATokens, tokens_of
+from slipstream.kernels.arrays import to_array
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import Running
 from slipstream.model.decoder import Decoder
@@ -29,11 +36,19 @@ from slipstream.model.one_token import OneTokenKernel, compile_one_token
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.reason import Reason
 from slipstream.types import StepPlan
-from slipstream.worker.input_batch import GatheredInputs, RowTable, SampledRows, gather
+from slipstream.worker.images import ImageEncoder, ImageOps, step_images
+from slipstream.worker.input_batch import GatheredInputs, SampledRows, gather
+from slipstream.worker.rows import RowTable, upload
+
+if TYPE_CHECKING:
+    from slipstream.kernels.ops import OpSet
+    from slipstream.worker.adapters import Adapters
 
 _logger = logging.getLogger("slipstream.engine")
 
+NO_IMAGES = Reason("no placeholder of a picture is in the step")
 NO_PLAN = Reason("the tokens are not a scheduled step")
+HAS_ADAPTERS = Reason("a request of the step has an adapter")
 
 
 class InputBatch:
@@ -43,9 +58,16 @@ class InputBatch:
     """
 
     def __init__(
-        self, kv: Sequence[LayerKV], plan: StepPlan | None, table: RowTable | None, gathered: GatheredInputs | None = None
+        self,
+        kv: Sequence[LayerKV],
+        plan: StepPlan | None,
+        table: RowTable | None,
+        gathered: GatheredInputs | None = None,
+        *,
+        adapted: bool = True,
     ) -> None:
-        self.kv, self.plan, self.table = kv, plan, table
+        """`adapted` False: requests' adapters are left out (a draft model's)."""
+        self.kv, self.plan, self.table, self._adapted = kv, plan, table, adapted
         if gathered is not None:
             self.gathered = gathered
 
@@ -74,29 +96,44 @@ class InputBatch:
 
     @cached_property
     def is_greedy(self) -> bool:
-        """Of the logits nothing is wanted but where they are largest."""
+        """Whether its requests want only the index of the largest logit."""
         assert self.plan is not None
         assert self.table is not None
         return self.table.is_greedy([s.request_id for s in self.plan.scheduled if s.num_sampled])
 
+    @cached_property
+    def has_adapters(self) -> bool:
+        """Some request has an adapter."""
+        if self.plan is None or self.table is None or not self._adapted or not self.table.wanting["adapter"]:
+            return False
+        return self.table.wanted("adapter", [s.request_id for s in self.plan.scheduled])
+
+    @cached_property
+    def has_images(self) -> bool:
+        """Some request has placeholders of pictures in this step."""
+        if self.plan is None or self.table is None or not self.table.wanting["images"]:
+            return False
+        wanting, rows = self.table.wanting["images"], self.table.rows
+        return any(rows[s.request_id].needs_images(s) for s in self.plan.scheduled if s.request_id in wanting)
+
     @property
     def has_grammar(self) -> bool:
-        """Some request samples by a grammar."""
+        """Whether a request samples by a grammar."""
         assert self.plan is not None
         assert self.table is not None
         return self.table.wanted("grammar", [s.request_id for s in self.plan.scheduled if s.num_sampled])
 
 
 class StateCache:
-    """States of tokens that a draft head reads, in the blocks of their requests' first group. They are kept while `tensor`
-    [B · block_size, E] is there."""
+    """States of tokens that a draft head reads, in the blocks of their requests' first group. They are kept only if `tensor`
+    [B · block_size, E] is set."""
 
     def __init__(self, block_size: int, hidden_size: int, dtype: torch.dtype) -> None:
         self.block_size, self.hidden_size, self.dtype = block_size, hidden_size, dtype
         self.tensor: Tensor | None = None
 
     def write(self, states: Tensor, meta: AttentionMetadata) -> None:
-        """Of a step's tokens [T, E]."""
+        """Keep the states [T, E] of a step's tokens."""
         if self.tensor is not None:
             self.tensor.index_copy_(0, meta.slot_mapping, states.to(self.dtype))
 
@@ -104,6 +141,11 @@ class StateCache:
         """[T, E]"""
         assert self.tensor is not None
         return self.tensor[meta.slot_mapping]
+
+    def read_array(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """float32 [T, E], on a CPU"""
+        assert self.tensor is not None
+        return to_array(self.tensor)[slots].astype(np.float32)
 
     def copy_blocks(self, source: Tensor, target: Tensor) -> None:
         assert self.tensor is not None
@@ -113,17 +155,24 @@ class StateCache:
 
 @dataclass(slots=True)
 class Output:
-    """What a forward gives. `hidden` [T or more, E] has the plan's tokens in its order: token i in row `row(i)`."""
+    """The result of a forward. Token i of the plan is in row `row(i)` of `hidden` [T or more, E]: behind `num_decodes` rows
+    stand `padding` rows of no token."""
 
     forward: Forward
     hidden: Tensor | None  # None: there are `tokens` instead
     sampled: SampledRows | None = None  # None: the batch has no plan
-    sample_index: Tensor | None = None  # int64 [N]: which of `hidden` are sampled; None: all, as many as `sampled` has
-    tokens: Tensor | None = None  # int64 [N], where the forward has sampled greedily itself
-    running: Running | None = None  # the step, while it is under way on the CPU's threads
-    states: tuple[Tensor, AttentionMetadata] | None = None  # of that step: what its `StateCache` is to be given when it is done
-    num_decodes: int = 0  # behind so many tokens `hidden` has
-    padding: int = 0  # so many rows of no token
+    sample_index: Tensor | None = None  # int64 [N]: the rows of `hidden` that are sampled; None: all
+    tokens: Tensor | None = None  # int64 [N], if the forward has sampled greedily itself
+    running: Running | None = None  # the step, if the CPU's threads still compute it
+    states: tuple[Tensor, AttentionMetadata] | None = None  # its states, to be written to the `StateCache` when it is done
+    num_decodes: int = 0
+    padding: int = 0
+
+    @property
+    def sampled_states(self) -> Tensor:
+        """The rows of `hidden` that are sampled [N, E]."""
+        assert self.hidden is not None
+        return self.hidden if self.sample_index is None else self.hidden.index_select(0, self.sample_index)
 
     def row(self, token: int) -> int:
         return token + (self.padding if token >= self.num_decodes else 0)
@@ -134,7 +183,10 @@ class Forward(ABC):
 
     @abstractmethod
     def covers(self, batch: InputBatch) -> Reason | None:
-        """Why this way can't run `batch`; None if it can."""
+        """Why this way can't run `batch`; None if it can. It has no side effect."""
+
+    def passed_over(self, batch: InputBatch, reason: Reason) -> None:  # noqa: B027
+        """Called when `Forwards` runs `batch` in another way, since `covers` gave this reason."""
 
     @abstractmethod
     def run(self, batch: InputBatch) -> Output: ...
@@ -157,7 +209,7 @@ class Eager(Forward):
         self.decoder, self.states = decoder, states
 
     def covers(self, batch: InputBatch) -> Reason | None:
-        return None
+        return HAS_ADAPTERS if batch.has_adapters else None
 
     def run(self, batch: InputBatch) -> Output:
         given = batch.gathered
@@ -190,7 +242,7 @@ class OneToken(Eager):
         self.kernel = kernel
 
     def covers(self, batch: InputBatch) -> Reason | None:
-        return None if batch.num_tokens == 1 else Reason("the step has more than one token")
+        return super().covers(batch) if batch.num_tokens == 1 else Reason("the step has more than one token")
 
     def _hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         hidden = self.kernel.forward(token_ids, kv, meta)
@@ -228,8 +280,84 @@ class Program(Eager):
         return self.program.greedy(hidden)
 
 
+class Adapted(Eager):
+    """Steps of requests with adapters. `base` makes the logits: the head has no adapters."""
+
+    name = "adapters"
+
+    def __init__(self, base: Eager, adapters: Adapters) -> None:
+        super().__init__(base.decoder, base.states)
+        self.base, self.adapters = base, adapters
+
+    def covers(self, batch: InputBatch) -> Reason | None:
+        return None if batch.has_adapters else Reason("no request of the step has an adapter")
+
+    def run(self, batch: InputBatch) -> Output:
+        given, plan, table = batch.gathered, batch.plan, batch.table
+        assert plan is not None
+        assert table is not None
+        slots = table.adapters_of(plan.scheduled).repeat([s.num_tokens for s in plan.scheduled])
+        hidden = self.hidden(given.token_ids, batch.kv, given.meta, tokens_of(slots, given.token_ids.device))
+        if isinstance(self.base, Program):
+            hidden = hidden.float()  # as its logits read it
+        return Output(self, hidden, given.sampled, given.sample_index)
+
+    def hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata, tokens: LoRATokens) -> Tensor:
+        """Tokens [T], which have the adapters `tokens` says → hidden states [T, E]."""
+        ops = cast("OpSet", AdapterOps(self.decoder.ops, self.adapters.weights, tokens))
+        return Eager(self.decoder.with_ops(ops), self.states)._hidden(token_ids, kv, meta)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.base.logits(hidden)
+
+    def greedy(self, hidden: Tensor) -> Tensor | None:
+        return self.base.greedy(hidden)
+
+
+class WithImages(Eager):
+    """Steps in which embeddings of pictures stand in the place of some tokens', with the adapters of the step's requests.
+    `base` makes the logits."""
+
+    name = "images"
+
+    def __init__(self, base: Eager, encoder: ImageEncoder, adapters: Adapters | None) -> None:
+        super().__init__(base.decoder, base.states)
+        self.base, self.encoder, self.adapters = base, encoder, adapters
+
+    def covers(self, batch: InputBatch) -> Reason | None:
+        return None if batch.has_images else NO_IMAGES
+
+    def run(self, batch: InputBatch) -> Output:
+        given, plan, table = batch.gathered, batch.plan, batch.table
+        assert plan is not None
+        assert table is not None
+        images = step_images(plan, table)
+        ops: Any = self.decoder.ops
+        if batch.has_adapters:
+            assert self.adapters is not None
+            slots = table.adapters_of(plan.scheduled).repeat([s.num_tokens for s in plan.scheduled])
+            ops = AdapterOps(ops, self.adapters.weights, tokens_of(slots, given.token_ids.device))
+        sections = getattr(self.decoder.spec.layers[0].attention.position, "sections", None)
+        decoder = self.decoder.with_ops(cast("OpSet", ImageOps(ops, images, given.meta, self.encoder.spec, sections)))
+        h = self.decoder.embedded(given.token_ids, given.meta)
+        if images.parts:
+            rows = torch.cat([x[a:b] for x, (_, a, b) in zip(self.encoder.embeddings(images), images.parts, strict=True)])
+            h = h.index_copy(0, upload(images.tokens, h.device), rows.to(h.dtype))
+        hidden, states = decoder.run(h, batch.kv, given.meta)
+        hidden = self._keep(hidden, states, given.meta)
+        if isinstance(self.base, Program):
+            hidden = hidden.float()  # as its logits read it
+        return Output(self, hidden, given.sampled, given.sample_index)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.base.logits(hidden)
+
+    def greedy(self, hidden: Tensor) -> Tensor | None:
+        return self.base.greedy(hidden)
+
+
 class Forwards:
-    """The table: ways to run the model, the most special first. The last one covers every batch."""
+    """The table: ways to run the model, the most special first. Some way covers every batch."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -237,7 +365,23 @@ class Forwards:
         self.paths: list[Forward] = []
         self.base: Eager = Eager(decoder)
         self.states: StateCache | None = None
+        self.adapters: Adapters | None = None
+        self.images: ImageEncoder | None = None
         self._build()
+
+    def take_adapters(self, adapters: Adapters) -> None:
+        """From now on requests may have adapters."""
+        self.adapters = adapters
+        self._build()
+
+    def take_images(self, encoder: ImageEncoder) -> None:
+        """From now on requests may have pictures."""
+        self.images = encoder
+
+    @property
+    def adapted(self) -> Adapted:
+        assert self.adapters is not None
+        return Adapted(self.base, self.adapters)
 
     def keep_states(self, states: StateCache, tap: Tap | None) -> None:
         """From now on each step writes what `tap` reads between the layers, or without one its hidden states."""
@@ -261,6 +405,8 @@ class Forwards:
                 self._refuse(OneToken.name, kernel)
             else:
                 self.paths = [OneToken(self.decoder, kernel, self.states), self.base]
+        if self.adapters is not None:
+            self.paths.append(self.adapted)
 
     def _refuse(self, name: str, reason: Reason) -> None:
         if name not in self.refused and reason.notable:
@@ -272,8 +418,15 @@ class Forwards:
         self.paths.insert(0, path)
 
     def run(self, batch: InputBatch) -> Output:
-        path = next(path for path in self.paths if path.covers(batch) is None)
-        return path.run(batch)
+        if batch.has_images:
+            assert self.images is not None
+            return WithImages(self.base, self.images, self.adapters).run(batch)
+        for path in self.paths:
+            reason = path.covers(batch)
+            if reason is None:
+                return path.run(batch)
+            path.passed_over(batch, reason)
+        raise AssertionError("the last way covers every batch")
 
     def hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         """Tokens [T] → hidden states [T, E] after the final norm; their keys and values are in the cache."""

@@ -3,7 +3,8 @@
 A step launches some three hundred kernels, for which the host takes longer than the GPU unless there are many tokens. Replaying
 a graph is one launch. A step runs in the smallest graph that holds it:
 
-1. In a decode graph the rows too many are the null row: seq_len 0, writes to the null block.
+1. In a decode graph the rows too many are the null row: seq_len 0, writes to the null block. A step that verifies drafts runs
+   there, too: each of its tokens takes a row, whose sequence ends with it.
 2. A mixed graph has room for so many decodes, padded in the same way, and behind them for so many tokens of prompts. The prompt
    tokens too many are one more sequence, of the null row.
 3. A graph covers everything from the rows' numbers to the hidden states. The head and the sampler follow eagerly, since what
@@ -26,20 +27,29 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.plan.graph_sizes import MIXED_PROMPTS, ladder, mixed_decodes, mixed_prompts
+from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
+from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
+from slipstream.plan.graph_sizes import MIXED_PROMPTS, decode_rows, mixed_decodes, mixed_prompts
 from slipstream.platform import Graph, platform_of
 from slipstream.spec.reason import Reason
-from slipstream.types import ScheduledRequest
-from slipstream.worker.forward import NO_PLAN, Forward, Forwards, InputBatch, Output
-from slipstream.worker.input_batch import RowTable, SampledRows, gather_inputs, laid_out
+from slipstream.types import ScheduledRequest, StepPlan
+from slipstream.worker.adapters import Adapters
+from slipstream.worker.forward import HAS_ADAPTERS, NO_PLAN, Forward, Forwards, InputBatch, Output
+from slipstream.worker.input_batch import SampledRows, gather_inputs, laid_out, shared_prefixes
+from slipstream.worker.rows import RowTable
 
 SLACK = 1.3
-"""While its graph is not captured, a step runs in one with up to so many times its tokens."""
+"""Until its own graph is captured, a step may run in one with up to this many times its tokens."""
 
 PATIENCE = 4
-"""A mixed step whose size is not captured runs op by op, until the size is wanted for the fourth time. Op by op it takes some
-9 ms more on an H200; to capture it takes 60, which everybody waits for."""
+"""A mixed step whose size is not captured runs op by op, until the size is wanted for the fourth time. On an H200 op by op
+takes 9 ms longer, and a capture takes 60 ms, for which all requests wait."""
+
+MOST_KEYS_AGAIN = 2**15
+"""In a decode graph each draft reads its sequence's keys once more. Up to so many keys in all that takes less time than a mixed
+graph's larger tiles (an estimate: 20 µs a layer of 8 heads, from L2)."""
+
+NOT_CAPTURED = Reason("its graph is not captured yet")
 
 Size: TypeAlias = tuple[int, int]
 """(decodes or texts, tokens behind them): what a graph has room for."""
@@ -73,37 +83,39 @@ class StepGraphs(Graphs, Forward):
     """`forwards` run what is captured, and `logits`."""
 
     name = "graphs"
+    with_adapters = False
 
     def __init__(self, forwards: Forwards, kv: Sequence[LayerKV], rows: RowTable, config: EngineConfig) -> None:
+        assert rows.device is not None
         super().__init__(rows.device)
         self.forwards = forwards
         self.kv = kv
         self.rows = rows
         self.max_model_len = config.model.max_model_len
-        self.sizes = ladder(config.scheduling.max_num_seqs)
+        self.sizes = decode_rows(config)
         self.decode_sizes = mixed_decodes(config.scheduling.max_num_seqs)
         self.prompt_sizes = mixed_prompts(config, encoded=rows.cross is not None)
         largest = max(self.sizes[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
         decoder = forwards.decoder
-        # One buffer for all graphs: each would keep its own for good, though none is read after the next replay.
+        # All graphs share one buffer. None is read after the next replay, and a buffer of their own would never be freed.
         self._hidden = torch.empty(largest, decoder.spec.hidden_size, dtype=decoder.dtype, device=rows.device)
         self._ahead: list[Size] = []  # to be captured, the next one last
-        self._wanted: Counter[Size] = Counter()  # by mixed steps before their sizes were captured
-        self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)  # of a token each
+        self._wanted: Counter[Size] = Counter()  # how often a mixed step's size was wanted before it was captured
+        self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)  # query_start_loc of decodes
 
     def capture(self) -> None:
-        """Capture some decodes now, the largest first, so that the others fit into its memory. The rest are captured by
-        `capture_next`, or when they are first wanted, which takes some tens of milliseconds each."""
+        """Capture some decodes, the largest first, so that the others fit into its memory. `capture_next` captures the
+        rest, or the first step that wants one, which then takes some tens of milliseconds longer."""
         for size in reversed(self.sizes):
             if size == self.sizes[-1] or size.bit_count() == 1:
                 self._decode_graph(size)
-        # Small sizes are the commonest, and waiting for one costs a small step the most.
+        # Small sizes come first: they are the commonest, and a capture delays a small step the most.
         wanted = [(n, 0) for n in self.sizes] + [(d, p) for d in self.decode_sizes for p in self.prompt_sizes]
         wanted.sort(key=lambda size: (max(size), sum(size)))
         self._ahead = [size for size in reversed(wanted) if size not in self._captured]
 
     def capture_next(self) -> bool:
-        """Capture the commonest size that is not captured yet. False: there is none."""
+        """Capture the next size that is not captured yet. False: there is none."""
         while self._ahead:
             size = self._ahead.pop()
             if size not in self._captured:
@@ -112,12 +124,15 @@ class StepGraphs(Graphs, Forward):
         return False
 
     def covers(self, batch: InputBatch) -> Reason | None:
-        """Asked once a step: it counts the mixed sizes that are wanted and not captured."""
         if batch.plan is None:
             return NO_PLAN
+        if batch.has_adapters != self.with_adapters:
+            return HAS_ADAPTERS if batch.has_adapters else Reason("no request of the step has an adapter")
         scheduled = batch.plan.scheduled
+        if self._by_rows(scheduled, batch.num_tokens):
+            return None
         if scheduled[-1].num_tokens == 1:
-            return None if len(scheduled) <= self.sizes[-1] else Reason("more sequences than a graph holds")
+            return Reason("more sequences than a graph holds")
         num_decodes = num_leading_decodes(scheduled)
         if not self.prompt_sizes or batch.num_tokens - num_decodes > self.prompt_sizes[-1]:
             return Reason("more prompt tokens than a graph holds")
@@ -125,20 +140,32 @@ class StepGraphs(Graphs, Forward):
             return Reason("more sequences than a mixed graph holds")
         size = self._mixed_size_for(num_decodes, batch.num_tokens - num_decodes)
         if size not in self._captured and self._wanted[size] + 1 < PATIENCE:
-            self._wanted[size] += 1
-            self._ahead.append(size)
-            return Reason("its graph is not captured yet")
+            return NOT_CAPTURED
         return None
+
+    def passed_over(self, batch: InputBatch, reason: Reason) -> None:
+        """Count how often a mixed size is wanted, and capture it next."""
+        if reason is not NOT_CAPTURED or batch.plan is None:
+            return
+        num_decodes = num_leading_decodes(batch.plan.scheduled)
+        size = self._mixed_size_for(num_decodes, batch.num_tokens - num_decodes)
+        self._wanted[size] += 1
+        self._ahead.append(size)
 
     def run(self, batch: InputBatch) -> Output:
         assert batch.plan is not None
-        scheduled = batch.plan.scheduled
-        if scheduled[-1].num_tokens == 1:
-            return self._run_decodes(scheduled)
-        return self._run_mixed(scheduled, batch.num_tokens)
+        if self._by_rows(batch.plan.scheduled, batch.num_tokens):
+            return self._run_decodes(batch.plan, batch.num_tokens)
+        return self._run_mixed(batch.plan, batch.num_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.forwards.logits(hidden)
+
+    def _by_rows(self, scheduled: Sequence[ScheduledRequest], num_tokens: int) -> bool:
+        """Whether the step is one of decodes and drafts, and a decode graph has a row for each token."""
+        if num_tokens > self.sizes[-1] or any(1 < s.num_tokens != s.num_sampled for s in scheduled):
+            return False
+        return sum((s.num_tokens - 1) * s.num_computed_tokens for s in scheduled if s.num_tokens > 1) <= MOST_KEYS_AGAIN
 
     def _graph(self, size: Size) -> Captured:
         known = self._captured.get(size)
@@ -147,15 +174,14 @@ class StepGraphs(Graphs, Forward):
         return self._mixed_graph(size) if size[1] else self._decode_graph(size[0])
 
     def _size_for(self, num_seqs: int) -> int:
-        """The smallest decode graph that holds so many sequences, or, while that is not captured, a slightly larger one that
-        is."""
+        """The smallest decode graph that holds `num_seqs`. If it is not captured, a slightly larger one that is."""
         size = next(n for n in self.sizes if n >= num_seqs)
         ready = (n for n in self.sizes if n >= size and (n, 0) in self._captured)
         other = next(ready, None)
         return other if other is not None and other <= SLACK * num_seqs else size
 
     def _mixed_size_for(self, num_decodes: int, num_prompt: int) -> Size:
-        """The same of a mixed step."""
+        """`_size_for` for a mixed step."""
         size = (
             next(n for n in self.decode_sizes if n >= num_decodes),
             next(n for n in self.prompt_sizes if n >= num_prompt),
@@ -168,24 +194,31 @@ class StepGraphs(Graphs, Forward):
 
     # --- Decodes ------------------------------------------------------------------------------------------------------
 
-    def _run_decodes(self, scheduled: tuple[ScheduledRequest, ...]) -> Output:
-        num_seqs = len(scheduled)
-        size = self._size_for(num_seqs)
+    def _run_decodes(self, plan: StepPlan, num_tokens: int) -> Output:
+        scheduled = plan.scheduled
+        size = self._size_for(num_tokens)
         table = self.rows.rows
         host = self._idle_decodes(size)
-        host[0, :num_seqs] = [table[s.request_id].index for s in scheduled]
-        host[1, :num_seqs] = [s.num_computed_tokens for s in scheduled]
-        host[2, :num_seqs] = host[1, :num_seqs] + 1
+        rows, positions = [table[s.request_id].index for s in scheduled], [s.num_computed_tokens for s in scheduled]
+        if num_tokens > len(scheduled):
+            lengths = np.array([s.num_tokens for s in scheduled], np.int64)
+            host[0, :num_tokens], host[1, :num_tokens], _ = laid_out(np.array(rows), np.array(positions), lengths)
+        else:
+            host[0, :num_tokens], host[1, :num_tokens] = rows, positions
+        host[2, :num_tokens] = host[1, :num_tokens] + 1
         captured = self._graph((size, 0))
         captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
+        self._before_replay((size, 0), plan)
         captured.graph.replay()
-        rows, _, new = captured.inputs[:, :num_seqs].unbind(0)
-        which = [i for i, s in enumerate(scheduled) if s.num_sampled]
-        if len(which) == num_seqs:
-            return Output(self, captured.output[:num_seqs], SampledRows(requests=scheduled, rows=rows, positions=new))
-        index = self.platform.upload(np.array(which, np.int64))
-        sequences = tuple(scheduled[i] for i in which)
-        return Output(self, captured.output, SampledRows(requests=sequences, rows=rows[index], positions=new[index]), index)
+        of_tokens, _, new = captured.inputs[:, :num_tokens].unbind(0)
+        if all(s.num_sampled for s in scheduled):
+            sampled = SampledRows(requests=scheduled, rows=of_tokens, positions=new)
+            return Output(self, captured.output[:num_tokens], sampled)
+        which = np.repeat([s.num_sampled > 0 for s in scheduled], [s.num_tokens for s in scheduled])
+        index = self.platform.upload(np.flatnonzero(which))
+        sequences = tuple(s for s in scheduled if s.num_sampled)
+        sampled = SampledRows(requests=sequences, rows=of_tokens[index], positions=new[index])
+        return Output(self, captured.output, sampled, index)
 
     def _decode_graph(self, size: int) -> Captured:
         captured = self._capture((size, 0), self._idle_decodes(size), lambda inputs: self._decodes(inputs, size))
@@ -193,8 +226,8 @@ class StepGraphs(Graphs, Forward):
         return captured
 
     def _idle_decodes(self, size: int) -> npt.NDArray[np.int32]:
-        """Rows, positions and lengths of nothing but padding. Each begins at a multiple of 16 bytes: Triton compiles a kernel
-        anew for pointers that don't."""
+        """Rows, positions and lengths of nothing but padding. Each begins at a multiple of 16 bytes: Triton compiles a
+        kernel anew for other pointers."""
         inputs = np.zeros((3, -(-size // 4) * 4), dtype=np.int32)
         inputs[0] = self.rows.capacity
         return inputs
@@ -212,19 +245,21 @@ class StepGraphs(Graphs, Forward):
             max_query_len=1,
             max_seq_len=self.max_model_len,
         )
-        return self._kept(self.forwards.hidden(token_ids, self.kv, meta))
+        return self._kept(self._forward((size, 0), token_ids, self.kv, meta))
 
     def _kept(self, hidden: Tensor) -> Tensor:
         return self._hidden[: len(hidden)].copy_(hidden)
 
     # --- Mixed steps --------------------------------------------------------------------------------------------------
 
-    def _run_mixed(self, scheduled: tuple[ScheduledRequest, ...], num_tokens: int) -> Output:
+    def _run_mixed(self, plan: StepPlan, num_tokens: int) -> Output:
+        scheduled = plan.scheduled
         num_decodes = num_leading_decodes(scheduled)
         size = self._mixed_size_for(num_decodes, num_tokens - num_decodes)
         captured = self._graph(size)
         host, sequences, n = mixed_inputs(self.rows, scheduled, size)
         captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
+        self._before_replay(size, plan)
         captured.graph.replay()
         parts = MixedInputs(captured.inputs, size)
         sampled = SampledRows(requests=sequences, rows=parts.sample_rows[:n], positions=parts.sample_positions[:n])
@@ -236,26 +271,146 @@ class StepGraphs(Graphs, Forward):
         return self._capture(size, idle, lambda inputs: self._mixed(inputs, size))
 
     def _mixed(self, inputs: Tensor, size: Size) -> Tensor:
-        return self._kept(self.forwards.hidden(*mixed_step(self.rows, self.kv, inputs, size, self.max_model_len)))
+        return self._kept(self._forward(size, *mixed_step(self.rows, self.kv, inputs, size, self.max_model_len)))
+
+    # --- What is captured ---------------------------------------------------------------------------------------------
+
+    def _forward(self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
+        return self.forwards.hidden(token_ids, kv, meta)
+
+    def _before_replay(self, size: Size, plan: StepPlan) -> None:
+        """Inputs of what is captured beside those of every step."""
+
+
+class SharedPrefixGraphs(StepGraphs):
+    """Graphs of decodes some of which begin with the same blocks. They are captured when a size is wanted for the fourth time;
+    until then the graph without shared prefixes runs. They have the memory of those graphs, since one replays at a time."""
+
+    name = "graphs with shared prefixes"
+
+    def __init__(self, beside: StepGraphs, config: EngineConfig) -> None:
+        super().__init__(beside.forwards, beside.kv, beside.rows, config)
+        self._recorder, self._hidden = beside._recorder, beside._hidden
+        self._shared: dict[Size, Tensor] = {}  # int32 [3, decodes]
+
+    def covers(self, batch: InputBatch) -> Reason | None:
+        if batch.plan is None:
+            return NO_PLAN
+        if not batch.plan.shared:
+            return Reason("no requests of the step share a prefix")
+        scheduled = batch.plan.scheduled
+        if scheduled[-1].num_tokens > 1:
+            return Reason("the step has prompts")
+        reason = super().covers(batch)
+        size = self._size_for(len(scheduled)) if reason is None else 0
+        if reason is None and (size, 0) not in self._captured and self._wanted[size, 0] + 1 < PATIENCE:
+            return NOT_CAPTURED
+        return reason
+
+    def passed_over(self, batch: InputBatch, reason: Reason) -> None:
+        if reason is NOT_CAPTURED and batch.plan is not None:
+            self._wanted[self._size_for(len(batch.plan.scheduled)), 0] += 1
+
+    def capture(self) -> None:
+        """Not before it is wanted."""
+
+    def _capture(self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]) -> Captured:
+        self._shared[size] = torch.from_numpy(shared_prefixes((), size[0])).to(self.platform.device)
+        return super()._capture(size, idle, forward)
+
+    def _forward(self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
+        shared = SharedPrefixes(*self._shared[size].unbind(0))
+        return super()._forward(size, token_ids, kv, meta.sharing(shared))
+
+    def _before_replay(self, size: Size, plan: StepPlan) -> None:
+        host = shared_prefixes(plan.shared, size[0])
+        self._shared[size].copy_(self.platform.upload(host), non_blocking=True)
+
+
+class AdapterGraphs(StepGraphs):
+    """Graphs of steps with adapters. They are captured when adapters are first used, and anew when one has weights for products
+    that none had before: the launches of those that none has are left out."""
+
+    name = "graphs with adapters"
+    with_adapters = True
+
+    def __init__(
+        self, forwards: Forwards, kv: Sequence[LayerKV], rows: RowTable, config: EngineConfig, adapters: Adapters
+    ) -> None:
+        super().__init__(forwards, kv, rows, config)
+        self.adapters = adapters
+        self._parts = adapters.parts
+        self._tokens: dict[Size, Tensor] = {}  # what a graph reads of its step's adapters, int32
+
+    def covers(self, batch: InputBatch) -> Reason | None:
+        if batch.has_adapters and self._parts != self.adapters.parts:
+            self._parts = self.adapters.parts
+            self.platform.synchronize()  # the last replay
+            self._captured.clear()
+            self._wanted.clear()
+        return super().covers(batch)
+
+    def capture(self) -> None:
+        """With adapters from the start the commonest sizes are captured now."""
+        if self._parts:
+            super().capture()
+
+    def _forward(self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
+        return self.forwards.adapted.hidden(token_ids, kv, meta, self._tokens_of(size))
+
+    def _capture(self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]) -> Captured:
+        if size not in self._tokens:
+            room = 2 * _room(sum(size)) + 3 * self._num_tiles(size)
+            self._tokens[size] = torch.zeros(room, dtype=torch.int32, device=self.rows.device)
+        return super()._capture(size, idle, forward)
+
+    def _num_tiles(self, size: Size) -> int:
+        return most_tiles(sum(size), self.adapters.settings.max_loras)
+
+    def _tokens_of(self, size: Size) -> LoRATokens:
+        num_tokens, room, given = sum(size), _room(sum(size)), self._tokens[size]
+        return LoRATokens(
+            given[:num_tokens], given[room : room + num_tokens], given[2 * room :].view(-1, 3), tile_tokens(num_tokens)
+        )
+
+    def _before_replay(self, size: Size, plan: StepPlan) -> None:
+        scheduled = plan.scheduled
+        num_tokens, room = sum(size), _room(sum(size))
+        slots = np.full(num_tokens, NO_ADAPTER, np.int32)
+        own, num_decodes = self.rows.adapters_of(scheduled), num_leading_decodes(scheduled)
+        slots[:num_decodes] = own[:num_decodes]
+        behind = own[num_decodes:].repeat([s.num_tokens for s in scheduled[num_decodes:]])
+        first = size[0] if size[1] else num_decodes  # in a decode graph drafts stand right behind
+        slots[first : first + len(behind)] = behind
+        order, tiles, _ = sort_tokens(slots)
+        host = np.zeros(len(self._tokens[size]), np.int32)
+        host[:num_tokens], host[room : room + num_tokens] = slots, order
+        host[2 * room : 2 * room + tiles.size] = tiles.reshape(-1)
+        self._tokens[size].copy_(self.platform.upload(host), non_blocking=True)
+
+
+def _room(num_tokens: int) -> int:
+    """A part begins at a multiple of 16 bytes."""
+    return -(-num_tokens // 4) * 4
 
 
 def num_leading_decodes(scheduled: Sequence[ScheduledRequest]) -> int:
-    """How many sequences of one token stand first."""
+    """The number of sequences of one token at the front."""
     return next((i for i, s in enumerate(scheduled) if s.num_tokens > 1), len(scheduled))
 
 
 class MixedInputs:
-    """The parts of a mixed step's inputs, an array's or a tensor's, with room for D decodes and P prompt tokens: T = D + P
+    """The parts of a mixed step's inputs (an array or a tensor), with room for D decodes and P prompt tokens: T = D + P
     tokens of S = D + MIXED_PROMPTS sequences. Each part begins at a multiple of 16 bytes."""
 
     def __init__(self, inputs: Any, size: Size) -> None:
         num_tokens, num_seqs = sum(size), size[0] + MIXED_PROMPTS
         ends = np.cumsum([*(5 * [num_tokens]), num_seqs, num_seqs, num_seqs + 1]).tolist()
         parts = [inputs[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-        self.token_rows, self.positions = parts[:2]  # of each token [T]
-        self.sample_index, self.sample_rows, self.sample_positions = parts[2:5]  # of those that are sampled: it, what follows
-        self.seq_lens, self.rows = parts[5:7]  # of each sequence [S]
-        self.starts = parts[7]  # where sequences begin [S + 1]
+        self.token_rows, self.positions = parts[:2]  # [T]
+        self.sample_index, self.sample_rows, self.sample_positions = parts[2:5]  # [T]: sampled tokens, and where theirs go
+        self.seq_lens, self.rows = parts[5:7]  # [S]
+        self.starts = parts[7]  # [S + 1]: where sequences begin
 
     @staticmethod
     def length(size: Size) -> int:
@@ -265,8 +420,8 @@ class MixedInputs:
 def mixed_inputs(
     table: RowTable, scheduled: Sequence[ScheduledRequest], size: Size
 ) -> tuple[npt.NDArray[np.int32], tuple[ScheduledRequest, ...], int]:
-    """A step's inputs for the graph of `size`, the sequences that sample, and at how many positions. The null row stands in the
-    decodes' free places. The prompt tokens too many are a sequence of the null row, all at position 0."""
+    """A step's inputs for the graph of `size`, the sequences that sample, and the number of sampled positions. Free places of
+    decodes have the null row. Padding tokens of prompts are one sequence of the null row, all at position 0."""
     num_decodes = num_leading_decodes(scheduled)
     host = np.zeros(MixedInputs.length(size), np.int32)
     to, first = MixedInputs(host, size), size[0]
@@ -289,7 +444,7 @@ def mixed_inputs(
     to.starts[first : first + num_prompts + 1] = first + begins
     to.starts[first + num_prompts + 1 :] = sum(size)
     counts = np.array([s.num_sampled for s in scheduled], np.int64)
-    ends = np.concatenate((np.arange(1, num_decodes + 1), first + begins[1:]))  # of the sequences, in the step
+    ends = np.concatenate((np.arange(1, num_decodes + 1), first + begins[1:]))  # where each sequence's tokens end
     rows, index, _ = laid_out(own, ends - counts, counts)
     n = len(rows)
     to.sample_rows[:n], to.sample_index[:n] = rows, index
@@ -300,7 +455,7 @@ def mixed_inputs(
 def mixed_step(
     table: RowTable, kv: Sequence[LayerKV], inputs: Tensor, size: Size, max_model_len: int
 ) -> tuple[Tensor, Sequence[LayerKV], AttentionMetadata]:
-    """What `Forwards.hidden` is given of a mixed step: tokens [T], the cache, and where the tokens stand."""
+    """The arguments of `Forwards.hidden` for a mixed step: tokens [T], the cache, and the metadata."""
     given = MixedInputs(inputs, size)
     token_ids, meta = gather_inputs(
         table,

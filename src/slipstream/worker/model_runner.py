@@ -1,13 +1,13 @@
-"""Runs steps on one device: the model, its KV cache, and the rows of the sequences that run.
+"""Runs steps on one device. It holds the model, its KV cache, and the rows of the running sequences.
 
     launch(plan) = sample(forward(prepare(plan)))
 
-1. `prepare` brings the rows up to date: an `InputBatch`.
-2. `forward` runs the model over it (`worker/forward.py` chooses how): hidden states.
+1. `prepare` updates the rows and makes an `InputBatch`.
+2. `forward` computes hidden states. `worker/forward.py` chooses how.
 3. `sample` draws tokens and writes them where the next step reads them.
 
-`launch` queues the step and returns at once on a GPU; `InFlightStep.result()` waits. Steps run in the order of their launch on
-one stream, which is why the scheduler may hand freed blocks to the next step while this one still runs.
+On a GPU `launch` queues the step and returns at once; `InFlightStep.result()` waits. Steps run in the order of their launch on
+one stream. So the scheduler may give freed blocks to the next step while this one still runs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -24,131 +25,71 @@ import torch
 from torch import Tensor
 
 from slipstream.config import MOST_DRAFTS, EngineConfig
-from slipstream.errors import OutOfMemoryError
+from slipstream.errors import AdapterError, ConfigError, OutOfMemoryError
+from slipstream.kernels.arrays import to_array
 from slipstream.kernels.build import remedy
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, cache_tensors
-from slipstream.kernels.native import Running
+from slipstream.kernels.metadata import LayerKV, SamplingTensors
 from slipstream.kernels.select import select_ops
+from slipstream.model.device_stream import DeviceStream
 from slipstream.model.encoder import pool
-from slipstream.model.loader import LoadedModel, load_model
+from slipstream.model.layers import Partition
+from slipstream.model.loaded import LoadedModel
+from slipstream.model.loader import load_model
 from slipstream.plan.graph_sizes import GRAPH_BYTES, graph_bytes
-from slipstream.platform import Event, platform_of
+from slipstream.platform import platform_of
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.draft_heads import HeadDescription
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
-from slipstream.types import (
-    ExpertTokens,
-    Extra,
-    Plan,
-    PooledVector,
-    PromptLogprobs,
-    SampledLogprobs,
-    StepPlan,
-    StepResult,
-    TextsPlan,
-    TextVectors,
-    TokenLogprobs,
-    TokenMask,
-)
+from slipstream.stats import ExpertTokens
+from slipstream.types import Extra, Plan, ScheduledRequest, StepPlan, StepResult, TextsPlan, TokenMask
+from slipstream.worker.adapters import Adapters
+from slipstream.worker.block_store import BlockStore, block_arrays
 from slipstream.worker.constrained import AwaitingMask, apply_mask
+from slipstream.worker.device_cache import TORCH_DTYPES, DeviceCache
+from slipstream.worker.disk_tier import DiskTier
 from slipstream.worker.draft_head import HeadDrafter, load_drafter
 from slipstream.worker.draft_model import DraftModel
 from slipstream.worker.drafter import Drafter
+from slipstream.worker.draws import Sampler, draw, prompt_logprobs
+from slipstream.worker.dummy_steps import CALIBRATION_TOKENS, calibrated_scales, dummy_prefill, dummy_sampling
+from slipstream.worker.expert_load import ExpertLoad
 from slipstream.worker.forward import Forwards, InputBatch, Output
-from slipstream.worker.graphs import StepGraphs
-from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch
-from slipstream.worker.sampler import (
-    PROMPT_LOGPROB_ROWS,
-    as_logprobs,
-    best_logprobs,
-    prompt_positions,
-    sampling_tensors,
-    verified,
-)
+from slipstream.worker.graphs import AdapterGraphs, SharedPrefixGraphs, StepGraphs
+from slipstream.worker.host_experts import LoadFollower, settle_experts, with_host_experts
+from slipstream.worker.images import ImageEncoder
+from slipstream.worker.in_flight import RUN_AHEAD, InFlightStep
+from slipstream.worker.input_batch import SampledRows, encoder_batch
+from slipstream.worker.rows import Row, RowTable
+from slipstream.worker.sampler import sampling_tensors
 from slipstream.worker.texts import EagerTexts, TextGraphs, most_texts, text_ladder, vectors_of
 
 _logger = logging.getLogger("slipstream.engine")
 
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
-}
 
 PROBE_TOKENS = 64
-"""Tokens of the step that is measured where most of what a step takes is known."""
+"""Tokens of the measured step where the bytes of most activations are known beforehand."""
 
 FEW_ROWS = 8
-"""Rows that are sampled then. Each takes as much as the next, and 64 of SmolLM2's vocabulary take 95 MB, which stay in the
-process."""
-
-CALIBRATION_TOKENS = 1024
-"""Random tokens whose keys and values set the scales of an 8-bit cache."""
-
-RUN_AHEAD = 8
-"""Most sequences of a step on a CPU that is left under way while the host looks at the one before and plans the next. The
-host's work, a tenth of a step of one sequence, is hidden so, but a request that comes waits a step longer. Steps of 16 and more
-gained nothing (benchmarks/CPU_NOTES.md)."""
-
-
-@dataclasses.dataclass(slots=True)
-class InFlightStep:
-    """A step that was launched. `result()` waits for the device and may be called once."""
-
-    awaits_mask = False
-
-    plan: Plan
-    sampled: SampledRows | None
-    tokens: Tensor  # int64 [N], on the host once `done`
-    done: Event | Running | None  # None: it is
-    logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = None  # which samples, values, how many wanted
-    prompt_logprobs: Sequence[PromptLogprobs] = ()
-    pooled: tuple[tuple[str, ...], Tensor] | None = None  # which are complete, and their vectors float32 [N, E] on the host
-    drafts: Tensor | None = None  # int64 [N] on the host, which the draft model proposed
-    vectors: Tensor | None = None  # of a TextsPlan, float32 [S, E] on the host
-
-    @property
-    def is_done(self) -> bool:
-        """The launch itself computed it."""
-        return self.done is None
-
-    def proposed(self) -> Sequence[int]:
-        return () if self.drafts is None else self.drafts.tolist()
-
-    def result(self) -> StepResult:
-        if self.done is not None:
-            self.done.synchronize()
-        tokens: list[int] = self.tokens.tolist()
-        extras: list[Extra] = [*self.prompt_logprobs]
-        if self.pooled is not None:
-            extras += [PooledVector(i, v.tobytes()) for i, v in zip(self.pooled[0], self.pooled[1].numpy(), strict=True)]
-        if self.vectors is not None:
-            extras.append(TextVectors(self.vectors.numpy().tobytes()))
-        if self.logprobs is not None and self.sampled is not None:
-            which, best, counts = self.logprobs
-            values = as_logprobs([tokens[i] for i in which], best, counts)  # type: ignore[arg-type]
-            ids, found = self.sampled.request_ids, dict[str, list[TokenLogprobs]]()
-            for i, value in zip(which, values, strict=True):
-                found.setdefault(ids[i], []).append(value)
-            extras += [SampledLogprobs(request_id, tuple(own)) for request_id, own in found.items()]
-        num_tokens = None if self.sampled is None else self.sampled.num_tokens
-        if num_tokens is not None and self.sampled is not None:
-            drafts = () if self.drafts is None else self.drafts.tolist()
-            tokens, num_tokens = verified(self.sampled.requests, tokens, drafts)
-        return StepResult(self.plan.step_id, tokens, num_tokens, tuple(extras))
+"""Rows that this step samples. Each takes as much as the next. 64 rows of SmolLM2's vocabulary take 95 MB, which the process
+keeps."""
 
 
 class ModelRunner:
     """Loads the model at once; `allocate` must come before `launch`. `weights_folder`: where rounded weights are kept."""
 
     def __init__(
-        self, config: EngineConfig, description: ModelDescription, tiles: TileTable = NO_TILES, *, weights_folder: Path
+        self,
+        config: EngineConfig,
+        description: ModelDescription,
+        tiles: TileTable = NO_TILES,
+        *,
+        weights_folder: Path,
+        partition: Partition | None = None,
     ) -> None:
-        self.config = config
+        """With a `partition` this is one rank of several."""
+        self.config, self.partition = config, partition
         self.device = torch.device(config.device.info.device)
         self.platform = platform_of(self.device)
         self.platform.activate(config.device.num_threads)
@@ -167,6 +108,7 @@ class ModelRunner:
                 "the C++ kernels are not installed: torch's run instead, several times slower and without quantization; %s",
                 remedy(),
             )
+        self.ops = with_host_experts(config, self.ops, self.platform)
         self.phases: dict[str, float] = {}
         with self._phase("weights"):
             self.model: LoadedModel = load_model(
@@ -179,23 +121,47 @@ class ModelRunner:
                 seed=config.model.seed,
                 scheme=SCHEMES[config.model.quantization] if config.model.quantization else None,
                 weights_folder=None if config.model.weights_cache == "off" else weights_folder,
+                partition=partition,
+                weights_bytes=config.model.weights_bytes,
+                host_experts=config.model.host_experts,
             )
+            if self.model.decoder.stream is not None:  # copying layers takes longer than the launches that a graph would save
+                self.config = config = dataclasses.replace(
+                    config, device=dataclasses.replace(config.device, enforce_eager=True)
+                )
             self.forwards = Forwards(self.model.decoder)
+            self.adapters: Adapters | None = None
+            if config.lora is not None:
+                self.adapters = Adapters(config.lora, description, self.model.decoder)
+                self.forwards.take_adapters(self.adapters)
+                for request in config.lora.requests:
+                    try:
+                        self.adapters.load(request)
+                    except AdapterError as error:
+                        raise ConfigError(f"lora_modules: {request.name}: {error}", field="lora_modules") from error
+            self.images: ImageEncoder | None = None
+            if self.model.tower is not None and config.images is not None:
+                self.images = ImageEncoder(self.model.tower, config.images.cache_bytes)
+                self.forwards.take_images(self.images)
             self.platform.synchronize()
+        with self._phase("host experts"):
+            self.model = settle_experts(config, self.model, self.platform)
         self.kv_scales: list[tuple[Tensor, Tensor]] | None = None
         if config.cache.dtype in FORMAT_MAX:
-            if self.model.cache_scales is not None:  # of the same form: `resolve` has seen to it
-                self.kv_scales = self.model.cache_scales.layers()
+            if self.model.cache_scales is not None:  # `resolve` made sure that they are for this type
+                held = self.model.spec.held
+                self.kv_scales = self.model.cache_scales.layers()[held.start : held.stop]
             else:
                 with self._phase("calibrate"), torch.inference_mode():
                     self.kv_scales = self._calibrate()
-        self._expert_counts = self.forwards.count_experts()
-        self._expert_copy: tuple[Tensor, Event | None] | None = None
-        self._expert_load: ExpertTokens = ()
+        self._experts = ExpertLoad(self.forwards.count_experts(), self.platform)
+        self._follower = LoadFollower(self.ops, self._experts)
         self.kv: list[LayerKV] = []
         self.rows: RowTable | None = None
         self._under_way: Output | None = None  # on a CPU
+        self._passed: dict[int, list[tuple[Row, ScheduledRequest]]] = {}  # by step: who samples in it, in the last stage
         self.graphs: StepGraphs | None = None
+        self.adapter_graphs: AdapterGraphs | None = None
         self.texts: EagerTexts | TextGraphs | None = None  # an encoder's
         self.draft: Drafter | None = None
 
@@ -224,27 +190,33 @@ class ModelRunner:
     # --- Start --------------------------------------------------------------------------------------------------------
 
     def profile(self) -> int:
-        """Bytes that activations take at the largest step: a whole budget of prefill, and every row sampled."""
-        with self._phase("profile"), torch.inference_mode():
+        """Bytes of activations in the largest step: a whole budget of prefill, with every row sampled."""
+        with self._phase("profile"), torch.inference_mode(), self.without_copies():
             scheduling, size = self.config.scheduling, self.config.cache.block_size
             num_tokens, per_token = scheduling.max_num_batched_tokens, self.forwards.token_bytes
             num_rows = few_rows = self.config.max_num_sampled
             known = 0
-            if per_token is not None:  # then a short step shows the rest, and leaves little behind in the process
+            if per_token is not None:  # a short step shows the rest, and the process keeps little of its memory
                 known = num_tokens * (per_token + (0 if self.draft is None else self.draft.token_bytes))
                 num_tokens = min(num_tokens, PROBE_TOKENS)
                 few_rows = min(num_rows, FEW_ROWS)
+            if self.images is not None:
+                before = self.platform.start_peak()
+                passes = self.images.probe()
+                known += passes * max(0, self.platform.peak() - before)
             length = min(self.config.model.max_model_len, num_tokens)
             kv = self.make_cache(1)
-            meta, tokens = self._dummy_prefill(num_tokens, length, size)
+            meta, tokens = dummy_prefill(num_tokens, length, size, self.device)
             before = self.platform.start_peak()
             if self.model.spec.encoder is not None:
                 self.forwards.encode(tokens, kv, meta)
-            if self._has_latents:  # of a prompt that has something in the cache, whose queries are wider
+            if self._has_latents:  # queries are wider if a part of the prompt is in the cache
                 self.forwards.hidden(tokens, kv, dataclasses.replace(meta, from_start=False))
             if self.draft is not None:
                 self.draft.probe(tokens, meta)
             hidden = self.forwards.hidden(tokens, kv, meta)
+            if not self.model.spec.has_last:
+                return known + max(0, self.platform.peak() - before)
             if not self.model.spec.generates:
                 pool(self.ops, hidden, meta.query_start_loc, "mean")
                 return known + max(0, self.platform.peak() - before)
@@ -252,13 +224,13 @@ class ModelRunner:
                 known += max(0, self.platform.peak() - before)
                 before = self.platform.start_peak()
             logits = self.forwards.logits(hidden[torch.arange(few_rows, device=self.device) % num_tokens])
-            self.ops.sample(logits, self._dummy_sampling(few_rows))
+            self.ops.sample(logits, dummy_sampling(few_rows, self.device))
             del logits, hidden
             return known + max(0, self.platform.peak() - before) * num_rows // few_rows
 
     def allocate(self, config: EngineConfig, num_blocks: int) -> int:
-        """The KV cache of `num_blocks` blocks (block 0 is the null block), the rows, and on a GPU the graphs, whose bytes
-        are returned. `config` is the engine's final one: its context may have been lowered to what fits."""
+        """Allocate the KV cache of `num_blocks` blocks (block 0 is the null block) and the rows, and capture graphs on a GPU.
+        Returns the graphs' bytes. `config` is the final one: its context may have been lowered to what fits."""
         self.config = config
         try:
             with self._phase("cache"):
@@ -278,17 +250,32 @@ class ModelRunner:
                 with self._phase("graphs"):
                     self._capture(config)
             graph_bytes = 0 if config.device.enforce_eager else max(0, before - self.platform.memory()[0])
-            with self._phase("warm-up"):
+            with self._phase("warm-up"), self.without_copies():
                 self._warm_up()
         return graph_bytes
 
+    def without_copies(self) -> AbstractContextManager[None]:
+        """For steps whose numbers no one reads: layers that are copied to the GPU in each step need not be."""
+        stream = self.model.decoder.stream
+        return stream.idle() if isinstance(stream, DeviceStream) else nullcontext()
+
     def release(self) -> None:
-        """Give back what `allocate` took. No step is in flight, and `allocate` comes before the next."""
+        """Free the memory of `allocate`. No step may be in flight, and `allocate` must come before the next."""
         self._take_tokens()
-        self.kv.clear()  # in place: the program looks at the same list
+        self.kv.clear()  # in place, since the program holds the same list
         if self.draft is not None:
             self.draft.release()
         self.rows = self.texts = None
+
+    def open_store(self, disk: DiskTier | None, num_slots: int, num_staged: int) -> BlockStore:
+        """The tiers below the cache: `num_slots` blocks of the host's memory (a GPU has some), and the disk."""
+        layers = {layer.k.data_ptr(): layer for layer in self.kv}.values()  # groups share tensors
+        caches = [cache for layer in layers for cache in ((layer.k,) if layer.latent else (layer.k, layer.v))]
+        if not num_slots:
+            return BlockStore(block_arrays([to_array(cache) for cache in caches]), disk, self._take_tokens)
+        from slipstream.worker.device_blocks import DeviceBlocks
+
+        return DeviceBlocks(caches, num_slots, num_staged, disk, self.platform)
 
     def _capture(self, config: EngineConfig) -> None:
         if isinstance(self.texts, TextGraphs):
@@ -297,11 +284,17 @@ class ModelRunner:
             self.graphs = StepGraphs(self.forwards, self.kv, self.rows, config)
             self.graphs.capture()
             self.forwards.add(self.graphs)
+            if self.ops.shares_prefixes and not self._has_latents:
+                self.forwards.add(SharedPrefixGraphs(self.graphs, config))
+            if self.adapters is not None:
+                self.adapter_graphs = AdapterGraphs(self.forwards, self.kv, self.rows, config, self.adapters)
+                self.adapter_graphs.capture()
+                self.forwards.add(self.adapter_graphs)
             if self.draft is not None and self.platform.is_asynchronous:
                 self.draft.make_graphs(self.rows, config)
 
     def rows_bytes(self) -> int:
-        """What `allocate` takes beside cache and graphs."""
+        """Bytes of the rows."""
         if self.model.spec.is_encoder:
             return 0
         model = self.config.model
@@ -310,80 +303,157 @@ class ModelRunner:
         return (self.config.scheduling.max_num_seqs + 1) * per_row
 
     def graph_reserve_bytes(self, activation_bytes: int) -> int:
-        """Room kept for graphs: their hidden states or vectors, the largest one's activations, and what the driver takes
-        for the launches. The largest is run once beside its graph, before it is captured. `activation_bytes`: what `profile`
-        found."""
+        """Bytes kept free for graphs: their hidden states or vectors, the largest graph's activations, and the driver's
+        memory for the launches. The largest step runs once eagerly before it is captured. `activation_bytes` is the result
+        of `profile`."""
         spec, size = self.model.spec, self.dtype.itemsize
         if spec.is_encoder:
             sizes = text_ladder(self.config.scheduling.max_num_batched_tokens)
             numbers = sum(most_texts(self.config, n) for n in sizes) * spec.hidden_size
             return 2 * activation_bytes + 4 * numbers + len(sizes) * GRAPH_BYTES
         drafts = 0 if self.draft is None else self.draft.num_graphs * GRAPH_BYTES
-        return graph_bytes(self.config, spec, size) + drafts
+        of_steps = graph_bytes(self.config, spec, size)
+        return (of_steps if self.adapters is None else 2 * of_steps) + drafts
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Of captured steps."""
+        return () if self.graphs is None else tuple(self.graphs.sizes)
 
     def capture_next(self) -> bool:
         """Capture one more graph that steps may want. False: there is none left."""
         with torch.inference_mode():
-            return self.graphs is not None and self.graphs.capture_next()
+            return any(graphs is not None and graphs.capture_next() for graphs in (self.graphs, self.adapter_graphs))
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> InFlightStep | AwaitingMask:
-        """Queue one step. On a CPU a step of a few greedy decodes is under way when this returns, if the kernels can; any other
-        is done, and so is what was under way before."""
+        """Queue one step. On a CPU the launch computes the step, except that a step of a few greedy decodes may still run when
+        this returns. A step that ran before is done."""
         if isinstance(plan, TextsPlan):
             return self._launch_texts(plan)
         batch = self.prepare(plan)
         drafts = self.draft.propose(plan, batch.table) if self.draft is not None and batch.table is not None else None
         drafted = None
-        if drafts is not None:  # on their way to the host while the forward runs
+        if drafts is not None:  # they are copied to the host while the forward runs
             drafts, drafted = self.platform.to_host(drafts), self.platform.record()
         output = self.forwards.run(batch)
+        self._follower.after_step()
+        if not self.model.spec.has_last:
+            return self._passed_on(plan, output)
 
-        def sampled(mask: TokenMask | None = None) -> InFlightStep:
-            step = self.sample(batch, output, mask)
+        if batch.has_grammar:
+            return AwaitingMask(plan, self._awaiting(batch, output, drafts), drafts, drafted)
+        step = self.sample(batch, output)
+        step.drafts = drafts
+        if drafts is not None and self.draft is not None and batch.table is not None:
+            self.draft.go_ahead(plan, batch.table)
+        return step
+
+    def _awaiting(self, batch: InputBatch, output: Output, drafts: Tensor | None) -> Callable[[TokenMask], InFlightStep]:
+        """The draw of a step with grammars. What needs no mask is launched now, so that it waits for none."""
+        ready: tuple[Tensor, SamplingTensors] | None = None
+        if (sampled := output.sampled) is not None and output.hidden is not None:
+            assert self.rows is not None
+            if sampled.requests:
+                ready = output.forward.logits(output.sampled_states), sampling_tensors(self.rows, sampled)
+
+        @torch.inference_mode()
+        def draw_by(mask: TokenMask) -> InFlightStep:
+            step = self.sample(batch, output, mask, ready)
             step.drafts = drafts
             return step
 
-        return AwaitingMask(plan, sampled, drafts, drafted) if batch.has_grammar else sampled()
+        return draw_by
 
     def prepare(self, plan: StepPlan) -> InputBatch:
-        """Rows dropped, made and extended, shared blocks copied, new prompts encoded."""
+        """Drop, make and extend rows, copy shared blocks, and encode new prompts."""
         rows = self.rows
         assert rows is not None, "allocate() comes first"
         self._take_tokens()
-        rows.apply(plan)
+        adapters: dict[int, int] = {}
+        if self.adapters is not None and (wanted := [s.lora for s in plan.new if s.lora is not None]):
+            kept = rows.rows.keys() - set(plan.released)
+            adapters = self.adapters.place(wanted, {rows.rows[name].adapter for name in kept})
+        rows.apply(plan, adapters)
         if plan.block_copies:
-            pairs = self.platform.upload(np.array(plan.block_copies, dtype=np.int64))
+            sources, targets = self.platform.upload(np.array(plan.block_copies, dtype=np.int64).T.copy())
             for layer in {layer.k.data_ptr(): layer for layer in self.kv}.values():  # groups share tensors
-                self.ops.copy_blocks(layer, pairs[:, 0], pairs[:, 1])
+                self.ops.copy_blocks(layer, sources, targets)
             if self.draft is not None:
-                self.draft.copy_blocks(pairs[:, 0], pairs[:, 1])
+                self.draft.copy_blocks(sources, targets)
         if (texts := encoder_batch(rows, plan)) is not None:
             self.forwards.encode(texts[0], self.kv, texts[1])
         return InputBatch(self.kv, plan, rows)
 
-    def sample(self, batch: InputBatch, output: Output, mask: TokenMask | None = None) -> InFlightStep:
-        """Tokens of the sequences that want one, log-probabilities and vectors of those that want these."""
+    def sample(
+        self,
+        batch: InputBatch,
+        output: Output,
+        mask: TokenMask | None = None,
+        ready: tuple[Tensor, SamplingTensors] | None = None,
+    ) -> InFlightStep:
+        """Draw tokens, and compute the log-probabilities and vectors that requests want. `ready`: the logits and the sampling
+        parameters of the draw, if they are launched already."""
         plan, sampled = batch.plan, output.sampled
         assert plan is not None
         assert sampled is not None
         if output.running is not None:
             return self._run_ahead(plan, sampled, output)
         assert output.hidden is not None
-        prompt = self._prompt_logprobs(plan, output)
+        assert self.rows is not None
+        hidden, forward = output.hidden, output.forward
+
+        def logits_of(start: int, i: int, n: int) -> Tensor:
+            at = output.row(start) + i
+            return forward.logits(hidden[at : at + n])
+
+        extras: list[Extra] = [*prompt_logprobs(self._sampler, self.rows, plan, logits_of)]
         pooled = self._pool(plan, output)
         if not sampled.requests:
-            return InFlightStep(plan, None, _NO_TOKENS, self.platform.record(), None, prompt, pooled)
-        index = output.sample_index
-        hidden = output.hidden if index is None else output.hidden.index_select(0, index)
-        tokens, logprobs = output.forward.greedy(hidden) if batch.is_greedy else None, None
+            return InFlightStep(plan, None, _NO_TOKENS, self.platform.record(), None, extras, pooled)
+        own = output.sampled_states if ready is None else None
+        tokens, logprobs = forward.greedy(own) if own is not None and batch.is_greedy else None, None
         if tokens is None:
-            tokens, logprobs = self._draw(output.forward.logits(hidden), sampled, mask)
-        assert self.rows is not None
+            logits, params = (forward.logits(own), None) if own is not None else ready  # type: ignore[misc]
+            drawn = draw(self._sampler, self.rows, sampled, logits, mask, params)
+            tokens, logprobs = drawn.tokens, drawn.logprobs
+            extras += drawn.extras
         self.rows.write(sampled.rows, sampled.positions, tokens)
-        return InFlightStep(plan, sampled, self.platform.to_host(tokens), self.platform.record(), logprobs, prompt, pooled)
+        return InFlightStep(plan, sampled, self.platform.to_host(tokens), self.platform.record(), logprobs, extras, pooled)
+
+    @cached_property
+    def _sampler(self) -> Sampler:
+        return Sampler(
+            self.ops.sample,
+            lambda logits, mask: apply_mask(logits, mask, self.ops, self.platform),
+            self.ops.best_logprobs,
+            self.platform.to_host,
+            lambda logits: np.asarray(logits.float().cpu().numpy()),
+        )
+
+    def _passed_on(self, plan: StepPlan, output: Output) -> InFlightStep:
+        """A step that the next stage goes on with. `take_sampled` will be told what the last has drawn."""
+        assert self.rows is not None
+        sampled = output.sampled
+        if sampled is not None and sampled.requests and self.model.spec.has_first:
+            self._passed[plan.step_id] = [(self.rows.rows[s.request_id], s) for s in sampled.requests]
+        return InFlightStep(plan, None, _NO_TOKENS, self.platform.record())
+
+    def take_sampled(self, result: StepResult) -> None:
+        """Of a pipeline's first stage: write a step's tokens where the next step of their requests reads them."""
+        rows, positions, tokens = list[int](), list[int](), list[int]()
+        assert self.rows is not None
+        for (row, s), own in zip(self._passed.pop(result.step_id, []), result.tokens_of_each, strict=True):
+            if self.rows.rows.get(s.request_id) is row:  # it has not ended meanwhile
+                first = s.num_computed_tokens + s.num_tokens - s.num_sampled + 1
+                rows += [row.index] * len(own)
+                positions += range(first, first + len(own))
+                tokens += own
+        if rows:
+            made = [self.platform.upload(np.array(values, np.int64)) for values in (rows, positions, tokens)]
+            self.rows.write(*made)
 
     def max_in_flight(self, plan: Plan) -> int:
         """How many steps may be in flight once `plan` is launched. 1: `launch` computes it before it returns, so the tokens of
@@ -395,7 +465,7 @@ class ModelRunner:
     def _launch_texts(self, plan: TextsPlan) -> InFlightStep:
         """An encoder's step."""
         assert self.texts is not None, "allocate() comes first"
-        vectors = self.platform.to_host(self.texts.run(plan))  # before the next replay, which writes where they stand
+        vectors = self.platform.to_host(self.texts.run(plan))  # before the next replay overwrites them
         return InFlightStep(plan, None, _NO_TOKENS, self.platform.record(), vectors=vectors)
 
     def _run_ahead(self, plan: StepPlan, sampled: SampledRows, output: Output) -> InFlightStep:
@@ -409,7 +479,7 @@ class ModelRunner:
         return InFlightStep(plan, sampled, output.tokens, output.running if goes_on else None)
 
     def _take_tokens(self) -> None:
-        """What the step under way on a CPU has sampled goes where the next step reads it."""
+        """Wait for the step that a CPU still computes, and write its tokens where the next step reads them."""
         if self._under_way is not None:
             assert self.rows is not None
             output, self._under_way = self._under_way, None
@@ -422,36 +492,15 @@ class ModelRunner:
                 self.draft.states.write(*output.states)
 
     def forget_rows(self) -> None:
-        """Every sequence is gone, after a step failed. What the device still computes changes nothing that is read again."""
+        """Drop every sequence, after a step failed. Nothing that the device still computes is read again."""
         self._under_way = None
+        self._passed.clear()
         if self.rows is not None:
             self.rows.forget()
 
-    def _draw(
-        self, logits: Tensor, sampled: SampledRows, mask: TokenMask | None
-    ) -> tuple[Tensor, tuple[list[int], tuple[Tensor, ...], list[int]] | None]:
-        """Tokens of logits [N, V], and what `InFlightStep.logprobs` says of them."""
-        rows = self.rows
-        assert rows is not None
-        which, counts = [], []
-        if rows.wanted("logprobs", sampled.names):
-            wanted = [rows.rows[i].sampling.logprobs for i in sampled.request_ids]
-            which = [i for i, k in enumerate(wanted) if k is not None]
-            counts = [wanted[i] or 0 for i in which]
-        # Log-probabilities are of the model's own distribution: kept before the mask and the sampler overwrite the logits.
-        index = self.platform.upload(np.array(which, np.int64)) if which else None
-        kept = None if index is None else logits[index]
-        if mask is not None and mask.positions:
-            apply_mask(logits, mask, self.ops, self.platform)
-        tokens = self.ops.sample(logits, sampling_tensors(rows, sampled))
-        if kept is None:
-            return tokens, None
-        best = best_logprobs(kept, tokens[index], max(counts))
-        return tokens, (which, tuple(self.platform.to_host(t) for t in best), counts)
-
     def _pool(self, plan: StepPlan, output: Output) -> tuple[tuple[str, ...], Tensor] | None:
-        """The vectors (or scores) of a decoder's pooled sequences whose last token is in this step: its state stands for the
-        whole."""
+        """The vectors (or scores) of a decoder's pooled sequences whose last token is in this step. They are made from its
+        state."""
         assert self.rows is not None
         assert output.hidden is not None
         rows, wanted, end = self.rows.rows, self.rows.wanting["vector"], 0
@@ -471,83 +520,32 @@ class ModelRunner:
         vectors = vectors_of(self.forwards, self.model.description.pooling, last, starts)
         return tuple(ids), self.platform.to_host(vectors)
 
-    def _prompt_logprobs(self, plan: StepPlan, output: Output) -> list[PromptLogprobs]:
-        """For sequences in prefill that asked: of each prompt token that follows a position of this step."""
-        assert self.rows is not None
-        assert output.hidden is not None
-        found: list[PromptLogprobs] = []
-        start = 0
-        for s in plan.scheduled:
-            row = self.rows.rows[s.request_id]
-            count = row.sampling.prompt_logprobs
-            if count is not None and (num := prompt_positions(row, s)):
-                entries: list[TokenLogprobs] = []
-                first, at = s.num_computed_tokens + 1, output.row(start)
-                for i in range(0, num, PROMPT_LOGPROB_ROWS):
-                    n = min(PROMPT_LOGPROB_ROWS, num - i)
-                    logits = output.forward.logits(output.hidden[at + i : at + i + n])
-                    tokens = self.rows.tokens[row.index, first + i : first + i + n]
-                    entries += as_logprobs(tokens.tolist(), best_logprobs(logits, tokens, count), [count] * n)
-                found.append(PromptLogprobs(s.request_id, s.num_computed_tokens, tuple(entries)))
-            start += s.num_tokens
-        return found
-
     def expert_load(self) -> ExpertTokens:
-        """Tokens by expert since the start, of each layer with experts. Never waits for a GPU: there the numbers are those of
-        the last call's time, once its copy has arrived."""
-        if not self._expert_counts:
-            return ()
-        copied, event = self._expert_copy or (None, None)
-        if event is None or event.query():
-            counts = self.platform.to_host(torch.cat(list(self._expert_counts.values())))
-            self._expert_copy = counts, self.platform.record()
-            copied = copied if self.platform.is_asynchronous else counts
-            if copied is not None:
-                sizes = [len(c) for c in self._expert_counts.values()]
-                by_layer = zip(self._expert_counts, copied.split(sizes), strict=True)
-                self._expert_load = tuple((layer, tuple(c.tolist())) for layer, c in by_layer)
-        return self._expert_load
+        """Tokens by expert since the start, for each layer with experts."""
+        return self._experts.read()
 
     def reset_expert_load(self) -> None:
-        """Forget what was counted so far: it was no request's."""
-        for counts in self._expert_counts.values():
-            counts.zero_()
+        """Forget the tokens so far, which were no request's."""
+        self._experts.reset()
 
-    # --- Pieces -------------------------------------------------------------------------------------------------------
+    # --- Helpers ------------------------------------------------------------------------------------------------------
 
     def make_cache(self, num_blocks: int) -> list[LayerKV]:
-        """The layers' keys and values, of zeros. Layers at one place of different groups share a tensor."""
-        dtype, places = TORCH_DTYPES[self.config.cache.dtype], self.model.spec.cache_places
-        made = {place: self._layer_cache(i, num_blocks, dtype) for i, place in reversed(list(enumerate(places)))}
-        if self.kv_scales is None:
-            return [LayerKV(*made[place]) for place in places]
-        return [LayerKV(*made[place], *own) for place, own in zip(places, self.kv_scales, strict=True)]
-
-    def _layer_cache(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        attention, size = self.model.spec.layers[layer].attention, self.config.cache.block_size
-        by_dim = self.ops.values_by_dim(dtype)
-        return cache_tensors(attention, num_blocks, size, lambda s: self.platform.zeros(s, dtype), values_by_dim=by_dim)
+        """Zeros for the layers' keys and values."""
+        return DeviceCache(self.model.spec, self.ops, self.platform, self.config.cache).shared(num_blocks, self.kv_scales)
 
     def _calibrate(self) -> list[tuple[Tensor, Tensor]]:
-        """Scales of an 8-bit cache: for each layer, float32 [K] for keys and for values, such that the largest magnitude that
-        random text puts into a head, times a margin, falls on the end of the range. A float's precision does not depend
-        on the scale, so fp8 takes a wide margin."""
-        size, kind = self.config.cache.block_size, self.config.cache.dtype
-        length = min(CALIBRATION_TOKENS, self.config.model.max_model_len)
-        meta, tokens = self._dummy_prefill(length, length, size)
-        num_blocks = -(-length // size)
-        table = torch.arange(1, num_blocks + 1, dtype=torch.int32, device=self.device)[None]
-        meta = dataclasses.replace(meta, block_table=table, slot_mapping=meta.positions + size)
-        rng = torch.Generator(self.device).manual_seed(0)
-        tokens.random_(0, self.model.spec.vocab_size, generator=rng)
-        kv = [LayerKV(*self._layer_cache(i, num_blocks + 1, self.dtype)) for i in range(len(self.model.spec.layers))]
-        self.forwards.hidden(tokens, kv, meta)
-        top = FORMAT_MAX[kind] / (2.0 if kind == "fp8" else 1.1)  # type: ignore[index]
-
-        def scale(cache: Tensor) -> Tensor:
-            return cache.float().abs().amax(dim=(0, 2, 3)).clamp(min=1e-6) / top
-
-        return [(scale(layer.k), scale(layer.v)) for layer in kv]
+        """Scales of an 8-bit cache."""
+        cache = self.config.cache
+        return calibrated_scales(
+            self.forwards,
+            partial(DeviceCache(self.model.spec, self.ops, self.platform, cache).of_each_layer, dtype=self.dtype),
+            cache.dtype,
+            vocab_size=self.model.spec.vocab_size,
+            num_tokens=min(CALIBRATION_TOKENS, self.config.model.max_model_len),
+            block_size=cache.block_size,
+            device=self.device,
+        )
 
     @property
     def _has_latents(self) -> bool:
@@ -563,62 +561,32 @@ class ModelRunner:
             self.device,
             config.model.seed,
             groups=config.cache.groups,
-        )
-
-    def _dummy_prefill(self, num_tokens: int, length: int, block_size: int) -> tuple[AttentionMetadata, Tensor]:
-        """A step of whole prompts of `length` tokens, all written to the null block."""
-        positions = torch.arange(num_tokens, device=self.device) % length
-        starts = torch.tensor([*range(0, num_tokens, length), num_tokens], dtype=torch.int32)
-        meta = AttentionMetadata(
-            query_start_loc=starts.to(self.device),
-            seq_lens=starts.diff().to(self.device),
-            block_table=torch.zeros(len(starts) - 1, -(-length // block_size), dtype=torch.int32, device=self.device),
-            positions=positions,
-            slot_mapping=positions % block_size,
-            num_decodes=0,
-            max_query_len=length,
-            max_seq_len=length,
-            from_start=True,
-        )
-        return meta, torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
-
-    def _dummy_sampling(self, num_rows: int) -> SamplingTensors:
-        def full(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((num_rows,), value, dtype=dtype, device=self.device)
-
-        return SamplingTensors(
-            temperature=full(1.0, torch.float32),
-            top_k=full(0, torch.int32),
-            top_p=full(0.9, torch.float32),
-            min_p=full(0.0, torch.float32),
-            seeds=full(1, torch.int64),
-            history_lens=full(1, torch.int32),
-            any_top_p=True,
+            sectioned=any(getattr(x.attention.position, "sections", None) for x in self.model.spec.layers),
         )
 
     def _warm_up(self) -> None:
-        """A small prefill and two decodes, of several sequences and of one, which has kernels of its own: so that the first
-        request pays for no compilation. Graphs of texts have run their largest and smallest steps."""
+        """Run a small prefill and two decodes, so that the first request waits for no compilation. A decode of one sequence has
+        kernels of its own. Graphs of texts have run their largest and smallest steps."""
         if not self.platform.is_asynchronous or isinstance(self.texts, TextGraphs):
             return
         for num_tokens, length in self._warm_up_steps():
-            meta, tokens = self._dummy_prefill(num_tokens, length, self.config.cache.block_size)
+            meta, tokens = dummy_prefill(num_tokens, length, self.config.cache.block_size, self.device)
             if length == 1:
                 meta = dataclasses.replace(meta, num_decodes=num_tokens)
             if self.model.spec.encoder is not None:
                 self.forwards.encode(tokens, self.kv, dataclasses.replace(meta, num_decodes=0))
             hidden = self.forwards.hidden(tokens, self.kv, meta)
-            if not self.model.spec.generates:
+            if not self.model.spec.generates or not self.model.spec.has_last:
                 continue
             logits = self.forwards.logits(hidden[-2:])
-            self.ops.sample(logits, self._dummy_sampling(len(logits)))
+            self.ops.sample(logits, dummy_sampling(len(logits), self.device))
         self.platform.synchronize()
 
     def _warm_up_steps(self) -> list[tuple[int, int]]:
         """(tokens, length of the prompts)"""
         steps = [(64, 64), (4, 1), (1, 1)]
-        if self._has_latents:  # whole prompts, short ones and long, have kernels of their own
-            most = min(512, self.config.scheduling.max_num_batched_tokens)  # of more tokens no activations were measured
+        if self._has_latents:  # short and long prompts that begin at their first token have kernels of their own
+            most = min(512, self.config.scheduling.max_num_batched_tokens)  # activations were measured for no more tokens
             steps += [(most, min(n, most, self.config.model.max_model_len)) for n in (128, 512)]
         return steps
 

@@ -1,9 +1,10 @@
-"""Where a CPU's step goes, operator by operator, against what the machine can do at most (Williams et al. 2009, "Roofline").
+"""The roofline of a CPU's step (Williams et al. 2009): each operator's time against the least time that the machine allows.
 
-The ceilings are measured, not looked up: every thread reads memory that no cache holds, or multiplies operands that lie in
-registers and the nearest cache, and does nothing else. An operator's floor is the longer of its bytes (weights, keys, values;
-activations stay in the caches) over the rate of reading and its multiplications over their rate; its share is floor over time.
-Operators that only move activations (norms, rotation, rounding) have no floor here.
+1. The ceilings are measured: every thread only reads memory that no cache holds, or only multiplies operands in registers
+   and the nearest cache.
+2. An operator's floor is its bytes over the rate of reading, or its multiplications over their rate, whichever is longer.
+   Bytes are weights, keys and values; activations stay in the caches.
+3. An operator's share is floor / time. Operators that only move activations (norms, rotation, rounding) have no floor here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from slipstream.spec.reason import Reason
 from slipstream.worker.model_runner import ModelRunner
 
 READ_BYTES = 256 * 2**20
-"""Beyond the last level's cache."""
+"""More than the last cache level holds."""
 MULTIPLY_ROUNDS = 100_000
 REPEATS = 7
 CEILING_SECONDS = 0.3
@@ -36,7 +37,8 @@ CEILING_SECONDS = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """Of all threads together: bytes a second, and multiplications with their additions (2 operations) a second by type."""
+    """The rates of all threads together: bytes a second, and operations a second by type. A multiplication with its
+    addition is two operations."""
 
     read: float
     int8: float
@@ -46,8 +48,8 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorShare:
-    """All of a step's operators of one kind and size. `floor_s` and `bound` (read, int8, bfloat16, float32) are None where
-    there is no floor."""
+    """A step's operators of one kind and size together. `floor_s` and `bound` (read, int8, bfloat16, float32) are None
+    where there is no floor."""
 
     operator: str
     count: int
@@ -64,7 +66,7 @@ class OperatorShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShares:
-    """One shape of step: `num_seqs` sequences of `length` tokens, the last `num_new` computed."""
+    """A shape of step: `num_seqs` sequences of `length` tokens, of which the last `num_new` are computed."""
 
     name: str
     num_seqs: int
@@ -90,8 +92,8 @@ class Roofline:
 
 
 def measure_roofline(runner: ModelRunner, *, batch_sizes: Sequence[int], prompt: int, context: int) -> Roofline:
-    """Decode steps of each batch size with `context` tokens a sequence, and the prefill of one prompt. ConfigError where a step
-    is not one program of the C++ kernels."""
+    """Measure decode steps of each batch size with `context` tokens a sequence, and the prefill of one prompt. ConfigError
+    if a step is not one program of the C++ kernels."""
     ops, step = runner.ops, compile_program(runner.model.decoder)
     if not isinstance(ops, NativeOps):
         raise ConfigError(
@@ -117,7 +119,7 @@ def measure_roofline(runner: ModelRunner, *, batch_sizes: Sequence[int], prompt:
     num_blocks = len(runner.config.cache.groups) * max(n * -(-length // size) for _, n, _, length in shapes) + 1
     with torch.inference_mode():
         kv = runner.make_cache(num_blocks)
-        for layer in kv:  # written: memory that never was is one page of zeros, which a cache holds
+        for layer in kv:  # memory that was never written is one page of zeros, which a cache holds
             layer.k.fill_(1)
             layer.v.fill_(1)
         steps = tuple(
@@ -131,14 +133,14 @@ def measure_roofline(runner: ModelRunner, *, batch_sizes: Sequence[int], prompt:
 
 def measure_ceilings(pool: ThreadPool) -> Ceilings:
     data = torch.zeros(READ_BYTES, dtype=torch.uint8)
-    data.fill_(0)  # its pages must be there
+    data.fill_(0)  # so that the system maps its pages
     rates = {}
     for what, name in enumerate(native.CEILINGS):
         rounds = 1 if name == "read" else MULTIPLY_ROUNDS
         program = Program(pool)
         program.add("ceiling", what, data, READ_BYTES, rounds)
         work = READ_BYTES if name == "read" else 2 * native.load().ss_ceiling_macs(pool.pointer, what, rounds)
-        best = float("inf")  # a busy neighbour only ever adds, and is not busy for long at a time
+        best = float("inf")  # the best of several, since other load only adds time
         until = time.perf_counter() + CEILING_SECONDS
         for repeat in itertools.count():
             if repeat >= REPEATS and time.perf_counter() > until:
@@ -186,11 +188,11 @@ def _of_operator(op: Operator, num_tokens: int) -> tuple[str, str | None, int, i
     w = op.weights
     if isinstance(w, PackedExperts) and op.name == "head_linear":
         label = f"{op.name} {w.num_experts} × {w.rows} × {w.inner}, {native.KIND_NAMES[w.kind]}"
-        return label, _type(w), w.data.numel(), 2 * w.num_experts * w.rows * w.inner * num_tokens
-    if isinstance(w, PackedExperts):  # how many of them are read, the tokens decide
+        return label, _type(w), w.data.size, 2 * w.num_experts * w.rows * w.inner * num_tokens
+    if isinstance(w, PackedExperts):  # the tokens decide how many of them are read
         return f"{op.name} {w.num_experts} × {w.rows} × {w.inner}", None, 0, 0
     label = f"{op.name} {w.rows} × {w.inner}, {native.KIND_NAMES[w.kind]}"
-    return label, _type(w), w.data.numel(), 2 * w.rows * w.inner * num_tokens
+    return label, _type(w), w.data.size, 2 * w.rows * w.inner * num_tokens
 
 
 def _type(w: Packed | PackedExperts) -> str:
@@ -200,7 +202,8 @@ def _type(w: Packed | PackedExperts) -> str:
 def _of_attention(
     a: AttentionKind, kv: LayerKV, num_seqs: int, num_new: int, length: int
 ) -> tuple[str, str | None, int, int]:
-    """Every new token sees those before it and itself, within the window. A latent is read once as key and value."""
+    """`_of_operator` for attention. A new token sees itself and the tokens before it, within the window. A latent is read
+    once."""
     own = None if isinstance(a, LatentAttentionSpec) else a.window
     window = own or length
     seen = sum(min(n, window) for n in range(length - num_new + 1, length + 1))

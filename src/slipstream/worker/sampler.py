@@ -1,55 +1,57 @@
-"""Makes the tensors that `ops.sample` reads from the rows' sampling parameters, and log-probabilities from its tokens.
+"""Makes the inputs of `ops.sample` from the rows' sampling parameters, and log-probabilities of its tokens.
 
-Only what some row asks for is gathered. A step of greedy rows needs nothing.
+Only parameters that some row uses are gathered. A step of greedy rows needs none. A table without a device gives arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.types import FROM_MODEL, ScheduledRequest, TokenLogprobs
-from slipstream.worker.input_batch import Row, RowTable, SampledRows, Want, upload
+from slipstream.worker.input_batch import SampledRows
+from slipstream.worker.rows import Row, RowTable, Want
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORBIDDEN = -1e30
-"""Added to the logit of a token that must not be drawn. It is finite: where all tokens are forbidden, one is drawn still."""
+"""Added to the logit of a forbidden token. It is finite, so that a token is drawn even if all are forbidden."""
 
 PROMPT_LOGPROB_ROWS = 256
-"""Positions whose full-vocabulary logits are held at once for prompt log-probabilities."""
+"""Positions whose logits are computed at once for prompt log-probabilities."""
 
 
 def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
-    """The parameters of the N tokens that are sampled, in `sampled`'s order. They are on the device since the rows were made.
-    Biases and lists of allowed tokens alone are uploaded each step."""
-    names, device = sampled.names, table.device
-    bias, limits = _bias(table, sampled, names), _limits(table, sampled, names)
+    """The sampling parameters of the N tokens of `sampled`, in its order. They are on the device already, except biases and
+    lists of allowed tokens, which are uploaded each step."""
+    names = sampled.names
+    bias, limits = biases_of(table, sampled, names), limits_of(table, sampled, names)
     penalised, draws = table.wanted("penalties", names), table.wanted("draw", names)
     if not draws and not penalised and bias is None and limits is None:
-        empty = torch.empty(0, device=device)
+        empty = table.upload(np.empty(0, np.float32))
         return SamplingTensors(
             temperature=empty, top_k=empty, top_p=empty, min_p=empty, seeds=empty, history_lens=empty, all_greedy=True
         )
-    floats, ints = (t.index_select(1, sampled.rows) for t in (table.sampling_floats, table.sampling_ints))
-    temperature, top_p, min_p, repetition, presence, frequency = floats.unbind(0)
-    top_k, prompt_lens, seeds = ints.unbind(0)
+    temperature, top_p, min_p, repetition, presence, frequency = table.columns(table.sampling_floats, sampled.rows)
+    top_k, prompt_lens, seeds = table.columns(table.sampling_ints, sampled.rows)
     bias_rows, bias_tokens, bias_values = bias or (None, None, None)
     limited_rows, allowed_rows, allowed_tokens = limits or (None, None, None)
     history = None
     if penalised:
         longest = max(s.num_computed_tokens + s.num_tokens for s in sampled.requests)
-        history = table.tokens[:, :longest].index_select(0, sampled.rows)
+        history = table.history(sampled.rows, longest)
     return SamplingTensors(
         temperature=temperature,
-        top_k=top_k.int(),
+        top_k=_int32(top_k),
         top_p=top_p,
         min_p=min_p,
         seeds=seeds,
-        history_lens=sampled.positions.int(),  # where a token goes, so many stand before it
-        prompt_lens=prompt_lens.int() if penalised else None,
+        history_lens=_int32(sampled.positions),  # a position is the number of tokens before it
+        prompt_lens=_int32(prompt_lens) if penalised else None,
         history=history,
         repetition_penalty=repetition if penalised else None,
         presence_penalty=presence if penalised else None,
@@ -67,8 +69,13 @@ def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
     )
 
 
-def _positions(table: RowTable, sampled: SampledRows, want: Want, names: Sequence[str]) -> Iterator[tuple[int, Row, int]]:
-    """Of the requests that ask for it: (which of the N tokens, the row, how many tokens stand before it)."""
+def _int32(x: Any) -> Any:
+    return x.astype(np.int32) if isinstance(x, np.ndarray) else x.int()
+
+
+def positions_of(table: RowTable, sampled: SampledRows, want: Want, names: Sequence[str]) -> Iterator[tuple[int, Row, int]]:
+    """For each token of the requests that ask for `want`: (its index among the N tokens, the row, how many tokens precede
+    it)."""
     if not table.wanted(want, names):
         return
     wanting, i = table.wanting[want], 0
@@ -80,23 +87,23 @@ def _positions(table: RowTable, sampled: SampledRows, want: Want, names: Sequenc
         i += s.num_sampled
 
 
-def _limits(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The rows with allowed tokens, and these: of each row, token."""
-    limited = [(i, row.allowed) for i, row, _ in _positions(table, sampled, "allowed", names) if row.allowed is not None]
+def limits_of(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """(tokens of `sampled` that are limited, and for each allowed token: which of these, and the token), or None."""
+    limited = [(i, row.allowed) for i, row, _ in positions_of(table, sampled, "allowed", names) if row.allowed is not None]
     if not limited:
         return None
     which, allowed = np.array([i for i, _ in limited], np.int64), [tokens for _, tokens in limited]
     of_each = which.repeat([len(tokens) for tokens in allowed])
-    return upload(which, table.device), upload(of_each, table.device), upload(np.concatenate(allowed), table.device)
+    return table.upload(which), table.upload(of_each), table.upload(np.concatenate(allowed))
 
 
-def _bias(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(row, token, value) of every logit bias, and FORBIDDEN on the end tokens of rows that are below min_tokens, and on the
-    last tokens of bad words. Whether the earlier tokens of a bad word stand there only the device knows: the value is 0 where
-    they don't."""
+def biases_of(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """(row, token, value) of every change to a logit, or None: logit biases; FORBIDDEN on end tokens before min_tokens, and
+    on the last tokens of bad words. Only the device knows whether a bad word's earlier tokens stand there; the value is 0
+    where they do not."""
     entries: list[tuple[int, int, float]] = []
-    begun: list[tuple[int, int, tuple[int, ...]]] = []  # bad words of several tokens, behind answers that are long enough
-    for i, row, end in _positions(table, sampled, "bias", names):
+    begun: list[tuple[int, int, tuple[int, ...]]] = []  # bad words of several tokens that the answer may have begun
+    for i, row, end in positions_of(table, sampled, "bias", names):
         sampling, num_answered = row.sampling, end - row.num_prompt_tokens
         entries.extend((i, token, value) for token, value in sampling.logit_bias.items())
         if row.forbidden_early and num_answered < sampling.min_tokens:
@@ -110,29 +117,30 @@ def _bias(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> tuple[
     if not entries:
         return None
     where, tokens, values = zip(*entries, strict=True)
-    biases = upload(np.array(values, np.float32), table.device)
+    biases = table.upload(np.array(values, np.float32))
     if begun:
         longest = max(len(word) for *_, word in begun) - 1
-        wanted = np.full((2, len(begun), longest), -1, np.int32)  # tokens, and their places in the table; −1: any
+        wanted = np.full((2, len(begun), longest), -1, np.int32)  # tokens (−1: any), and their places in the table
+        wanted[1] = 0
         for n, (_, end, word) in enumerate(begun):
             size = len(word) - 1
             wanted[0, n, :size], wanted[1, n, :size] = word[:-1], np.arange(end - size, end)
-        earlier, places = upload(wanted, table.device).unbind(0)
-        found = table.tokens.view(-1)[places.clamp(min=0).long()] == earlier
-        biases[-len(begun) :] = torch.where((found | (earlier < 0)).all(1), FORBIDDEN, 0.0)
-    return upload(np.array(where, np.int64), table.device), upload(np.array(tokens, np.int64), table.device), biases
+        earlier, places = table.upload(wanted)
+        found = table.tokens.reshape(-1)[places] == earlier
+        biases[-len(begun) :] = (found | (earlier < 0)).all(1) * FORBIDDEN
+    return table.upload(np.array(where, np.int64)), table.upload(np.array(tokens, np.int64)), biases
 
 
 def verified(
     requests: Sequence[ScheduledRequest], tokens: Sequence[int], from_model: Sequence[int] = ()
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Of the `tokens` that were sampled at all positions of `requests` those that count, and how many each request got: its
-    drafts up to the first that was not sampled, and the token that was sampled there. `from_model`: the drafts that the plan
-    left to the draft model.
+    """The `tokens` that count, of those sampled at all positions of `requests`, and how many each request gets: its drafts
+    up to the first that was not sampled, and the token that was sampled there. `from_model`: the drafts that the plan left
+    to the draft model.
 
-    This is rejection sampling (Leviathan et al. 2023) of drafts proposed with probability 1. There a draft d is accepted with
-    probability p(d), and otherwise a token is drawn from p without d: as if one token was drawn from p and compared with d. So
-    nothing is drawn that would not be drawn without drafts, and a seed gives the same answer with and without.
+    This is rejection sampling (Leviathan et al. 2023) of drafts proposed with probability 1. There a draft d is accepted
+    with probability p(d), and otherwise a token is drawn from p without d. That is the same as to draw one token from p and
+    compare it with d. So a seed gives the same answer with and without drafts.
     """
     kept: list[int] = []
     counts = []
@@ -142,7 +150,7 @@ def verified(
         guessed = s.drafts[max(0, len(s.drafts) + 1 - s.num_sampled) :]  # the others are forced
         drafts = [next(proposed) if draft == FROM_MODEL else draft for draft in guessed]
         end = begin + s.num_sampled
-        last = end - 1 - len(drafts)  # of the positions before which nothing is guessed
+        last = end - 1 - len(drafts)  # the position before the first draft
         pairs = zip(drafts, tokens[last:end], strict=False)
         last += next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
         kept += tokens[begin : last + 1]
@@ -151,21 +159,10 @@ def verified(
     return kept, tuple(counts)
 
 
-def best_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of raw logits [N, V] and a token for each row: (its log-probability, its rank, the best ids, their
-    log-probabilities), the last two [N, num_top]. float32."""
-    scores = logits.float()
-    log_z = scores.logsumexp(dim=-1, keepdim=True)
-    chosen = scores.gather(1, tokens.long()[:, None])
-    rank = (scores > chosen).sum(dim=-1) + 1
-    top_values, top_ids = scores.topk(num_top, dim=-1) if num_top else (scores[:, :0], tokens[:, None][:, :0])
-    return (chosen - log_z)[:, 0], rank, top_ids, top_values - log_z
-
-
 def as_logprobs(
     tokens: Sequence[int], best: tuple[Tensor, Tensor, Tensor, Tensor], counts: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Host values of `best_logprobs`, each row cut to the number of alternatives it asked for."""
+    """The host's values of `best_logprobs`. Row i has counts[i] alternatives."""
     chosen, rank, ids, values = (t.tolist() for t in best)
     return [
         TokenLogprobs(token, chosen[i], rank[i], tuple(zip(ids[i][:k], values[i][:k], strict=True)))
@@ -174,5 +171,5 @@ def as_logprobs(
 
 
 def prompt_positions(row: Row, s: ScheduledRequest) -> int:
-    """How many of this step's positions precede another *prompt* token."""
+    """The number of this step's positions that precede a *prompt* token."""
     return max(0, min(s.num_computed_tokens + s.num_tokens, row.num_prompt_tokens - 1) - s.num_computed_tokens)

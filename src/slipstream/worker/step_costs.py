@@ -1,9 +1,9 @@
-"""Measures what steps take on this device: decodes, chunks of prompts, and both together, of made-up sequences.
+"""Measures how long steps take on this device: decodes, chunks of prompts, and both together, of dummy sequences.
 
-A step is launched as the engine launches it, through the executor, but not scheduled: its sequences have blocks of the cache,
-which hold ones, and no tokens were computed before. So every shape is at hand within milliseconds. Steps follow each other as
-in the engine, where the device can have two in flight. Shapes take turns over several rounds, and the median of the rounds is
-kept, so that a busy neighbour slows all shapes alike.
+1. A step is launched through the executor, as the engine launches it, but without the scheduler: its sequences have blocks
+   filled with ones, and no tokens were computed before. So any shape is ready within milliseconds.
+2. Two steps are in flight where the device allows it, as in the engine.
+3. Shapes take turns over several rounds, so that other load slows all alike. The result is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -25,27 +25,32 @@ from slipstream.worker.executor import Launched, LocalExecutor
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 ROUNDS = 5
+VERIFIED = (3, 6)
+"""Tokens of a sequence with drafts."""
+
 ONE_IN_8_BITS = 0x38
-"""1.0 in float8 e4m3, some number in int8."""
+"""1.0 in float8 e4m3, and a small number in int8."""
 
 LEAST_S = 0.03
-"""A shape is repeated for so long in each round, and at least twice."""
+"""Seconds for which each round repeats a shape. It repeats it at least twice."""
 
 
 class Step(NamedTuple):
-    """Sequences of a step: of each decode how many tokens are computed, of each prompt (computed, tokens to compute)."""
+    """The sequences of a step: the computed tokens of each decode, (computed, tokens to compute) of each prompt, and (computed,
+    tokens to verify) of each decode with drafts."""
 
     decodes: tuple[int, ...] = ()
     prompts: tuple[tuple[int, int], ...] = ()
+    verified: tuple[tuple[int, int], ...] = ()
 
     @property
     def shape(self) -> StepShape:
-        return StepShape.of(self.decodes, self.prompts)
+        return StepShape.of(self.decodes, self.prompts, self.verified)
 
 
 def grid(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_cached: int, largest: int) -> list[Step]:
-    """Steps that span what an engine with these limits does. `num_cached`: tokens that the cache holds; `largest`: tokens of
-    the longest context measured."""
+    """Steps over the range of an engine with these limits. `num_cached`: tokens that the cache holds. `largest`: tokens of the
+    longest context that is measured."""
     longest = min(max_model_len - 1, largest)
     contexts = [n for n in (32, 256, 1024, 4096, 16384) if n < longest]
     counts = _doubling(max_num_seqs)
@@ -63,6 +68,9 @@ def grid(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num
     for n, size in itertools.product(counts[2::2], sizes[1::2]):
         if n < max_num_seqs and n + size <= max_num_batched_tokens and n * 320 + size + 64 <= num_cached and size <= longest:
             steps.append(Step(decodes=(256,) * n, prompts=((0, size),)))
+    for n, tokens in itertools.product(counts[::2], VERIFIED):
+        if n * tokens <= max_num_seqs and n * 320 <= num_cached and 256 + tokens <= longest:  # the sampler has room
+            steps.append(Step(verified=((256, tokens),) * n))
     return steps
 
 
@@ -79,7 +87,7 @@ def measure_steps(
     least_s: float = LEAST_S,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[MeasuredStep]:
-    """ConfigError where the model is no decoder, or a step does not fit into the cache or the context."""
+    """The times of `steps`. ConfigError if the model is no decoder, or a step does not fit into the cache or the context."""
     spec, config = executor.description.spec, executor.config
     if not spec.generates or spec.encoder is not None:
         raise ConfigError(f"steps are measured of a decoder, and {config.model.model} is {spec.kind}", field="model")
@@ -100,7 +108,7 @@ def measure_steps(
 
 
 def _num_blocks(step: Step, config: EngineConfig) -> int:
-    lengths = [computed + 1 for computed in step.decodes] + [sum(prompt) for prompt in step.prompts]
+    lengths = [computed + 1 for computed in step.decodes] + [sum(one) for one in (*step.prompts, *step.verified)]
     return len(config.cache.groups) * sum(-(-length // config.cache.block_size) for length in lengths)
 
 
@@ -110,10 +118,10 @@ class _Clock:
         self._ids = itertools.count()
 
     def seconds(self, step: Step, least_s: float) -> float:
-        """Of one step, among many alike."""
+        """Seconds of a step, the mean of several equal ones."""
         scheduled, new = self._sequences(step)
         first = StepPlan(next(self._ids), scheduled, new)
-        self.executor.launch(first).result()  # captures and compiles what was not yet
+        self.executor.launch(first).result()  # captures its graph and compiles its kernels
         again = tuple(s._replace(table_updates=()) for s in scheduled)
         begin = time.perf_counter()
         self._run(again, 1)
@@ -141,14 +149,15 @@ class _Clock:
         blocks = itertools.count(1)
         num_usable = self.executor.ledger.num_blocks - 1
         scheduled, new = [], []
-        for i, (computed, count) in enumerate((*((c, 1) for c in step.decodes), *step.prompts)):
+        ones = [(computed, 1, 1) for computed in step.decodes] + [(computed, n, 1) for computed, n in step.prompts]
+        for i, (computed, count, sampled) in enumerate([*ones, *((computed, n, n) for computed, n in step.verified)]):
             length = computed + count
             if length >= config.model.max_model_len + 1:
                 longest = config.model.max_model_len
                 raise ConfigError(f"{length} tokens are more than max_model_len={longest}", field="max_model_len")
             need = -(-length // size)
             tables = tuple(TableUpdate(g, 0, tuple(itertools.islice(blocks, need))) for g in groups)
-            scheduled.append(ScheduledRequest(str(i), computed, count, 1, tables))
+            scheduled.append(ScheduledRequest(str(i), computed, count, sampled, tables, (1,) * (sampled - 1)))
             new.append(NewRequest(str(i), (1,) * length, length, GREEDY))
         if next(blocks) - 1 > num_usable:
             raise ConfigError(f"the cache's {num_usable} blocks do not hold {step}", field="kv_cache_bytes")

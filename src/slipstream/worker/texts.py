@@ -1,9 +1,12 @@
-"""An encoder's steps: what comes of whole texts, and CUDA graphs of such steps over a ladder of tokens.
+"""An encoder's steps: the vectors of whole texts, op by op or as CUDA graphs over a ladder of tokens.
 
-A small encoder's kernels take the GPU less time than their launches take the host, and a single text's by far. A graph covers
-everything from the uploaded tokens to the finished vectors. It runs the steps of up to so many tokens, of any texts: its
-kernels' launches depend on the number of tokens alone (`OpSet.bidirectional_attention`). The tokens too many belong to no text,
-stand at position 0 and see themselves; the texts too many have no tokens, and nobody reads their vectors.
+A small encoder's kernels take the GPU less time than their launches take the host, so a step is one graph from the uploaded
+tokens to the vectors.
+
+1. A graph runs steps of up to its number of tokens, however they are divided into texts: the launches depend on the number of
+   tokens alone (`OpSet.bidirectional_attention`).
+2. Padding tokens belong to no text, have position 0 and see themselves.
+3. Padding texts have no tokens, and nothing reads their vectors.
 """
 
 from __future__ import annotations
@@ -22,12 +25,12 @@ from slipstream.spec.pooling import PoolingSpec
 from slipstream.types import TextsPlan
 from slipstream.worker.forward import Forwards
 from slipstream.worker.graphs import Captured, Graphs
-from slipstream.worker.input_batch import IntArray, text_batch
+from slipstream.worker.input_batch import text_batch
+from slipstream.worker.rows import IntArray
 
 
 def text_ladder(longest: int) -> list[int]:
-    """Tokens of steps to capture, up to `longest`, near enough that padding wastes little (≤ 1/5 from 128 on): full steps are
-    as long as the longest."""
+    """Numbers of tokens to capture graphs for, up to `longest`. From 128 on padding is at most 1/5 of a step."""
     sizes, n = [], 32
     while n < longest:
         sizes.append(n)
@@ -36,12 +39,12 @@ def text_ladder(longest: int) -> list[int]:
 
 
 def most_texts(config: EngineConfig, num_tokens: int) -> int:
-    """Of a step of so many tokens."""
+    """The most texts in a step of `num_tokens` tokens."""
     return min(config.scheduling.max_num_seqs, num_tokens)
 
 
 def vectors_of(forwards: Forwards, how: PoolingSpec, hidden: Tensor, starts: Tensor) -> Tensor:
-    """Of states [T, E] of texts, text i at starts[i] : starts[i + 1], the vectors or a classifier's scores, float32 [S, …]."""
+    """States [T, E], text i at starts[i] : starts[i + 1] → the texts' vectors or a classifier's scores, float32 [S, …]."""
     decoder = forwards.decoder
     if how.score_tokens is not None:
         yes, no = how.score_tokens
@@ -54,7 +57,7 @@ def vectors_of(forwards: Forwards, how: PoolingSpec, hidden: Tensor, starts: Ten
 
 
 class EagerTexts:
-    """Runs a step of whole texts op by op."""
+    """Runs steps of whole texts op by op."""
 
     def __init__(self, forwards: Forwards, how: PoolingSpec, kv: Sequence[LayerKV], config: EngineConfig) -> None:
         self.forwards, self.how, self.kv, self.config = forwards, how, kv, config
@@ -66,7 +69,7 @@ class EagerTexts:
 
 
 class TextGraphs(Graphs):
-    """Runs it as a graph."""
+    """Runs steps of whole texts as graphs."""
 
     def __init__(self, forwards: Forwards, how: PoolingSpec, kv: Sequence[LayerKV], config: EngineConfig) -> None:
         decoder = forwards.decoder
@@ -79,9 +82,9 @@ class TextGraphs(Graphs):
         self.pairs = decoder.classifier is not None and decoder.spec.num_token_types > 1  # its texts have two parts
 
     def capture(self) -> None:
-        """Capture the largest now, so that the others fit into its memory, and the smallest, since kernels of few rows are
-        others (`pointwise.rows_at_once`, `linear.SKINNY_TOKENS`, `bidirectional.LONG`): a first short text is
-        not to wait for a compiler. The rest are captured when they are first wanted."""
+        """Capture the largest, so that the others fit into its memory, and the smallest, since few rows take other kernels
+        (`pointwise.rows_per_program`, `linear.SKINNY_TOKENS`, `bidirectional.LONG`) and a first short text should not wait for
+        their compilation. The others are captured when they are first wanted."""
         for size in (self.sizes[-1], self.sizes[0]):
             self._of(size)
 
@@ -117,8 +120,8 @@ class TextGraphs(Graphs):
 
 
 def text_inputs(plan: TextsPlan, num_tokens: int, num_texts: int, block_size: int) -> IntArray:
-    """The inputs of a step with room for so many, as `_split` takes them apart. Text i's keys and values are from slot
-    first_slots[i] on: the blocks 1, 2, … in the texts' order."""
+    """The inputs of a step with room for `num_tokens` and `num_texts`, in the layout of `_split`. Texts have the blocks 1,
+    2, … in order; text i's keys and values begin at slot first_slots[i]."""
     lengths = np.frombuffer(plan.lengths, np.int32)
     count, total = len(lengths), plan.num_tokens
     inputs = np.zeros(_ends(num_tokens, num_texts)[-1], np.int32)
@@ -133,14 +136,15 @@ def text_inputs(plan: TextsPlan, num_tokens: int, num_texts: int, block_size: in
 
 
 def _ends(num_tokens: int, num_texts: int) -> list[int]:
-    """Each part begins at a multiple of 16 bytes: Triton compiles a kernel anew for pointers that don't."""
+    """The ends of `_split`'s parts. Each part begins at a multiple of 16 bytes: Triton compiles a kernel anew for other
+    pointers."""
     sizes = (num_tokens, num_texts + 1, num_texts, num_texts)
     return np.cumsum([-(-n // 4) * 4 for n in sizes]).tolist()  # type: ignore[no-any-return]
 
 
 def _split(inputs: Any, num_tokens: int, num_texts: int) -> list[Any]:
-    """An array's or tensor's parts: token ids; where texts begin, one number more than texts; their first slots; of pairs, how
-    many tokens are the first part."""
+    """The parts of an array or tensor: token ids [T], where texts begin [S + 1], their first slots [S], and the tokens of each
+    pair's first part [S]."""
     sizes = (num_tokens, num_texts + 1, num_texts, num_texts)
     begins = [0, *_ends(num_tokens, num_texts)]
     return [inputs[begin : begin + n] for begin, n in zip(begins, sizes, strict=False)]
@@ -149,8 +153,8 @@ def _split(inputs: Any, num_tokens: int, num_texts: int) -> list[Any]:
 def lay_out(
     inputs: Tensor, num_tokens: int, num_texts: int, *, block_size: int, longest: int, pairs: bool
 ) -> tuple[Tensor, AttentionMetadata]:
-    """A step's tokens [T], and where they stand, from `text_inputs`: device work only, so a graph can capture it (no number is
-    brought from the host, as `torch.where` would one). `longest`: no text is longer."""
+    """A step's tokens [T] and metadata, from `text_inputs`. Device work only, so that a graph can capture it: no number
+    comes from the host, as it would with a number in `torch.where`. No text is longer than `longest`."""
     token_ids, starts, first_slots, num_first = _split(inputs, num_tokens, num_texts)
     at = torch.arange(num_tokens, dtype=torch.int32, device=inputs.device)
     text = torch.bucketize(at, starts[1:], right=True)

@@ -60,7 +60,9 @@ def load_folder(path: Path, dtype: str, kind: str = "a decoder") -> Any:
         import torch
         import transformers
 
-        auto: Any = getattr(transformers, AUTO[kind])
+        named = (path / "config.json").read_text(encoding="utf-8")
+        sees = kind == "a decoder" and '"vision_config"' in named
+        auto: Any = getattr(transformers, "AutoModelForImageTextToText" if sees else AUTO[kind])
         return auto.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
     except (ImportError, ValueError, KeyError, OSError, RuntimeError) as error:  # the last where shapes are not the config's
         raise ConfigError(_refusal(path, error), field="model") from error

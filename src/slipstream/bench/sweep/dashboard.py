@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.bench.sweep.results import Row, columns_of
+from slipstream.plan.html import head
 
 HERE = Path(__file__).parent
 LIBRARIES = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
@@ -52,7 +53,7 @@ def fill_page(template: Path, *, title: str, data: Any) -> str:
         "STYLE": (HERE / "dashboard.css").read_text("utf-8"),
     }
     pieces = template.read_text("utf-8").split("%%")
-    return "".join(parts.get(piece, piece) for piece in pieces)
+    return head(scripts=True) + "".join(parts.get(piece, piece) for piece in pieces)
 
 
 def _rounded(rows: Sequence[Row]) -> dict[str, list[Any]]:

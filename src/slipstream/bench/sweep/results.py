@@ -30,7 +30,7 @@ COLUMNS: Mapping[str, Kind] = {
         ("wall_s", "requests_per_s", "output_throughput", "steady_throughput", "total_throughput", "goodput"), "float"
     ),
     **{f"{field}_{q}": "float" for field in DISTRIBUTIONS.values() for q in ("mean", *PERCENTILES)},
-    **dict.fromkeys(("energy_j", "power_w", "j_per_output_token"), "float"),
+    **dict.fromkeys(("energy_j", "power_w", "j_per_output_token", "cpu_power_w"), "float"),
     "power_source": "text",
     **dict.fromkeys(("start_s", "peak_memory_bytes"), "float"),
     **dict.fromkeys(

@@ -33,15 +33,27 @@ def measure(engine: Engine, meter: EnergyMeter, case: Mapping[str, Any], *, remo
         engine.run(warmup(work, size))
     before = meter.read()
     records = engine.run(work.requests)
-    joules = before.joules_until(meter.read())
+    after = meter.read()
     summary = summarize(records, case["objectives"])
     found = {**figures(summary), **({} if remote else {"peak_memory_bytes": peak_memory()})}
-    if joules is not None and summary.wall_s > 0:
-        found |= {"energy_j": joules, "power_w": joules / summary.wall_s, "power_source": ", ".join(meter.sources)}
-        found |= {"j_per_output_token": joules / summary.output_tokens} if summary.output_tokens else {}
+    if (energy := meter.energy(before, after, summary.wall_s, summary.output_tokens)) is not None:
+        found |= {"energy_j": energy.joules, "power_w": energy.watts, "power_source": ", ".join(energy.sources)}
+        more = {"j_per_output_token": energy.joules_per_output_token, "cpu_power_w": energy.cpu_watts}
+        found |= {name: value for name, value in more.items() if value is not None}
     if summary.num_failed:
         found["error"] = "; ".join(summary.errors)
     return found
+
+
+def _devices(setup: Setup) -> list[str] | None:
+    """Those that the engine computes on; None of a server, which does not say."""
+    if ENGINES[setup.engine].remote:
+        return None
+    if setup.engine in ("llamacpp", "openvino"):
+        return ["cpu"]
+    if (count := setup.parallel.tensor * setup.parallel.pipeline) > 1 and setup.setting("device", "auto") != "cpu":
+        return [f"cuda:{number}" for number in range(count)]
+    return [str(setup.setting("device", "auto"))]
 
 
 def peak_memory() -> float:
@@ -86,7 +98,7 @@ def serve(source: IO[str], replies: IO[str]) -> None:
     dtype = config.get("dtype") if isinstance(config, dict) else getattr(getattr(config, "model", None), "dtype", None)
     started = {"start_s": time.monotonic() - begin, "engine_version": version_of(setup.engine), "dtype": dtype}
     reply({name: value for name, value in started.items() if value is not None})
-    meter = EnergyMeter()
+    meter = EnergyMeter(devices=_devices(setup))
     try:
         for line in source:
             try:

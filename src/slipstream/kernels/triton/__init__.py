@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from slipstream.kernels.adapters import TILES, LoRATokens, LoRAWeights
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, OpSet, QKVLayout, TokenShape
 from slipstream.kernels.quantize import round_linear
@@ -16,6 +17,7 @@ from slipstream.kernels.triton import (
     bidirectional,
     int4_groupwise,
     linear,
+    lora,
     mla_prefill,
     moe,
     one_token,
@@ -28,6 +30,7 @@ from slipstream.kernels.triton import (
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.mla import mla_paged_attention, mla_queries
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear, ScaledLinear, SplitLinear
+from slipstream.platform import Group
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.model import OwnNorm
 from slipstream.spec.reason import Reason
@@ -50,15 +53,19 @@ class TritonOps(OpSet):
     rope_and_cache = staticmethod(pointwise.rope_and_cache)
     activation = staticmethod(pointwise.activation)
     copy_blocks = staticmethod(pointwise.copy_blocks)
+    lora = staticmethod(lora.lora)
+    argmax = staticmethod(sampling.argmax)
+    best_logprobs = staticmethod(sampling.best_logprobs)
     mask_logits = staticmethod(sampling.mask_logits)
     mean_of_texts = staticmethod(bidirectional.mean_of_texts)
     mla_queries = staticmethod(mla_queries)
     gather_inputs = staticmethod(rows.gather_inputs)
     write_tokens = staticmethod(rows.write_tokens)
+    route = staticmethod(moe.route)
 
     def __init__(self, tiles: TileTable = NO_TILES, *, deterministic: bool = False, dense_copies: bool = False) -> None:
         self.tiles = NO_TILES if deterministic else tiles
-        self.deterministic = deterministic
+        self.deterministic, self.shares_prefixes = deterministic, not deterministic
         self.dense_copies = dense_copies
         self._scratch: dict[torch.device, split_k.Scratch] = {}
 
@@ -98,6 +105,17 @@ class TritonOps(OpSet):
         if w.sparse is not None and (x if isinstance(x, Tensor) else x.values).shape[0] >= w.sparse.from_tokens:
             return sparse24.sparse24_linear(x, w)
         return self._linear(x, w)
+
+    def adapted_linear(self, x: Activations, w: Linear, own: LoRAWeights, tokens: LoRATokens) -> Tensor:
+        inner = lora.room(x, own, tokens)
+        if tokens.tile_tokens == TILES[0] and self._starts_next_behind_inputs(x, w):
+            y = self.linear(x, w)
+            return lora.expand(y, lora.shrink(inner, x, own, tokens, beside=True), own, tokens)
+        lora.shrink(inner, x, own, tokens)  # while the kernel in front leaves the memory idle
+        return lora.expand(self.linear(x, w), inner, own, tokens)
+
+    def _starts_next_behind_inputs(self, x: Activations, w: Linear) -> bool:
+        return not self.deterministic and w.sparse is None and linear.starts_next_behind_inputs(x, w)
 
     def norm(
         self, x: Tensor, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
@@ -140,10 +158,14 @@ class TritonOps(OpSet):
         layers: Sequence[Mapping[str, Tensor | None]],
         product: Linear,
         cos_sin: Tensor | None,
+        group: Group | None = None,
     ) -> one_token.OneTokenStep | Reason:
         if self.deterministic:
             return Reason("deterministic=True: the one-token kernel sums in another order than steps of several tokens")
-        return one_token.one_token(shape, layers, product, cos_sin)
+        return one_token.one_token(shape, layers, product, cos_sin, group)
+
+    def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        return moe.moe_of_choice(x, weights, chosen, experts)
 
     def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
         return moe.moe(x, router_logits, experts, load)

@@ -127,6 +127,15 @@ DEVICE u32 load_acquire(const u32* counter) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
     return count;
 }
+// The same among GPUs that read each other's memory.
+DEVICE void release_add_system(u32* counter) {
+    asm volatile("red.release.sys.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+DEVICE u32 load_acquire_system(const u32* counter) {
+    u32 count;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+    return count;
+}
 DEVICE u32 fetch_add(u32* counter) {  // returns the old count
     u32 count;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(count) : "l"(counter) : "memory");

@@ -27,7 +27,7 @@ from slipstream.kernels.triton.fp8_block import (
     has_scaled_mm,
 )
 from slipstream.kernels.triton.int4_groupwise import dequantize_int4, gemv_block, int4_gemv, int4_linear
-from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
+from slipstream.kernels.triton.pdl import pdl_options, pdl_wait, pdl_wait_first
 from slipstream.kernels.triton.pointwise import quantize
 from slipstream.kernels.triton.split_k import Scratch, reduce_splits
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Quantized, ScaledLinear, TileScaledLinear
@@ -65,7 +65,7 @@ def linear(
     if isinstance(w, ScaledLinear):
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
         num_tokens, inner = q.values.shape
-        if num_tokens <= SKINNY_TOKENS or (num_tokens <= NARROW_TOKENS and _is_narrow(w)):
+        if _is_skinny(num_tokens, w):
             assert scratch is not None
             return skinny_gemm(q, w, scratch, tile=tiles.find("skinny_gemm", w.inputs, w.out_features, inner, num_tokens))
         if w.inputs == "fp8":
@@ -84,6 +84,15 @@ def linear(
         tile = tiles.find("gemv", str(x.dtype).removeprefix("torch."), *w.weight.shape)
         return gemv(x.contiguous(), w.weight, w.bias, tile=tile)
     return F.linear(x, w.weight, w.bias)
+
+
+def starts_next_behind_inputs(x: Activations, w: Linear) -> bool:
+    """`linear` is one kernel, behind which the next may read x before it has waited (`pdl_wait_first`)."""
+    return isinstance(w, ScaledLinear) and isinstance(x, Quantized) and _is_skinny(len(x.values), w)
+
+
+def _is_skinny(num_tokens: int, w: ScaledLinear) -> bool:
+    return num_tokens <= SKINNY_TOKENS or (num_tokens <= NARROW_TOKENS and _is_narrow(w))
 
 
 def _is_narrow(w: ScaledLinear) -> bool:
@@ -194,7 +203,7 @@ def _skinny_gemm_kernel(
     w_at = w_ptr + n[:, None].to(tl.int64) * K + ks[None, :]
     x_at = x_ptr + m[None, :] * K + ks[:, None]
     if PDL:
-        pdl_wait()
+        pdl_wait_first()
     acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
     if EVEN:
         for k in range(0, span, BLOCK_K):

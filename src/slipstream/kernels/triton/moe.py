@@ -43,13 +43,26 @@ def moe(
     `OpSet.moe_and_shared`."""
     if not x.shape[0]:
         return torch.empty_like(x)
+    return moe_of_choice(x, *route(router_logits, experts.spec, experts.correction, load), experts, shared, added)
+
+
+def moe_of_choice(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    experts: Experts,
+    shared: tuple[Linear, Linear] | None = None,
+    added: Tensor | None = None,
+) -> Tensor:
+    """`moe` behind the choice: `OpSet.moe_of_choice`."""
     up, down, spec = experts.up, experts.down, experts.spec
-    weights, chosen = route(router_logits, spec, experts.correction, load)
     small_batch = is_small_batch(x.shape[0], spec)
-    if small_batch and _are_dense(up, down):
+    if small_batch and _are_dense(up, down) and spec.held is None:
         y = moe_small_batch(x.contiguous(), weights, chosen, up, down, spec, shared)
         return y if added is None else y + added
-    tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, spec.num_experts)
+    # Pairs of experts that are not here come behind all others, and are no one's.
+    num_bins = spec.num_held + (spec.held is not None)
+    tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, num_bins)
     inputs: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
     if grouped_gemm.covers(inputs, up, down, tiles):
         y = grouped_gemm.grouped_mlp(inputs, up, down, tiles, spec, x.dtype)
@@ -69,7 +82,8 @@ def fuses_shared(num_tokens: int, experts: Experts, shared: tuple[Linear, Linear
     """Whether `moe` computes a shared expert too: few tokens, dense weights, biases as the others have."""
     alike = all((a.bias is None) == (b.bias is None) for a, b in zip((experts.up, experts.down), shared, strict=True))
     dense = _are_dense(experts.up, experts.down, *shared)
-    return num_tokens > 0 and is_small_batch(num_tokens, experts.spec) and dense and alike
+    few = num_tokens > 0 and is_small_batch(num_tokens, experts.spec) and experts.spec.held is None
+    return few and dense and alike
 
 
 def _are_dense(*products: Linear) -> bool:
@@ -84,10 +98,12 @@ def _route_kernel(
     logits_ptr, correction_ptr, weights_ptr, chosen_ptr, counts_ptr, slots_ptr, weight_scale, block_size,
     X: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, COUNTED: tl.constexpr,
     NORMALIZE: tl.constexpr, SERIAL: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS_CHOSEN: tl.constexpr,
-    BY_TWO: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_TOP: tl.constexpr, PDL: tl.constexpr,
+    BY_TWO: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_X: tl.constexpr,
+    BLOCK_TOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: scores [groups, experts per group], the best groups, then the TOP_K best experts (the first of
-    equals)."""
+    equals). Only HELD experts, from FIRST on, are here: they are counted from 0, and any other is HELD, with the weight
+    0."""
     PER_GROUP: tl.constexpr = X // NUM_GROUPS
     token = tl.program_id(0).to(tl.int64)
     gs, es, js = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_TOP)
@@ -112,9 +128,9 @@ def _route_kernel(
         best = tl.where(gs < NUM_GROUPS, best, float("-inf"))
         kept = gs < 0
         for _ in range(GROUPS_CHOSEN):
-            sort_pairs = tl.argmax(best, 0)
-            kept = kept | (gs == sort_pairs)
-            best = tl.where(gs == sort_pairs, float("-inf"), best)
+            group = tl.argmax(best, 0)
+            kept = kept | (gs == group)
+            best = tl.where(gs == group, float("-inf"), best)
         merits = tl.where(kept[:, None], merits, float("-inf"))
     flat: tl.constexpr = BLOCK_G * BLOCK_X
     merits, scores, ids = tl.reshape(merits, (flat,)), tl.reshape(scores, (flat,)), tl.reshape(ids, (flat,))
@@ -139,17 +155,22 @@ def _route_kernel(
     if NORMALIZE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
     weights *= weight_scale
-    tl.store(weights_ptr + token * TOP_K + js, weights, mask=js < TOP_K)
-    tl.store(chosen_ptr + token * TOP_K + js, chosen, mask=js < TOP_K)
     if COUNTED:
         one = (tl.load(slots_ptr + token) >= block_size).to(tl.int64)
         tl.atomic_add(counts_ptr + chosen, one + tl.zeros((BLOCK_TOP,), tl.int64), mask=js < TOP_K, sem="relaxed")
+    if HELD < X:
+        here = (chosen >= FIRST) & (chosen < FIRST + HELD)
+        weights = tl.where(here, weights, 0.0)
+        chosen = tl.where(here, chosen - FIRST, HELD)
+    tl.store(weights_ptr + token * TOP_K + js, weights, mask=js < TOP_K)
+    tl.store(chosen_ptr + token * TOP_K + js, chosen, mask=js < TOP_K)
 
 
 def route(
     router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None, load: ExpertLoad | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(weights float32, experts int32), [T, k] each."""
+    """(weights float32, experts int32), [T, k] each. Of `spec.held` experts they are counted from the first of these; others
+    are the number after the last, with the weight 0."""
     num_tokens, top_k = router_logits.shape[0], spec.num_experts_per_token
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=router_logits.device)
     chosen = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)
@@ -163,7 +184,8 @@ def route(
         X=spec.num_experts, TOP_K=top_k, SIGMOID=spec.scores == "sigmoid", CORRECTED=correction is not None,
         COUNTED=load is not None, NORMALIZE=spec.normalize, SERIAL=serial, NUM_GROUPS=num_groups,
         GROUPS_CHOSEN=1 if limit is None else limit.num_chosen, BY_TWO=limit is not None and limit.by == "best_two",
-        BLOCK_G=triton.next_power_of_2(num_groups), BLOCK_X=triton.next_power_of_2(spec.num_experts // num_groups),
+        FIRST=0 if spec.held is None else spec.held[0], HELD=spec.num_held, BLOCK_G=triton.next_power_of_2(num_groups),
+        BLOCK_X=triton.next_power_of_2(spec.num_experts // num_groups),
         BLOCK_TOP=triton.next_power_of_2(top_k), num_warps=1 if serial else parallel_warps, **pdl_options(router_logits),
     )  # fmt: skip
     return weights, chosen
@@ -189,8 +211,11 @@ def _combine_kernel(
         position = pair
         if SORTED:
             position = tl.load(inverse_ptr + pair).to(tl.int64)
-        y = tl.load(y_ptr + position * size + at, mask=at < size, other=0.0).to(tl.float32)
-        total += y * tl.load(weights_ptr + pair)
+        weight = tl.load(weights_ptr + pair)
+        # What an expert on another rank would have given was not written.
+        end = tl.where(weight != 0.0, size, 0)
+        y = tl.load(y_ptr + position * size + at, mask=at < end, other=0.0).to(tl.float32)
+        total += y * weight
     tl.store(out_ptr + token * size + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
 
 

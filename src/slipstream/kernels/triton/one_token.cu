@@ -14,7 +14,8 @@
 //
 // A parallel layer computes up in the phase of q, k, v, and down in the phase of output; it has three barriers. A mixture
 // of experts takes the place of up and down, and has one barrier more. Every CTA computes the whole input row of a
-// product: that is cheaper than another barrier.
+// product: that is cheaper than another barrier. With tensor parallelism ranks add up what output and down give, through
+// each other's memory, at the barriers behind these (`Ranks`).
 //
 // Products:
 //
@@ -30,7 +31,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_WARPS * 32, 1)
 one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* softmax, u32* counters, const float* cos_sin,
-          const long long* positions, const int* block_table, const int* seq_lens, int num_layers) {
+          const long long* positions, const int* block_table, const int* seq_lens, const u64* shared, int num_layers) {
     SHARED_MEMORY(memory);
     const int cta = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 smem = smem_address(memory);
@@ -84,7 +85,16 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
     const bool counted = X && cta == 0 && block > 0;  // padding has the null block, and is not counted
     RingPosition ring;
     u32 arrivals = 0, attended = 0;
-    auto residual = [&](int v, float* y) { unpack8(load_cg16((const uint4*)x + v), y); };
+    Ranks ranks;
+    if (RANKS > 1) {
+#pragma unroll
+        for (int i = 0; i < RANKS; i++) ranks.memory[i] = shared[i];
+        ranks.begin = load_acquire(counters + 3);
+    }
+    auto residual = [&](int v, float* y) {
+        unpack8(load_cg16((const uint4*)x + v), y);
+        ranks.residual8(v, y);
+    };
     auto middle = [&](int v, float* y) { unpack8(load_cg16((const uint4*)mid + v), y); };
     for (int layer = 0; layer < num_layers; layer++) {
         const u64* row = rows + layer % 2 * TABLE_SLOTS;
@@ -96,7 +106,7 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
         const u16 *mlp = (const u16*)row[MLP_W], *mlp_bias = (const u16*)row[MLP_B];
         // --- q, k, v
         Epilogue ahead = Qkv::first(cta, row, QKV_S, x);
-        if (layer) grid_wait(counters, arrivals);
+        if (layer) grid_wait(counters, arrivals, 0, ranks);
         float x_scale = load_input<E, NORM>(residual, norm, norm_bias, EPS, NORM_OFFSET, memory);
         Qkv::run(ahead, row, QKV_S, qkv, x_scale, ring, memory, cta);
         if (LATENT) {
@@ -123,7 +133,7 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
         }
         attended += plan.num_active;
         // --- output
-        ahead = Out::first(cta, row, OUT_S, x);
+        ahead = Out::first(cta, row, OUT_S, x, {}, ranks);
         grid_wait(counters + 1, attended);
         {
             auto merged = [&](int v, float* y) {
@@ -163,7 +173,8 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
             };
             x_scale = load_input<Q, 0>(merged, nullptr, nullptr, 0.0f, 0.0f, memory);
         }
-        Out::run(ahead, row, OUT_S, x, x_scale, ring, memory, cta);
+        Out::run(ahead, row, OUT_S, x, x_scale, ring, memory, cta, {}, INPUT_AT, ranks);
+        ranks.arrive();
         if (X && (!DENSE || row[ROUTER_W])) {
             Mixture<X>::run(row, x, mid, counters, arrivals, counted, ring, memory, cta);
         } else {
@@ -171,17 +182,18 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
             if (!PARALLEL) {
                 grid_arrive(counters, arrivals);
                 ahead = Up::first(cta, row, UP_S, x);
-                grid_wait(counters, arrivals);
+                grid_wait(counters, arrivals, 0, ranks);
                 x_scale = load_input<E, MLP_NORM>(residual, mlp, mlp_bias, MLP_EPS, NORM_OFFSET, memory);
                 Up::run(ahead, row, UP_S, mid, x_scale, ring, memory, cta);
                 grid_arrive(counters, arrivals);
             }
             // --- down
-            ahead = Down::first(cta, row, DOWN_S, x);
+            ahead = Down::first(cta, row, DOWN_S, x, {}, ranks);
             if (PARALLEL) sync_consumers();  // until all warps have read the input that the next one overwrites
             else grid_wait(counters, arrivals);
             x_scale = load_input<F, 0>(middle, nullptr, nullptr, 0.0f, 0.0f, memory);
-            Down::run(ahead, row, DOWN_S, x, x_scale, ring, memory, cta);
+            Down::run(ahead, row, DOWN_S, x, x_scale, ring, memory, cta, {}, INPUT_AT, ranks);
+            ranks.arrive();
         }
         if (warp == 0) {
             __syncwarp();
@@ -189,6 +201,17 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
         }
         arrivals += CTAS;
     }
+    if (RANKS > 1 && warp == 0) {  // the last sum
+        if (lane == 0) ranks.wait();
+        __syncwarp();
+        for (int tile = Down::begin(cta); tile < Down::begin(cta + 1); tile++) {
+            const int n = tile * 16 + lane;
+            if (lane < 16) x[n] = from_float(ranks.residual(n, to_float(load_cg2(x + n))));
+        }
+    }
     // The last CTA to exit resets the counters for the next step.
-    if (threadIdx.x == 0 && fetch_add(counters + 2) == CTAS - 1) counters[0] = counters[1] = counters[2] = 0;
+    if (threadIdx.x == 0 && fetch_add(counters + 2) == CTAS - 1) {
+        counters[0] = counters[1] = counters[2] = 0;
+        counters[3] += ranks.num_sums * (RANKS - 1) * CTAS;
+    }
 }

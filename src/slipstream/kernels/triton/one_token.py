@@ -22,7 +22,7 @@ from slipstream.kernels.token_shape import widths as widths
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.pointwise import ACTIVATIONS
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
-from slipstream.platform import platform_of
+from slipstream.platform import Group, platform_of
 from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.reason import Reason
 
@@ -127,7 +127,11 @@ def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
 
 
 def one_token(
-    shape: TokenShape, layers: Sequence[Mapping[str, Tensor | None]], product: Linear, cos_sin: Tensor | None
+    shape: TokenShape,
+    layers: Sequence[Mapping[str, Tensor | None]],
+    product: Linear,
+    cos_sin: Tensor | None,
+    group: Group | None = None,
 ) -> OneTokenStep | Reason:
     """`OpSet.one_token`, for an op set without `deterministic`."""
     device = product.weight.device
@@ -143,7 +147,19 @@ def one_token(
         return Reason(f"the one-token kernel has {programs} programs here, and the model {shape.num_kv_heads} kv heads")
     if stages(shape, product, shared_bytes) < 3:
         return Reason("the one-token kernel's ring of weights does not fit into shared memory beside rows of this width")
-    return OneTokenStep(shape, layers, product, cos_sin, programs=programs, shared_bytes=shared_bytes)
+    shared: tuple[Tensor, ...] = ()
+    if group is not None:
+        if group.one_shot is None:
+            return Reason("the one-token kernel of several ranks writes to peers' memory, which can't be mapped here")
+        shared = group.share(shared_size(shape, group.size))
+    return OneTokenStep(
+        shape, layers, product, cos_sin, programs=programs, shared_bytes=shared_bytes, group=group, shared=shared
+    )
+
+
+def shared_size(shape: TokenShape, num_ranks: int) -> int:
+    """Bytes of the memory that a rank shares with the others (`Ranks` in the source): parts of sums, and a counter."""
+    return (2 * num_ranks * shape.hidden_size + 4) * 4
 
 
 def by_tiles(layer: Mapping[str, Tensor | None], *, gated: bool) -> dict[str, Tensor | None]:
@@ -180,7 +196,10 @@ class OneTokenStep:
         *,
         programs: int,
         shared_bytes: int,
+        group: Group | None = None,
+        shared: Sequence[Tensor] = (),
     ) -> None:
+        """`shared`: the memory of `shared_size` bytes, zeros, of each rank of `group`, as this rank sees it."""
         self.shape = s = shape
         self.layers, self.product, self.cos_sin = layers, product, cos_sin
         self.device = device = product.weight.device
@@ -203,7 +222,10 @@ class OneTokenStep:
         self._softmax = torch.zeros(self.splits * s.num_heads * 2, dtype=torch.float32, device=device)
         num_logits = 0 if s.experts is None else s.experts.num_experts + 1
         self._logits = torch.zeros(num_logits, dtype=torch.float32, device=device)
-        self._counters = torch.zeros(3, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(4, dtype=torch.int32, device=device)
+        self.rank, self.num_ranks = (0, 1) if group is None else (group.rank, group.size)
+        self._peers = shared  # mapped as long as they are held
+        self._shared = torch.tensor([x.data_ptr() for x in shared] or [0], dtype=torch.int64).to(device)
         self._kv: Sequence[LayerKV] | None = None
         self._kernels: dict[tuple[torch.dtype, int], Callable[[int, int, Sequence[Tensor | int]], None]] = {}
         self._tables: list[Tensor] = []  # a captured graph reads the one that it was captured with
@@ -219,7 +241,7 @@ class OneTokenStep:
             self._kernels[key] = self.compiled(self.definitions(*key))
         cos_sin = self._partials if self.cos_sin is None else self.cos_sin
         tensors = (x, self._tables[-1], self._qkv, self._mid, self._partials, self._softmax, self._counters, cos_sin)
-        steps = (meta.positions, meta.block_table, meta.seq_lens)
+        steps = (meta.positions, meta.block_table, meta.seq_lens, self._shared)
         self._kernels[key](self.programs, (WARPS + PRODUCER_WARPS) * 32, (*tensors, *steps, len(self.layers)))
         return x
 
@@ -279,6 +301,8 @@ class OneTokenStep:
             "HEADS_PER_BLOCK": heads_per_block(s),
             "SMALLEST": SMALLEST,
             "SPLITS": self.splits,
+            "THIS_RANK": self.rank,
+            "RANKS": self.num_ranks,
             "CTAS": self.programs,
             "SHARED": self.shared_bytes,
             "WARPS": WARPS,

@@ -68,12 +68,73 @@ DEVICE float activate(float x) {
     return KIND == 3 ? x : x * x;
 }
 
+// --- ranks. With tensor parallelism a product into the residual gives a part of a sum (`num_sums` counts such products).
+// Each rank has shared memory that all ranks can write: parts [2, RANKS, E], float32, then a counter of the other ranks'
+// thread blocks that have put theirs there. The residual in memory lacks the last sum, which who reads it adds; the next
+// product into the residual writes both. Parts alternate between two places:
+//
+// 1. Who writes part n + 2 has waited for all parts n + 1.
+// 2. A thread block arrives with its part n + 1 after it has read part n for the last time.
+//
+// The counter is never reset, since another rank may be a step ahead; counter 3 says where this step's count begins.
+struct Ranks {
+    u64 memory[RANKS];  // by rank, as this rank sees it
+    u32 begin = 0, num_sums = 0;
+
+    DEVICE float* parts(int at, int of, u32 sum) const { return (float*)memory[at] + ((sum & 1) * RANKS + of) * E; }
+    DEVICE u32* counter(int at) const { return (u32*)((float*)memory[at] + 2 * RANKS * E); }
+    DEVICE void put(int n, float part) const {
+#pragma unroll
+        for (int at = 0; at < RANKS; at++) parts(at, THIS_RANK, num_sums)[n] = part;
+    }
+    DEVICE void arrive() {  // warp 0 has written this thread block's parts
+        if (RANKS == 1) return;
+        if (threadIdx.x < 32) {
+            __syncwarp();
+            if (threadIdx.x == 0)
+#pragma unroll
+                for (int at = 0; at < RANKS; at++)
+                    if (at != THIS_RANK) release_add_system(counter(at));
+        }
+        num_sums++;
+    }
+    DEVICE void wait() const {  // one thread, for all parts of the sums so far
+        if (RANKS == 1 || num_sums == 0) return;
+        const u32 end = begin + num_sums * (RANKS - 1) * CTAS;
+        while ((int)(load_acquire_system(counter(THIS_RANK)) - end) < 0) {
+        }
+    }
+    // A number of the residual, or eight: `y` is what memory has.
+    DEVICE float residual(int n, float y) const {
+        if (RANKS == 1 || num_sums == 0) return y;
+        float sum = 0.0f;
+#pragma unroll
+        for (int of = 0; of < RANKS; of++) sum += load_cg4(parts(THIS_RANK, of, num_sums - 1) + n);
+        return to_float(from_float(y + sum));
+    }
+    DEVICE void residual8(int v, float* y) const {
+        if (RANKS == 1 || num_sums == 0) return;
+        float sum[8] = {};
+#pragma unroll
+        for (int of = 0; of < RANKS; of++) {
+            const float* part = parts(THIS_RANK, of, num_sums - 1) + v * 8;
+            const uint4 low = load_cg16(part), high = load_cg16(part + 4);
+            const u32 words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+            for (int j = 0; j < 8; j++) sum[j] += __uint_as_float(words[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < 8; j++) y[j] = to_float(from_float(y[j] + sum[j]));
+    }
+};
+
 // --- grid barriers. Counter 0 counts arrivals of all CTAs, counter 1 those of CTAs that attend, counter 2 exits.
-// Wait until `arrivals` are counted; then arrive at `barrier`, if one is given.
-DEVICE void grid_wait(const u32* counter, u32 arrivals, u32 barrier = 0) {
+// Wait until `arrivals` are counted, and for all ranks' parts; then arrive at `barrier`, if one is given.
+DEVICE void grid_wait(const u32* counter, u32 arrivals, u32 barrier = 0, const Ranks& ranks = Ranks()) {
     if (threadIdx.x == 0) {
         while (load_acquire(counter) < arrivals) {
         }
+        ranks.wait();
         if (barrier) barrier_arrive(barrier);
     }
     sync_consumers();
@@ -214,7 +275,7 @@ struct Product {
 
     static DEVICE int begin(int cta) { return first_tile<TOTAL, TILE_OFFSET, TILE_TOTAL>(cta); }
     static DEVICE Epilogue load_epilogue(int tile, int end_tile, const u64* row, int scales, const u16* residual,
-                                         TopExperts experts) {
+                                         TopExperts experts, const Ranks& ranks) {
         Epilogue end;
         const int t = threadIdx.x % 16, nth = threadIdx.x / 16;
         const int expert = OF == ONE ? 0 : experts.of(OF == CONCAT ? tile / MATRIX_TILES : nth);
@@ -222,24 +283,29 @@ struct Product {
             const int n = weight_row<N, GATES>(expert, tile % MATRIX_TILES, t);
             if (SCALED) end.scale = ((const float*)row[scales])[n];
             if (BIASED) end.bias = to_float(((const u16*)row[scales + 1])[n]);
-            if (END == ADD && nth == 0) end.residual = to_float(load_cg2(residual + tile * 16 + t));
+            if (END == ADD && nth == 0) {
+                const int at = tile * 16 + t;
+                end.residual = ranks.residual(at, to_float(load_cg2(residual + at)));
+            }
         }
         return end;
     }
-    static DEVICE Epilogue first(int cta, const u64* row, int scales, const u16* residual, TopExperts experts = {}) {
-        return load_epilogue(begin(cta), begin(cta + 1), row, scales, residual, experts);
+    static DEVICE Epilogue first(int cta, const u64* row, int scales, const u16* residual, TopExperts experts = {},
+                                 const Ranks& ranks = Ranks()) {
+        return load_epilogue(begin(cta), begin(cta + 1), row, scales, residual, experts, ranks);
     }
     // `ahead`: what `first` returned. `x_scale`: the scale of the input's codes; of a SUMMED product, lane j has the factor
     // of expert j. `input`: where the input row lies in shared memory.
     static __device__ void run(Epilogue ahead, const u64* row, int scales, u16* out, float x_scale, RingPosition& ring,
-                               u8* memory, int cta, TopExperts experts = {}, int input = INPUT_AT) {
+                               u8* memory, int cta, TopExperts experts = {}, int input = INPUT_AT,
+                               const Ranks& ranks = Ranks()) {
         const u32 smem = smem_address(memory);
         const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, end = begin(cta + 1);
         const u32 mine = (lane / 4) * ROW_STRIDE + lane % 4 * 16;
         float* factors = (float*)(memory + FACTORS_AT);
         for (int tile = begin(cta); tile < end; tile++) {
             const Epilogue now = ahead;
-            ahead = load_epilogue(tile + 1, end, row, scales, out, experts);
+            ahead = load_epilogue(tile + 1, end, row, scales, out, experts, ranks);
             if (OF == SUMMED) {
                 const float factor = now.scale * __shfl_sync(~0u, x_scale, thread / 16);
                 if (thread < NUM_EXPERTS * 16) factors[thread] = factor;
@@ -288,6 +354,9 @@ struct Product {
                 if (GATES) {
                     const float up = __shfl_down_sync(~0u, y, 8);
                     if (lane < 8) out[tile * 8 + lane] = from_float(activate(y) * up);
+                } else if (END == ADD && RANKS > 1 && lane < 16) {
+                    ranks.put(tile * 16 + lane, y);
+                    out[tile * 16 + lane] = from_float(now.residual);
                 } else if (lane < 16)
                     out[tile * 16 + lane] = from_float(END == ADD ? now.residual + y : END == ACTIVATE ? activate(y) : y);
             }

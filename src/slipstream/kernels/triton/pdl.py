@@ -26,6 +26,13 @@ def pdl_wait():
     gdc_wait()
 
 
+@triton.jit
+def pdl_wait_first():
+    """`pdl_wait`, but the next kernel starts behind the wait: what this one reads is complete when that begins."""
+    gdc_wait()
+    gdc_launch_dependents()
+
+
 def pdl_options(x: Tensor) -> dict[str, bool]:
     """Launch options for a kernel that keeps the rule. `PDL` is its constexpr."""
     return _options(x.device)

@@ -177,6 +177,97 @@ def sample(logits: Tensor, u: Tensor, params: SamplingTensors, *, block: int = 4
     return out
 
 
+TOP_BLOCK = 4096
+"""Tokens of a row that a thread block of `_best_kernel` holds in its registers."""
+LEAST_KEY = tl.constexpr(-(2**63))
+"""Below every key of `_ordered`."""
+
+
+@triton.jit
+def _ordered(x, at):
+    """int64 keys that are ordered as the float32 x, and where those are equal, the lower `at` first. No two are equal."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # −0 + 0 is 0
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - at).to(tl.int64)
+
+
+@triton.jit
+def _best_kernel(
+    logits_ptr, tokens_ptr, max_ptr, sum_ptr, count_ptr, key_ptr, vocab, row_stride, num_top, BLOCK: tl.constexpr
+):
+    """Of BLOCK tokens of a row: the largest logit, the sum of exponents relative to it, how many logits are above the chosen
+    token's, and the keys of the `num_top` best."""
+    row, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    at = split * BLOCK + tl.arange(0, BLOCK)
+    inside = at < vocab
+    x = tl.load(row_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
+    chosen = tl.load(row_ptr + tl.load(tokens_ptr + row)).to(tl.float32)
+    best = tl.max(x, 0)
+    part = row * num_splits + split
+    tl.store(max_ptr + part, best)
+    tl.store(sum_ptr + part, tl.sum(tl.exp(x - tl.where(best == float("-inf"), 0.0, best)), 0))
+    tl.store(count_ptr + part, tl.sum((x > chosen).to(tl.int32), 0))
+    keys = tl.where(inside, _ordered(x, at), LEAST_KEY)
+    for i in range(num_top):
+        key = tl.max(keys, 0)
+        tl.store(key_ptr + part * num_top + i, key)
+        keys = tl.where(keys == key, LEAST_KEY, keys)
+
+
+@triton.jit
+def _merge_best_kernel(
+    logits_ptr, tokens_ptr, max_ptr, sum_ptr, count_ptr, key_ptr, chosen_ptr, rank_ptr, ids_ptr, values_ptr, row_stride,
+    num_splits, num_top, BLOCK: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Of a row, from its parts: log-probability and rank of the chosen token, and the best with theirs."""
+    row = tl.program_id(0)
+    parts, at = tl.arange(0, BLOCK), tl.arange(0, BLOCK_KEYS)
+    there = parts < num_splits
+    maxima = tl.load(max_ptr + row * num_splits + parts, mask=there, other=float("-inf"))
+    sums = tl.load(sum_ptr + row * num_splits + parts, mask=there, other=0.0)
+    best = tl.max(maxima, 0)
+    log_z = best + tl.log(tl.sum(sums * tl.exp(maxima - best), 0))
+    chosen = tl.load(logits_ptr + row.to(tl.int64) * row_stride + tl.load(tokens_ptr + row)).to(tl.float32)
+    tl.store(chosen_ptr + row, chosen - log_z)
+    tl.store(rank_ptr + row, tl.sum(tl.load(count_ptr + row * num_splits + parts, mask=there, other=0), 0).to(tl.int64) + 1)
+    num_keys = num_splits * num_top
+    keys = tl.load(key_ptr + row * num_keys + at, mask=at < num_keys, other=LEAST_KEY)
+    for i in range(num_top):
+        key = tl.max(keys, 0)
+        bits = (key >> 32).to(tl.int32)
+        value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        tl.store(ids_ptr + row * num_top + i, 0x7FFFFFFF - (key & 0x7FFFFFFF))
+        tl.store(values_ptr + row * num_top + i, value - log_z)
+        keys = tl.where(keys == key, LEAST_KEY, keys)
+
+
+def best_logprobs(
+    logits: Tensor, tokens: Tensor, num_top: int, *, block: int = TOP_BLOCK
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`OpSet.best_logprobs`. They are read once: the `num_top` best of each part of a row are candidates for the row's."""
+    num_rows, vocab = logits.shape
+    block = min(block, triton.next_power_of_2(vocab))
+    num_splits = triton.cdiv(vocab, block)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
+
+    chosen, rank = empty(), empty(dtype=torch.int64)
+    ids, values = empty(num_top, dtype=torch.int64), empty(num_top)
+    if not num_rows:
+        return chosen, rank, ids, values
+    maxima, sums, counts = empty(num_splits), empty(num_splits), empty(num_splits, dtype=torch.int32)
+    keys = empty(num_splits * num_top, dtype=torch.int64)
+    _best_kernel[(num_rows, num_splits)](
+        logits, tokens, maxima, sums, counts, keys, vocab, logits.stride(0), num_top, BLOCK=block, num_warps=8
+    )
+    _merge_best_kernel[(num_rows,)](
+        logits, tokens, maxima, sums, counts, keys, chosen, rank, ids, values, logits.stride(0), num_splits, num_top,
+        BLOCK=triton.next_power_of_2(num_splits), BLOCK_KEYS=triton.next_power_of_2(max(1, num_splits * num_top)), num_warps=1,
+    )  # fmt: skip
+    return chosen, rank, ids, values
+
+
 @triton.jit
 def _mask_kernel(logits_ptr, rows_ptr, bits_ptr, vocab, row_stride, words, BLOCK: tl.constexpr):
     """One span of one row's tokens: only what is not allowed is written."""

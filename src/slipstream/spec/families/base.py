@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.parameters import Placement
+from slipstream.spec.vision import ImageProcessing, VisionSpec
 
 T = TypeVar("T")
 Names = dict[str, Placement]
@@ -25,14 +26,14 @@ NO_EFFECT = frozenset((
     "attention_dropout", "attention_dropout_prob", "attention_probs_dropout_prob", "attn_dropout", "attn_dropout_prob",
     "attn_implementation", "attn_pdrop", "auto_map", "axolotl_config_path", "bad_words_ids", "base_model_name_or_path",
     "begin_suppress_tokens", "bos_token_id", "classifier_dropout", "classifier_dropout_prob", "cls_token_id",
-    "dropout", "dropout_rate", "dtype", "emb_pdrop", "embd_pdrop", "embed_dropout", "embedding_dropout",
+    "custom_pipelines", "dropout", "dropout_rate", "dtype", "emb_pdrop", "embd_pdrop", "embed_dropout", "embedding_dropout",
     "eos_token_id", "exponential_decay_length_penalty", "ffn_dropout", "finetuning_task", "flash_attention",
     "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "head_dropout", "hidden_dropout",
     "hidden_dropout_prob", "id2label", "init_device", "init_std", "initializer_range", "is_llama_config",
     "keys_to_ignore_at_inference", "label2id", "language", "layer_dropout", "layerdrop", "license", "mask_token_id",
     "max_sequence_length", "model_max_length", "model_type", "neftune_noise_alpha", "output_attentions",
-    "output_hidden_states", "pad_token_id", "pipeline_tag", "prefix", "pretraining_tp", "problem_type", "resid_pdrop",
-    "residual_dropout", "return_dict", "rope_interleaved", "sep_token_id", "summary_activation",
+    "output_hidden_states", "output_past", "pad_token_id", "pipeline_tag", "prefix", "pretraining_tp", "problem_type",
+    "resid_pdrop", "residual_dropout", "return_dict", "rope_interleaved", "sep_token_id", "summary_activation",
     "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "suppress_tokens", "tags",
     "task_specific_params", "token_dropout", "tokenizer_class", "tokenizer_name", "torch_dtype", "trained_with",
     "training_args", "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed",
@@ -128,6 +129,11 @@ class ConfigReader:
             raise self.unsupported(key, f"must be at most {MAX_SIZE}")
         return value
 
+    def value(self, key: str) -> Any:
+        """Whatever stands under `key`, which may be nothing."""
+        self._read.add(key)
+        return self._config.get(key)
+
     def maybe(self, key: str, kind: type[T]) -> T | None:
         self._read.add(key)
         return self.take(key, kind) if key in self else None
@@ -200,3 +206,6 @@ class Family:
     gguf: GGUFFamily | None = None
     mtp: bool = False  # a layer of safetensors checkpoints, behind the last one, drafts a second token
     nested_config: str | None = None  # the key that holds the language model's own config
+    flat_config: bool = False  # whose keys may also stand beside those that `vision` reads
+    vision: Callable[[ConfigReader, ModelSpec], VisionSpec] | None = None  # from what stands beside the nested config
+    processing: Callable[[ConfigReader, VisionSpec], ImageProcessing] | None = None  # from the image processor's config

@@ -76,6 +76,8 @@ def _read(
 
 
 def read_bert(c: ConfigReader) -> ModelSpec:
+    c.ignore("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers")  # of Google's release
+    c.ignore("pooler_size_per_head", "pooler_type")
     return _read(c, "bert", 0)
 
 

@@ -165,9 +165,11 @@ def rope(
     partial: float = 1.0,
     kind: str | None = None,
     style: Literal["half", "interleaved"] = "half",
+    sectioned: bool = False,
 ) -> RopeSpec:
     """Rotary embedding, from `rope_parameters` (transformers 5; in some models a dict for each `kind` of layer), or else from
-    `rope_theta`, `rope_scaling` and `partial_rotary_factor`. `theta` and `partial` are defaults."""
+    `rope_theta`, `rope_scaling` and `partial_rotary_factor`. `theta` and `partial` are defaults.
+    `sectioned`: with `mrope_section`."""
     partial = c.take("partial_rotary_factor", float, partial)
     if "rope_parameters" in c:
         raw = c.take("rope_parameters", dict)
@@ -180,7 +182,7 @@ def rope(
         raw = {"rope_theta": c.take("rope_theta", float, theta), **(c.maybe("rope_scaling", dict) or {})}
         key = "rope_scaling"
     raw = {"rope_theta": theta, "partial_rotary_factor": partial, **raw}
-    return _rope_from(c, key, raw, head_dim, max_position=max_position, style=style)
+    return _rope_from(c, key, raw, head_dim, max_position=max_position, style=style, sectioned=sectioned)
 
 
 def _rope_from(
@@ -191,10 +193,15 @@ def _rope_from(
     *,
     max_position: int,
     style: Literal["half", "interleaved"],
+    sectioned: bool,
 ) -> RopeSpec:
     theta = float(raw.pop("rope_theta"))
     kind = raw.pop("rope_type", None) or raw.pop("type", None) or "default"
     raw.pop("type", None)
+    sections = raw.pop("mrope_section", None) if sectioned else None
+    if sectioned and (not isinstance(sections, list) or not all(type(n) is int for n in sections) or len(sections) != 3):
+        raise c.unsupported(key, "mrope_section must be three whole numbers")
+    kind = "default" if sectioned and kind == "mrope" else kind
     rotary_dim = int(head_dim * raw.pop("partial_rotary_factor"))
 
     def number(name: str, default: float | None = None) -> float:
@@ -224,6 +231,8 @@ def _rope_from(
             original_max_position=int(number("original_max_position_embeddings", max_position)),
         )
     elif kind == "yarn":
+        for name in ("finetuned", "attn_factor"):  # which transformers passes over, too
+            raw.pop(name, None)
         attention_factor, truncate = raw.pop("attention_factor", None), raw.pop("truncate", True)
         factor, mscale, all_dim = number("factor"), number("mscale", 0.0), number("mscale_all_dim", 0.0)
         if attention_factor is None and mscale and all_dim and factor > 1.0:
@@ -256,4 +265,5 @@ def _rope_from(
         raise c.unsupported(key, f"rope_type {kind!r} is not supported; default, linear, llama3, yarn and longrope are")
     if raw:
         raise c.unsupported(key, f"{', '.join(sorted(raw))} is not known")
-    return RopeSpec(theta=theta, rotary_dim=rotary_dim, style=style, scaling=scaling)
+    of_axes = None if sections is None else tuple(sections)
+    return RopeSpec(theta=theta, rotary_dim=rotary_dim, style=style, scaling=scaling, sections=of_axes)

@@ -32,12 +32,14 @@ def read(c: ConfigReader) -> ModelSpec:
     alibi = c.take("alibi", bool, False)
     rotary = rope(c, h.head_dim, max_position=max_position)
     bias = c.take("bias", bool, False)
+    inner = c.size("ffn_hidden_size", 4 * hidden)
+    c.require("ff_factor", inner // hidden)
     norm = layer_norm(hidden, c.take("layer_norm_epsilon", float, 1e-5))
     layer = LayerSpec(
         attention=attention(
             h, AlibiSpec(factor=h.head_dim**-0.5) if alibi else rotary, qkv_bias=bias, out_bias=bias
         ),
-        mlp=plain(c.size("ffn_hidden_size", 4 * hidden), activation(c, "activation", "gelu"), bias=bias),
+        mlp=plain(inner, activation(c, "activation", "gelu"), bias=bias),
         block=_block(c, grouped, norm),
     )
     layers_key = called(c, "num_hidden_layers", "n_layer")

@@ -3,11 +3,12 @@
 1. Gemma 2 and 3 have pre-norms and post-norms, and layers with a window.
 2. Gemma 2 has a window in every other layer, and soft caps on scores and logits.
 3. Gemma 3 has it in five layers of six, norms q and k, and has another rotary base in layers with a window.
-4. Of a multimodal checkpoint the language model is run.
+4. A multimodal Gemma 3 has a SigLIP encoder, whose states are pooled. Tokens of a picture see all of that picture.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
@@ -22,9 +23,19 @@ from slipstream.spec.families.builders import (
     rms,
     rope,
 )
+from slipstream.spec.families.images import processing, siglip_layers, siglip_names, square
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, gguf_table, table
-from slipstream.spec.model import LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
+from slipstream.spec.functions import NormSpec
+from slipstream.spec.model import AttentionSpec, LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
+from slipstream.spec.vision import (
+    FixedSize,
+    GridPositionSpec,
+    ImageProcessing,
+    PoolConnector,
+    PromptFormat,
+    VisionSpec,
+)
 
 TANH = "gelu_pytorch_tanh"
 GEMMA3 = {
@@ -129,11 +140,71 @@ def _rope(c: ConfigReader, kind: str, head_dim: int, max_position: int) -> RopeS
     return rope(c, head_dim, theta=1_000_000.0, max_position=max_position, kind=kind)
 
 
+def read_gemma3_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
+    v = c.part("vision_config")
+    v.require("model_type", "siglip_vision_model")
+    v.assume(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
+    patch_size, image_size = square(v, "patch_size", 16), square(v, "image_size", 224)
+    layers, eps = siglip_layers(v), v.take("layer_norm_eps", float, 1e-6)
+    num_tokens, side = c.size("mm_tokens_per_image", 256), image_size // patch_size
+    tokens_side = math.isqrt(num_tokens)
+    if tokens_side**2 != num_tokens or side % tokens_side:
+        raise c.unsupported("mm_tokens_per_image", f"must be the square of a divisor of {side}, the patches on a side")
+    windows = [a.window for a in (x.attention for x in text.layers) if isinstance(a, AttentionSpec) and a.window]
+    if min(windows, default=num_tokens) < num_tokens:
+        raise c.unsupported("mm_tokens_per_image", f"a picture must fit in the decoder's window of {min(windows)} tokens")
+    v.require("vision_use_head", False, True)  # a head for whole pictures, whose weights are passed over
+    v.ignore("initializer_factor", "projection_dim")
+    made = VisionSpec(
+        hidden_size=v.size("hidden_size"),
+        num_channels=v.size("num_channels", 3),
+        patch_size=patch_size,
+        patch_bias=True,
+        layers=layers,
+        final_norm=NormSpec(kind="layer", size=v.size("hidden_size"), eps=eps, bias=True),
+        position=GridPositionSpec(side=side, by_fraction=False),
+        merge=side // tokens_side,
+        connector=PoolConnector(norm=NormSpec(kind="rms", size=v.size("hidden_size"), eps=eps, weight_offset=1.0)),
+        token_id=c.take("image_token_index", int, 262_144),
+        prompt=PromptFormat(
+            placeholder="<start_of_image>",
+            token="<image_soft_token>",
+            style="surrounded",
+            begin="<start_of_image>",
+            end="<end_of_image>",
+        ),
+        bidirectional=True,
+    )
+    v.finish()
+    c.ignore("text_config", "tie_word_embeddings", "boi_token_index", "eoi_token_index", "use_cache")
+    c.finish()
+    return made
+
+
+def read_gemma3_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
+    assert isinstance(vision.position, GridPositionSpec)
+    side = vision.position.side * vision.patch_size
+    size = c.take("size", dict, {"height": side, "width": side})
+    if size != {"height": side, "width": side}:
+        raise c.unsupported("size", f"the encoder is made for {side} by {side} pixels")
+    c.require("do_pan_and_scan", False)
+    c.ignore("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate")
+    return processing(c, FixedSize(height=side, width=side), resample=2)
+
+
 SANDWICH = {
     **LLAMA,
     "post_attention": "post_attention_layernorm",
     "pre_mlp": "pre_feedforward_layernorm",
     "post_mlp": "post_feedforward_layernorm",
+}
+
+
+GEMMA3_NAMES = {
+    **SANDWICH,
+    **siglip_names("vision_tower.", out=""),
+    "vision.connector.norm": "multi_modal_projector.mm_soft_emb_norm",
+    "vision.connector.out": {"weight": "multi_modal_projector.mm_input_projection_weight"},
 }
 
 
@@ -189,9 +260,16 @@ FAMILIES = (
         model_type="gemma3",
         architectures=("Gemma3ForConditionalGeneration",),
         read=read_gemma3,
-        names=table(SANDWICH),
+        names=table(
+            GEMMA3_NAMES,
+            changes={"vision.connector.out": "transpose"},
+            vision_layer="vision_tower.encoder.layers.{i}.",
+        ),
         nested_config="text_config",
-        prefixes=("language_model.", "model.language_model."),
+        prefixes=("language_model.", "model.language_model.", "model."),
+        # the pooling head, and all of the encoder with max_images=0
         ignored=(r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
+        vision=read_gemma3_vision,
+        processing=read_gemma3_processing,
     ),
 )

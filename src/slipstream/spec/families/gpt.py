@@ -56,6 +56,7 @@ def _learned(c: ConfigReader, family: str, h: QKVLayout) -> ModelSpec:
 
 
 def read_gpt2(c: ConfigReader) -> ModelSpec:
+    c.ignore("n_special", "predict_special_tokens")  # of OpenAI's own release
     c.require("scale_attn_by_inverse_layer_idx", False)
     c.require("reorder_and_upcast_attn", False)
     return _learned(c, "gpt2", _heads(c))

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 from slipstream.spec.families.base import Names
 from slipstream.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 from slipstream.spec.parameters import (
+    Flatten,
     MinusOne,
     Placement,
     Swap,
@@ -78,6 +79,7 @@ def table(
     *,
     layer: str = "model.layers.{i}.",
     encoder_layer: str = "",
+    vision_layer: str = "",
     changes: Mapping[str, Change] | None = None,
 ) -> Callable[[ModelSpec], Names]:
     """A function from a spec to the table of its tensors.
@@ -88,7 +90,7 @@ def table(
     2. {e} stands for the index of an expert. Without it, one tensor has all experts.
     3. A mapping has the full names of `weight` and `bias`.
     4. Names of a layer's tensors follow `layer`, those of an encoder-decoder's encoder ("encoder." in our names)
-       `encoder_layer`.
+       `encoder_layer`, those of an image encoder ("vision.") `vision_layer`.
 
     `changes` names our parameters that the checkpoint stores in another form.
     """
@@ -102,12 +104,16 @@ def table(
             if rest != stem:
                 index, stem = rest.split(".", 1)
                 layers, above = (spec.layers, layer) if not side else (spec.all_layers, encoder_layer)
+                if side == "vision." and spec.vision is not None:
+                    layers, above = spec.vision.layers, vision_layer
                 below, of, stem = above.replace("{i}", index), layers[int(index)], side + stem
             change = (changes or {}).get(stem)
+            patch = spec.vision if target == "vision.patch.weight" else None
             parts, start = theirs[stem], 0
             copies = of.mlp.num_experts if of and isinstance(of.mlp, MoESpec) and stem.startswith("experts.") else None
             if isinstance(parts, Mapping) or (isinstance(parts, str) and "{e}" not in parts):
-                place = Placement(target, transform=_transform(change, kind, of), copies=copies)
+                how = _transform(change, kind, of) if patch is None else Flatten(patch.kernel)
+                place = Placement(target, transform=how, copies=copies)
                 found[below + (f"{parts}.{kind}" if isinstance(parts, str) else parts[kind])] = place
                 continue
             assert of is not None

@@ -17,6 +17,7 @@ def read(c: ConfigReader) -> ModelSpec:
     norm = layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-5))
     max_position = c.size("max_position_embeddings", 2048)
     # The rotary keys before transformers 5.
+    c.ignore("num_steps")  # of the training
     theta, partial = c.take("rotary_emb_base", float, 10000.0), c.take("rotary_pct", float, 0.25)
     position = rope(c, h.head_dim, theta=theta, partial=partial, max_position=max_position)
     bias = c.take("attention_bias", bool, True)

@@ -44,6 +44,9 @@ def read_qwen2_moe(c: ConfigReader) -> ModelSpec:
 
 def read_qwen3_moe(c: ConfigReader) -> ModelSpec:
     bias = c.take("attention_bias", bool, False)
+    c.require("qkv_bias", bias)  # which Qwen3-Coder also writes
+    c.require("use_qk_norm", True)
+    c.require("shared_expert_intermediate_size", 0)
     return _read(c, "qwen3_moe", qkv_bias=bias, out_bias=bias, qk_norm=True, moe=_moe(c, 128, 8, 768))
 
 

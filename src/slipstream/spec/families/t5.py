@@ -40,7 +40,7 @@ def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec
     """`own`: each layer has its position biases."""
     c.require("is_encoder_decoder", True)
     c.require("is_decoder", False)
-    c.ignore("dropout_rate", "initializer_factor", "output_past")
+    c.ignore("dropout_rate", "initializer_factor")
     hidden = c.size("d_model")
     h = QKVLayout(n := c.size("num_heads"), n, c.size("d_kv", 64))  # n · d_kv may differ from d_model
     norm = rms(hidden, c.take("layer_norm_epsilon", float, 1e-6))

@@ -1,0 +1,287 @@
+"""One model on two GPUs beside one: equality, the time of a token, throughput, and the collectives that it rests on.
+
+    python benchmarks/parallel.py                          # all; record parallel.json
+    python benchmarks/parallel.py --only equality,collectives
+
+1. equality: small models of random weights in float32, greedy, the same tokens by one GPU and by two (op by op and in graphs;
+   tensor and sequence parallel, two stages, mixtures by both splits).
+2. collectives: an all-reduce of bfloat16 inside a CUDA graph of 100 of them; microseconds each, median of the replays.
+3. token: one sequence, milliseconds a token between the 64th and the 320th.
+4. throughput: 1,024 requests of 128 random tokens in and out, all there at the start; output tokens a second. "two replicas"
+   are two engines at the same time, a GPU and as many requests each. Engines of one GPU run two at a time.
+5. mixtures: the same for mixtures.
+6. large: a model of 70 billion parameters on two GPUs: its start, and 4 sequences of 1,024 tokens in and out.
+
+Every engine runs in a process of its own. Weights are random (load_format="dummy"): speed does not depend on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import common
+
+PARTS = ("equality", "collectives", "token", "throughput", "mixtures", "large")
+SIZES_KB = (8, 64, 512)
+NUM_REPLAYS, NUM_REDUCES = 50, 100
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"],
+    **dict(vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8),
+    **dict(num_key_value_heads=4, max_position_embeddings=512, rope_theta=10000.0, rms_norm_eps=1e-5, hidden_act="silu"),
+    **dict(tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, model_type="llama"),
+)
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "one kv head": {**LLAMA, "num_key_value_heads": 1},
+    "qwen3_moe": {
+        **LLAMA,
+        **dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", head_dim=32, num_experts=8),
+        **dict(num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True),
+    },
+}
+TENSOR, EXPERTS, STAGES = {"tensor_parallel_size": 2}, {"expert_parallel_size": 2}, {"pipeline_parallel_size": 2}
+WAYS: dict[str, tuple[dict[str, Any], ...]] = {
+    "llama": (TENSOR, {**TENSOR, "sequence_parallel": True}, STAGES),
+    "one kv head": (TENSOR,),
+    "qwen3_moe": (TENSOR, {**TENSOR, **EXPERTS}, EXPERTS, STAGES),
+}
+
+
+def main() -> None:
+    parser = common.parser(__doc__, "parallel")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--model", default=str(common.CONFIGS / "llama-3-8b"), help="a folder with a config.json")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(run_one(json.loads(args.one))))
+        return
+    chosen = args.only.split(",")
+    if unknown := set(chosen) - set(PARTS):
+        parser.error(f"--only: there is no {', '.join(sorted(unknown))}")
+    work = {"equality": equality, "collectives": collectives, "token": token_times, "throughput": throughput}
+    work |= {"mixtures": mixtures, "large": large}
+    found = {}
+    for part in chosen:
+        begin = time.perf_counter()
+        found[part] = work[part](args)
+        print(f"[{part}: {time.perf_counter() - begin:.0f} s]\n", flush=True)
+    common.save(args.output, "parallel", **found)
+
+
+def engine(what: str, settings: dict[str, Any], gpu: int | None = None) -> Any:
+    """What `run_one` gives in a process of its own, on one GPU if `gpu` says which; a text if it failed."""
+    task = json.dumps({"what": what, "settings": settings})
+    seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    command = [sys.executable, __file__, "--one", task]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **seen})
+    if done.returncode:
+        print(done.stderr[-3000:], file=sys.stderr)
+        return (done.stderr.strip().splitlines() or ["ended without a word"])[-1]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def engines(tasks: dict[str, tuple[str, dict[str, Any], int | None]], at_once: int) -> dict[str, Any]:
+    """`engine` for each task, so many at a time."""
+    with ThreadPoolExecutor(at_once) as pool:
+        jobs = {key: pool.submit(engine, *task) for key, task in tasks.items()}
+        found = {}
+        for key, job in jobs.items():
+            found[key] = job.result()
+            print(f"{key}: {str(found[key])[:200]}", flush=True)
+    return found
+
+
+def run_one(task: dict[str, Any]) -> Any:
+    from slipstream import LLM, SamplingParams
+
+    begin = time.perf_counter()
+    with LLM(load_format="dummy", skip_tokenizer_init=True, **task["settings"]) as llm:
+        start_s = time.perf_counter() - begin
+        rng = random.Random(0)
+
+        def prompts(count: int, length: int) -> list[Any]:
+            return [{"prompt_token_ids": [rng.randrange(2, 1000) for _ in range(length)]} for _ in range(count)]
+
+        def run(requests: list[Any], tokens: int) -> tuple[float, list[list[int]]]:
+            sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+            begin = time.perf_counter()
+            outputs = llm.generate(requests, sampling, progress=False)
+            return time.perf_counter() - begin, [o.outputs[0].token_ids for o in outputs]
+
+        if task["what"] == "tokens":
+            return run([*prompts(1, 100), *prompts(5, 17)], 32)[1]
+        if task["what"] == "token":
+            one = prompts(1, 64)
+            run(one, 64)
+            times = [(run(one, 320)[0] - run(one, 64)[0]) / 256 * 1e3 for _ in range(5)]
+            greedy = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=1)
+            answer = llm.generate(prompts(1, 64), greedy, progress=False)[0].outputs[0]
+            of_tokens = [found[i].logprob for i, found in zip(answer.token_ids, answer.logprobs or (), strict=True)]
+            found = {"token_ids": answer.token_ids, "logprobs": of_tokens}
+            return {"ms_a_token": common.median(times), "all": times, "start_s": start_s, **found}
+        if task["what"] == "four":
+            four = prompts(4, 1024)
+            run(four, 16)
+            first, whole = run(prompts(4, 1024), 1)[0], run(prompts(4, 1024), 1024)[0]
+            return {"ms_a_token": (whole - first) / 1023 * 1e3, "first_token_s": first, "start_s": start_s}
+        run(prompts(256, 128), 32)  # sizes of steps that were not captured yet
+        many = prompts(1024, 128)
+        run(many, 128)
+        times = [run(many, 128)[0] for _ in range(3)]
+        return {"tokens_a_second": 1024 * 128 / common.median(times), "seconds": times, "start_s": start_s}
+
+
+def equality(args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        tasks: dict[str, tuple[str, dict[str, Any], int | None]] = {}
+        for name, config in SMALL.items():
+            model = Path(folder) / name
+            model.mkdir()
+            (model / "config.json").write_text(json.dumps(config))
+            settings = dict(model=str(model), device=args.device, dtype="float32", max_model_len=256, kv_cache_bytes=2**26)
+            tasks[name] = ("tokens", settings, None)
+            for way in WAYS[name]:
+                for eager in (True, False):
+                    key = f"{name}, {', '.join(f'{k} {v}' for k, v in way.items())}, {'op by op' if eager else 'graphs'}"
+                    tasks[key] = ("tokens", {**settings, **way, "enforce_eager": eager}, None)
+        answers = engines(tasks, 6)
+    found: dict[str, Any] = {}
+    for key, tokens in answers.items():
+        alone = answers[key.split(", ")[0]]
+        ran = isinstance(tokens, list) and isinstance(alone, list)
+        found[key] = tokens == alone if ran else f"{alone} / {tokens}"
+        print(f"{key}: {'equal' if found[key] is True else found[key]}", flush=True)
+    return found
+
+
+def token_times(args: argparse.Namespace) -> dict[str, Any]:
+    settings = dict(model=args.model, device=args.device, max_model_len=2048, max_num_seqs=8)
+    schemes: dict[str, dict[str, Any]] = {"bfloat16": settings, "fp8": {**settings, "quantization": "fp8"}}
+    found = engines({f"{name}, 1 GPU": ("token", made, gpu) for gpu, (name, made) in enumerate(schemes.items())}, 2)
+    found |= engines({f"{name}, 2 GPUs": ("token", {**made, **TENSOR}, None) for name, made in schemes.items()}, 1)
+    for name in schemes:
+        found[f"{name}, answers"] = compared(found[f"{name}, 1 GPU"], found[f"{name}, 2 GPUs"])
+        print(f"{name}, answers: {found[f'{name}, answers']}", flush=True)
+    return found
+
+
+def compared(one: Any, two: Any) -> dict[str, Any]:
+    """How many tokens of two greedy answers are the same from the first on, and how far their log-probabilities are apart."""
+    if not isinstance(one, dict) or not isinstance(two, dict):
+        return {}
+    pairs = list(zip(one["token_ids"], two["token_ids"], strict=True))
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    apart = [abs(a - b) for a, b in zip(one["logprobs"][:same], two["logprobs"][:same], strict=True)]
+    return {"same": same, "of": len(pairs), "farthest_logprob": max(apart, default=0.0)}
+
+
+def throughput(args: argparse.Namespace) -> dict[str, Any]:
+    settings = dict(model=args.model, device=args.device, quantization="fp8", max_model_len=512)
+    found = engines({f"fp8, two replicas: {gpu}": ("throughput", settings, gpu) for gpu in range(2)}, 2)
+    ways = {"tensor parallel": TENSOR, "two stages": STAGES}
+    found |= engines({f"fp8, {name}": ("throughput", {**settings, **way}, None) for name, way in ways.items()}, 1)
+    return found | engines({"fp8, 1 GPU": ("throughput", settings, 0)}, 1)
+
+
+def mixtures(args: argparse.Namespace) -> dict[str, Any]:
+    settings = {
+        name: dict(model=str(common.CONFIGS / name), device=args.device, quantization="fp8", max_model_len=512)
+        for name in ("qwen3-30b-a3b", "mixtral-8x7b")
+    }
+    found = engines({f"{name}, 1 GPU": ("throughput", made, gpu) for gpu, (name, made) in enumerate(settings.items())}, 2)
+    ways = {"tensor parallel": TENSOR, "tensor and expert parallel": {**TENSOR, **EXPERTS}}
+    for key, way in ways.items():
+        found |= engines({f"{name}, {key}": ("throughput", {**made, **way}, None) for name, made in settings.items()}, 1)
+    return found
+
+
+def large(args: argparse.Namespace) -> dict[str, Any]:
+    model = str(common.CONFIGS / "llama-3-70b")
+    settings = dict(model=model, device=args.device, quantization="fp8", max_model_len=4096, max_num_seqs=8, **TENSOR)
+    return engines({"llama-3-70b, fp8, 2 GPUs": ("four", settings, None)}, 1)
+
+
+def collectives(args: argparse.Namespace) -> dict[str, Any]:
+    import torch.multiprocessing as mp
+
+    from slipstream.worker.process_executor import NO_MULTICAST
+
+    os.environ.update(NO_MULTICAST)
+    context = mp.get_context("spawn")
+    ports, answers = context.Queue(), context.Queue()
+    ranks = [context.Process(target=reduce_on_rank, args=(rank, ports, answers)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    found: dict[str, Any] = answers.get(timeout=300)
+    for rank in ranks:
+        rank.join(30)
+    for key, value in found.items():
+        print(f"{key}: {value}", flush=True)
+    return found
+
+
+def by_library(x: Any) -> Any:
+    import torch.distributed as dist
+
+    dist.all_reduce(x)
+    return x
+
+
+def reduce_on_rank(rank: int, ports: Any, answers: Any) -> None:
+    import torch
+
+    from slipstream.platform import Rendezvous, platform_of
+
+    device = torch.device("cuda", rank)
+    platform = platform_of(device)
+    platform.activate(1)
+    meeting = Rendezvous(rank, 2, 0 if rank == 0 else ports.get())
+    if rank == 0:
+        ports.put(meeting.port)
+    group = meeting.join(platform.collectives, device)
+    group.try_one_shot()
+    recorder, found = platform.graphs(), dict[str, Any]()
+    ways = {"NCCL": by_library}
+    if group.one_shot is None:
+        found["one kernel"] = "not on this machine: the log says why"
+    else:
+        ways["one kernel"] = group.one_shot
+    for size in SIZES_KB:
+        x = (torch.arange(size * 512, device=device) % 7 + rank).to(torch.bfloat16)
+        expected = 2 * (x - rank) + 1
+        for name, way in ways.items():
+            key = f"{name}, {size} KB"
+            if not torch.equal(way(x.clone()), expected):
+                found[key] = "a wrong sum"
+                continue
+
+            def work(x: torch.Tensor = x, way: Any = way) -> torch.Tensor:
+                for _ in range(NUM_REDUCES):
+                    way(x)
+                return x
+
+            graph, _ = recorder.capture(work)
+            for _ in range(3):
+                graph.replay()
+            platform.synchronize()
+            times = platform.timed_replays(graph, NUM_REPLAYS)  # type: ignore[attr-defined]
+            found[key] = f"{common.median(times) * 1000 / NUM_REDUCES:.2f} µs"
+    if rank == 0:
+        answers.put(found)
+    group.leave()
+
+
+if __name__ == "__main__":
+    main()

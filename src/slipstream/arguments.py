@@ -1,0 +1,57 @@
+"""A misspelt argument of a public call is answered with the likely one, and another library's with ours."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+
+OTHERS = {
+    "guided_decoding": "structured_outputs",
+    "penalty_alpha": "no_repeat_ngram_size or dry_multiplier (there is no contrastive search)",
+    "max_new_tokens": "max_tokens",
+    "do_sample": "temperature (0: the likeliest token)",
+    "use_beam_search": "LLM.beam_search",
+    "num_beams": "LLM.beam_search, with BeamSearchParams(beam_width=…)",
+    "output_kind": "AsyncLLM, whose answers are streamed",
+    "stop_strings": "stop",
+    "num_return_sequences": "n",
+}
+"""Arguments that vLLM and transformers have, and the nearest that can be had here."""
+
+
+def suggesting(function: Callable[P, R], what: str = "argument") -> Callable[P, R]:
+    """`function`, whose TypeError over an unknown keyword argument, which it calls `what`, names the likely one."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            known = [name for name in inspect.signature(function).parameters if name != "self"]
+            for name in kwargs:
+                if name not in known:
+                    raise TypeError(_message(name, known, what)) from None
+            raise
+
+    return called
+
+
+def suggesting_init(cls: C, what: str = "argument") -> C:
+    """The same for the arguments that make an object of a class."""
+    initialise: Any = cls.__init__  # type: ignore[misc]
+    cls.__init__ = suggesting(initialise, what)  # type: ignore[misc]
+    return cls
+
+
+def _message(name: str, known: list[str], what: str) -> str:
+    if name in OTHERS:
+        return f"there is no {what} {name!r}; the nearest is {OTHERS[name]}"
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    return f"there is no {what} {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")

@@ -1,0 +1,58 @@
+"""`slipstream audit verify|show FILE`: whether an audit log (`serve --audit-log`) is whole, and what it says of a request."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from slipstream.cli.console import print_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(title="what to do", metavar="KIND", required=True)
+    verify = kinds.add_parser("verify", help="check the chain, through all rotated files")
+    verify.add_argument("file", metavar="FILE")
+    verify.add_argument("--expect", metavar="HASH", help="a hash noted earlier, which must still be there")
+    verify.set_defaults(handler=run_verify)
+    show = kinds.add_parser("show", help="the lines of a request, with the feedback on it")
+    show.add_argument("file", metavar="FILE")
+    show.add_argument("request", metavar="ID", help="an answer's id, or its x-request-id")
+    show.set_defaults(handler=run_show)
+    for kind in (verify, show):
+        kind.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    from slipstream.server.audit import START, ChainError, records
+
+    count, last, kinds, seen = 0, START, dict[str, int](), args.expect is None
+    for record in records(Path(args.file)):
+        count, last = count + 1, record["hash"]
+        kinds[record["kind"]] = kinds.get(record["kind"], 0) + 1
+        seen = seen or record["hash"] == args.expect
+    if not seen:
+        message = f"the hash {args.expect[:64]!r} is not there: lines were cut off, or it is another log"
+        raise ChainError(message, field="expect")
+    if args.json:
+        print_json({"lines": count, "head": last, "kinds": kinds})
+    else:
+        told = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+        print(f"the chain is whole: {count} lines ({told})\nits last hash: {last}")
+    return 0
+
+
+def run_show(args: argparse.Namespace) -> int:
+    from slipstream.errors import ConfigError
+    from slipstream.server.audit import records
+
+    id_ = args.request[-32:]
+    found: list[dict[str, Any]] = [r for r in records(Path(args.file)) if id_ in (r.get("id"), r.get("request"))]
+    if not found:
+        raise ConfigError(f"{args.file} says nothing of {args.request[:100]!r}", field="request")
+    if args.json:
+        print_json({"records": found})
+    else:
+        for record in found:
+            print("  ".join(f"{name}={value}" for name, value in record.items() if name not in ("hash", "previous")))
+    return 0

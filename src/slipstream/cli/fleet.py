@@ -1,0 +1,187 @@
+"""`slipstream fleet up|status|rollout|scale|down`: many replicas served as one. docs/fleet.md is the manual."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from slipstream.cli.console import print_json
+from slipstream.cli.options import add_output_options
+from slipstream.errors import ConfigError, EngineError, as_error
+
+_ORDER_S = 3600.0  # a rollout starts replicas one after the other
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(title="orders", metavar="ORDER", required=True)
+
+    up = _order(kinds, "up", "start the fleet, and serve until Ctrl-C or `down`", run_up)
+    up.add_argument("file", nargs="?", metavar="FILE", help="fleet.yaml (default: that of a fleet whose head was lost)")
+
+    _order(kinds, "status", "replicas, their load and state", run_status)
+
+    rollout = _order(kinds, "rollout", "make the running fleet what the file says, without losing a request", run_rollout)
+    rollout.add_argument("file", metavar="FILE", help="the new fleet.yaml")
+
+    scale = _order(kinds, "scale", "have another number of replicas", run_scale)
+    scale.add_argument("pool", metavar="MODEL/VERSION/POOL", help="as `status` names it; a version without pools has `main`")
+    scale.add_argument("replicas", type=int, metavar="N", help="between the pool's min and max")
+
+    down = _order(kinds, "down", "end the fleet when its requests have ended, and wait for that", run_down)
+    down.add_argument("--now", action="store_true", help="do not wait for requests")
+
+
+def _order(kinds: Any, name: str, text: str, handler: Any) -> argparse.ArgumentParser:
+    order: argparse.ArgumentParser = kinds.add_parser(name, help=text)
+    text = "the fleet's folder (default: fleet in the user's cache folder)"
+    order.add_argument("--state-dir", default=None, metavar="DIR", help=text)
+    add_output_options(order)
+    order.set_defaults(handler=handler)
+    return order
+
+
+def _folder(args: argparse.Namespace) -> Path:
+    from slipstream.hub import machine_folder
+
+    return Path(args.state_dir).expanduser() if args.state_dir else machine_folder().parent / "fleet"
+
+
+def run_up(args: argparse.Namespace) -> int:
+    import asyncio
+
+    import uvloop
+
+    from slipstream.cli.console import phases
+    from slipstream.cli.serve import read_keys
+    from slipstream.fleet.config import check, door_settings, read
+    from slipstream.fleet.head import Head
+    from slipstream.server.run import bind, configure_logging, settle, stop_signals, url
+
+    folder = _folder(args)
+    if args.file is not None:
+        fleet = read(args.file)
+    elif (lost := folder / "fleet.json").is_file():
+        fleet = check(json.loads(lost.read_text(encoding="utf-8")))
+    else:
+        raise ConfigError(f"no fleet was lost in {folder}; name a file", field="file")
+    settings = door_settings(fleet, read_keys(fleet.api_key_file) if fleet.api_key_file else ())
+    configure_logging(settings)
+    listener = bind(settings)
+    head = Head(fleet, folder, settings)
+    shown = phases("starting")
+
+    def on_ready() -> None:
+        settle()
+        shown.__exit__(None, None, None)
+        replicas = len(head.members.all_replicas())
+        info = {"url": url(settings, listener) + "/v1", "models": list(fleet.models), "replicas": replicas}
+        if args.json:
+            print_json(info)
+        else:
+            print(f"Slipstream serves {', '.join(fleet.models)} at {info['url']} ({replicas} replicas)", flush=True)
+
+    async def serve() -> None:
+        with stop_signals(head.stop):
+            await head.run(listener, on_ready)
+
+    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        shown.__enter__()("replicas")
+        runner.run(serve())
+    return 0
+
+
+@contextmanager
+def _told(args: argparse.Namespace, order: dict[str, Any]) -> Iterator[tuple[dict[str, Any], socket.socket, IO[bytes]]]:
+    """The head's answer, and the connection with what reads it on."""
+    path = _folder(args) / "control"
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_ORDER_S)
+        try:
+            connection.connect(str(path))
+        except OSError:
+            hint = "start one with `slipstream fleet up FILE`, or name the folder of another with --state-dir"
+            raise EngineError(f"no fleet runs in {path.parent}; {hint}") from None
+        connection.sendall(json.dumps(order).encode() + b"\n")
+        with connection.makefile("rb") as reader:
+            line = reader.readline()
+            if not line:
+                raise EngineError("the fleet's head ended before it answered")
+            answer: dict[str, Any] = json.loads(line)
+            if (error := answer.get("error")) is not None:
+                raise as_error(error["type"], error["message"], error["field"])
+            yield answer, connection, reader
+
+
+def _tell(args: argparse.Namespace, order: dict[str, Any]) -> dict[str, Any]:
+    """The head's answer."""
+    with _told(args, order) as (answer, _, _):
+        return answer
+
+
+def run_status(args: argparse.Namespace) -> int:
+    status = _tell(args, {"do": "status"})
+    if args.json:
+        print_json(status)
+        return 0
+    for model, versions in status["models"].items():
+        for version in versions:
+            print(f"{model} {version['name']}: share {version['share']:g}, {version['waiting_at_door']} waiting at the door")
+            for replica in version["replicas"]:
+                why = f" ({replica['why']})" if replica["why"] else ""
+                load = f"{replica['running']} running, {replica['waiting']} waiting, cache {replica['kv_cache_usage']:.0%}"
+                print(f"  {replica['id']} {replica['state']}{why}: {load}")
+    for model, one in status["autoscale"].items():
+        wanted = "nothing decided yet" if one["wanted"] is None else f"{one['wanted']} wanted"
+        last = f"; {one['last']['ago_s']:.0f} s ago {one['last']['change']}" if one["last"] else ""
+        between = f"{one['min']} to {one['max']}"
+        print(f"{model} autoscaler: {one['ready']} ready, {one['starting']} starting, {wanted} ({between}){last}")
+    print(", ".join(f"{number} {name}" for name, number in status["counts"].items()))
+    return 0
+
+
+def run_rollout(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from slipstream.fleet.config import read
+
+    answer = _tell(args, {"do": "rollout", "fleet": msgspec.to_builtins(read(args.file))})
+    text = f"{answer['replaced']} replicas replaced, {answer['started']} started, {answer['ended']} ended"
+    print_json(answer) if args.json else print(text)
+    return 0
+
+
+def run_scale(args: argparse.Namespace) -> int:
+    answer = _tell(args, {"do": "scale", "pool": args.pool, "replicas": args.replicas})
+    print_json(answer) if args.json else print(f"{answer['pool']} will have {answer['replicas']} replicas")
+    return 0
+
+
+def run_down(args: argparse.Namespace) -> int:
+    began = time.monotonic()
+    with _told(args, {"do": "down", "now": args.now}) as (answer, connection, reader):
+        pid, within_s = answer["pid"], answer["within_s"]
+        if not args.json and answer["in_flight"] and not args.now:
+            print(f"waiting for {answer['in_flight']} requests, {within_s:.0f} s at most", flush=True)
+        connection.settimeout(within_s)
+        try:
+            line = reader.readline()
+            reader.read()  # the kernel closes the connection when the head's process has ended
+        except TimeoutError:
+            hint = f"`kill -9 {pid}` ends it and its replicas"
+            raise EngineError(f"the fleet's head (process {pid}) has not ended within {within_s:.0f} s; {hint}") from None
+    if not line:
+        raise EngineError(f"the fleet's head (process {pid}) was killed before it had ended everything; its replicas end, too")
+    told: dict[str, Any] = json.loads(line)
+    if args.json:
+        print_json({**told, "seconds": round(time.monotonic() - began, 3)})
+    else:
+        requests = {"came to their end": told["finished"], "were cut off": told["cut"]}
+        how = "".join(f", {number} requests {what}" for what, number in requests.items() if number)
+        print(f"the fleet has ended: {told['replicas']} replicas{how}")
+    return 0

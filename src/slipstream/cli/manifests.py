@@ -1,0 +1,122 @@
+"""`slipstream manifests DIR --serve "MODEL …"`: a Dockerfile, and files for Docker Compose and Kubernetes, that run `slipstream
+serve MODEL …`. docs/containers.md is their manual."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+from slipstream.cli.console import print_json, write_files
+from slipstream.cli.options import parse_bytes
+from slipstream.errors import ConfigError
+from slipstream.hub import DEFAULT_MODEL, MODELS
+
+DOCKERFILE, COMPOSE, KUBERNETES = "Dockerfile", "compose.yaml", "kubernetes.yaml"
+
+GIVEN = {
+    "host": "the container listens on all of its addresses",
+    "port": "the container's port is 8000; publish it as another one",
+    "grpc_port": "its port is not published; write the manifests by hand",
+    "api_key": "a key would stand in the files; use --key-secret",
+    "api_key_file": "use --key-secret",
+}
+"""Options of `serve` that the manifests set, by their destinations, and what to do instead."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", metavar="DIR", help=f"where to write {DOCKERFILE}, {COMPOSE} and {KUBERNETES}")
+    add = parser.add_argument
+    text = f"what follows `slipstream serve`, such as 'smollm2 --max-model-len 4096' (default: {DEFAULT_MODEL})"
+    add("--serve", default=DEFAULT_MODEL, metavar="WORDS", help=text)
+    add("--name", default="slipstream", metavar="NAME", help="of the objects (default: slipstream)")
+    add("--image", metavar="NAME", default=argparse.SUPPRESS, help="name and tag (default: slipstream:VERSION)")
+    add("--replicas", type=int, default=1, metavar="N", help="servers behind one address of Kubernetes (default: 1)")
+    add("--cpus", type=int, default=4, metavar="N", help="cores of a replica (default: 4)")
+    add("--memory", type=parse_bytes, default=8 * 2**30, metavar="SIZE", help="of a replica; it keeps within (default: 8GiB)")
+    add("--gpus", type=int, default=0, metavar="N", help="NVIDIA GPUs of a replica (default: 0)")
+    add("--volume", type=parse_bytes, default=50 * 2**30, metavar="SIZE", help="of its models and kernels (default: 50GiB)")
+    text = "an extra of the package to install, such as vision; may be repeated (gpu comes with --gpus)"
+    add("--extra", action="append", default=[], metavar="NAME", help=text, dest="extras")
+    text = f"a secret whose entry `keys` has one API key a line (for {COMPOSE}: the file `keys` beside it)"
+    add("--key-secret", metavar="NAME", help=text)
+    add("--source", type=Path, default=Path("."), metavar="DIR", help="the clone that the image is built from (default: here)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    import yaml
+
+    from slipstream.server import manifests
+
+    for name in ("replicas", "cpus"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}", field=name)
+    if args.gpus < 0:
+        raise ConfigError(f"--gpus must not be negative, got {args.gpus}", field="gpus")
+    for name in ("name", "key_secret"):
+        given = getattr(args, name)
+        if given is not None and not re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", given):
+            message = "must be of small letters, digits and -, begin with a letter, and have 42 characters at most"
+            raise ConfigError(f"--{name.replace('_', '-')} {message}, got {given!r}", field=name)
+    if not (args.source / "pyproject.toml").is_file():
+        raise ConfigError(f"--source: {args.source} is no clone of Slipstream: it has no pyproject.toml", field="source")
+    if unknown := sorted(set(args.extras) - extras_of(args.source / "pyproject.toml")):
+        raise ConfigError(f"--extra: there is no extra {', '.join(unknown)} (docs/installing.md lists them)", field="extras")
+    try:
+        words = shlex.split(args.serve)
+    except ValueError as error:
+        raise ConfigError(f"--serve: {error}, in {args.serve!r}", field="serve") from None
+    image = {"image": args.image} if "image" in args else {}
+    made = manifests.Deployment(
+        words=words, drain_s=_checked(words), name=args.name, replicas=args.replicas, cpus=args.cpus, gpus=args.gpus,
+        memory=args.memory, volume=args.volume, extras=args.extras, key_secret=args.key_secret, **image,
+    )  # fmt: skip
+    folder = Path(args.dir)
+    clone, here = args.source.resolve(), folder.resolve()
+    composed = manifests.compose(
+        made, build_from=os.path.relpath(clone, here), dockerfile_name=os.path.relpath(here / DOCKERFILE, clone)
+    )
+    # Each object is copied through JSON: what stands in it twice, such as labels, would become an alias, and an edit of one
+    # place an edit of all.
+    objects = [json.loads(json.dumps(found)) for found in manifests.kubernetes(made)]
+    texts = {
+        DOCKERFILE: manifests.dockerfile(made),
+        COMPOSE: yaml.safe_dump(composed, sort_keys=False, width=1000),
+        KUBERNETES: yaml.safe_dump_all(objects, sort_keys=False, width=1000),
+    }
+    write_files(folder, texts)
+    if args.json:
+        print_json({"files": [str(folder / name) for name in texts], "command": ["slipstream", *made.command]})
+        return 0
+    print(f"{folder / DOCKERFILE}: docker build -f {folder / DOCKERFILE} -t {made.image} {args.source}")
+    print(f"{folder / COMPOSE}: docker compose -f {folder / COMPOSE} up")
+    print(f"{folder / KUBERNETES}: kubectl apply -f {folder / KUBERNETES}")
+    return 0
+
+
+def extras_of(project: Path) -> set[str]:
+    import tomllib
+
+    return set(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["optional-dependencies"])
+
+
+def _checked(words: list[str]) -> float:
+    """Seconds for requests in flight. What `serve` would refuse is refused here, in its own words, and so is what a container
+    lacks."""
+    from slipstream.cli.main import Parser
+    from slipstream.server import manifests
+    from slipstream.server.state import ServerSettings
+
+    found = Parser(prog="slipstream serve", module="serve").parse_args(words)
+    for name, instead in GIVEN.items():
+        if getattr(found, name, None) not in (None, []):  # 0 is a port
+            raise ConfigError(f"leave --{name.replace('_', '-')} out: {instead}", field="serve")
+    model = found.model or DEFAULT_MODEL
+    if model.startswith((".", "~")) or (not model.startswith("/") and model not in MODELS and Path(model).exists()):
+        message = f"{model!r} is a path of this machine, which the container lacks; name a model that it can fetch"
+        raise ConfigError(f"--serve: {message}, or a path within it, such as {manifests.HOME}/model", field="serve")
+    return float(getattr(found, "drain_timeout_s", ServerSettings().drain_timeout_s))

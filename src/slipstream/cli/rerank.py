@@ -1,0 +1,50 @@
+"""`slipstream rerank MODEL QUERY DOC ...`: documents in the order of how well they answer a query, the best first.
+
+A line has the score, the document's place among those given (from 0), and the document. `-` reads documents from standard
+input, one a line. A cross-encoder scores query and document together; a model of embeddings compares their vectors (−1 to 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from slipstream.cli.console import print_json
+from slipstream.cli.options import MODEL_HELP, TEXT_ONLY, add_engine_options, add_output_options, engine_args
+from slipstream.errors import ConfigError
+
+MOST_SHOWN = 100
+"""Characters of a document in a line."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help=MODEL_HELP)
+    parser.add_argument("query", metavar="QUERY", help="what the documents are to answer")
+    parser.add_argument("documents", nargs="+", metavar="DOC", help="a document; a single - reads them from standard input")
+    parser.add_argument("--top-n", type=int, metavar="N", help="print only so many, the best")
+    parser.add_argument("--truncate", action="store_true", help="cut texts that are too long instead of refusing them")
+    add_output_options(parser)
+    add_engine_options(parser, without=TEXT_ONLY)
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.cli.answer import open_llm
+
+    documents = args.documents
+    if documents == ["-"]:
+        documents = [line for line in sys.stdin.read().splitlines() if line]
+    if not documents:
+        raise ConfigError("there is no document on standard input", field="documents")
+    if args.top_n is not None and args.top_n < 1:
+        raise ConfigError(f"top_n must be at least 1, got {args.top_n}", field="top_n")
+    with open_llm(engine_args(args)) as (llm, start_s):
+        results = llm.rerank(args.query, documents, top_n=args.top_n, truncate=args.truncate)
+    if args.json:
+        print_json({"model": args.model, "query": args.query, "results": results, "start_s": start_s})
+        return 0
+    places = len(str(len(documents) - 1))
+    for result in results:
+        text = " ".join(result.document.split())
+        shown = text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 1] + "…"
+        print(f"{result.relevance_score:9.4f}  {result.index:{places}}  {shown}")
+    return 0

@@ -1,0 +1,120 @@
+"""How a model is split over ranks: `ParallelConfig` from the settings. ConfigError names what ranks can't share."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from slipstream.config.settings import (
+    DeviceInfo,
+    EngineArgs,
+    ParallelConfig,
+    SpeculationConfig,
+    num_ranks,
+    split_setting,
+)
+from slipstream.errors import ConfigError
+from slipstream.spec.gguf import TYPES
+from slipstream.spec.parallel import Units, check_split, even_stages
+from slipstream.spec.scheme import HELD_PRODUCTS, SCHEMES
+
+if TYPE_CHECKING:
+    from slipstream.spec.description import ModelDescription
+    from slipstream.spec.model import ModelSpec
+
+
+def parallel_section(
+    args: EngineArgs,
+    model: ModelDescription,
+    device: DeviceInfo,
+    quantization: str | None,
+    speculation: SpeculationConfig | None,
+) -> ParallelConfig:
+    """Over which ranks the model is split. ConfigError names what they can't share."""
+    ranks = num_ranks(args)
+    if args.pipeline_layers is not None and args.pipeline_parallel_size == 1:
+        raise ConfigError(
+            "pipeline_layers has an effect only with pipeline_parallel_size; set that, or leave it out", field="pipeline_layers"
+        )
+    if args.sequence_parallel and args.tensor_parallel_size == 1:
+        raise ConfigError(
+            "sequence_parallel has an effect only with tensor_parallel_size; set that, or leave it out",
+            field="sequence_parallel",
+        )
+    if args.sequence_parallel and model.spec.encoder is not None:
+        raise ConfigError("sequence_parallel does not cover encoder-decoders; leave it out", field="sequence_parallel")
+    if (args.rank_address is None) != (args.local_ranks is None):
+        raise ConfigError("rank_address and local_ranks go together: set both, or none", field="rank_address")
+    if args.local_ranks is not None and not 0 < args.local_ranks < ranks:
+        raise ConfigError(
+            f"local_ranks={args.local_ranks} of {ranks} ranks: at least one must be here, and one on another host",
+            field="local_ranks",
+        )
+    if ranks == 1:
+        return ParallelConfig()
+    tensor, experts, field = args.tensor_parallel_size, args.expert_parallel_size, split_setting(args)
+    if args.device.startswith("cuda:"):
+        raise ConfigError(f"device={args.device!r}: {ranks} ranks take the first {ranks} GPUs; use 'cuda'", field="device")
+    if args.deterministic:
+        raise ConfigError(f"deterministic=True does not cover sums over several devices ({field}); leave it out", field=field)
+    if args.enable_lora:
+        raise ConfigError(f"enable_lora: adapters run on one device; leave {field} at 1", field="enable_lora")
+    if speculation is not None and speculation.by_model:
+        raise ConfigError(
+            f"method {speculation.method!r} of speculation runs on one device; use 'ngram' or 'suffix' with {field}",
+            field=field,
+        )
+    check_split(model.spec, tensor=tensor, experts=experts)
+    stages, units = _stages(args, model.spec), _units(args, model, device, quantization)
+    return ParallelConfig(tensor=tensor, experts=experts, stages=stages, sequence=args.sequence_parallel, units=units)
+
+
+def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
+    """The layers of each stage of a pipeline; empty: there is none."""
+    size, given = args.pipeline_parallel_size, args.pipeline_layers
+    if size == 1:
+        return ()
+    if spec.kind == "an encoder-decoder" or spec.is_encoder:
+        raise ConfigError(
+            f"pipeline_parallel_size={size}: {spec.kind} has no stages; use tensor_parallel_size",
+            field="pipeline_parallel_size",
+        )
+    if size > spec.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size={size} is more than the model's layers ({spec.num_layers}); lower it",
+            field="pipeline_parallel_size",
+        )
+    if given is None:
+        return even_stages(spec, size)
+    counts = tuple(int(text) if text.strip().isdecimal() else 0 for text in given.split(","))
+    if len(counts) != size or min(counts) < 1 or sum(counts) != spec.num_layers:
+        raise ConfigError(
+            f"pipeline_layers={given!r}: it must name {size} numbers above 0 that add up to the {spec.num_layers} layers",
+            field="pipeline_layers",
+        )
+    return counts
+
+
+def _units(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None) -> Units:
+    """How many inputs of attention's output product, and of an MLP's second, share a scale."""
+    attention, mlp = [1], [1]
+    if quantization is not None:
+        scheme = SCHEMES[quantization]
+        mlp.append(scheme.multiple)
+        attention += [] if scheme.experts_only else [scheme.multiple]
+    for name, fmt in model.held_formats(held_products(args.kernels, device)).items():
+        least = 16 if fmt.inputs is not None else 64
+        own = attention if ".attention." in name else mlp
+        own.append(math.lcm(least, fmt.group_size or 1, fmt.block_rows))
+    if model.gguf is not None and model.family.gguf is not None:
+        sizes = {quant.name: quant.block_size for quant in TYPES.values()}
+        for name, place in model.family.gguf.names(model.spec).items():
+            if name in model.gguf.tensors and place.target.endswith((".out.weight", ".down.weight")):
+                own = attention if place.target.endswith(".out.weight") else mlp
+                own.append(sizes.get(model.gguf.tensors[name].type, 1))
+    return Units(math.lcm(*attention), math.lcm(*mlp))
+
+
+def held_products(kernels: str, device: DeviceInfo) -> frozenset[str]:
+    """`OpSet.rounded` of the ops on a device."""
+    return HELD_PRODUCTS["triton" if device.is_cuda else "cpu" if kernels == "auto" else kernels]

@@ -1,0 +1,203 @@
+"""Every request that the scheduler has, and what becomes of it.
+
+    add ──> waiting ──> running ──> finished
+              ^ │ ^        │
+              │ │ └────────┘  preempt
+       forks ─┘ └─> loading ─┘   from a tier
+
+1. `running` is in the scheduler's order. Who preempts takes from its end.
+2. A request that is held back waits, and is not in the queue. A beam is held between its steps.
+3. A request that waits may hold blocks: a fork, a beam, or one whose blocks were loaded. It gives them back when those that run
+   need them, and computes the tokens again.
+4. Who leaves the worker is in `released` until a plan says so.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+from slipstream.core.kv_cache_manager import KVCacheManager
+from slipstream.core.policy import AdmissionPolicy
+from slipstream.core.queue import WaitingQueue
+from slipstream.core.request import Request, Status
+from slipstream.core.speculation import Speculation
+from slipstream.types import BeamStep, EngineOutput, EngineRequest, FinishReason, TableUpdate, TokenOutput, VectorOutput
+
+
+class RequestTable:
+    def __init__(self, kv: KVCacheManager, policy: AdmissionPolicy, speculation: Speculation | None) -> None:
+        self.kv = kv
+        self.policy = policy
+        self.speculation = speculation
+        self.by_id: dict[str, Request] = {}
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []
+        self.released: list[str] = []
+        self.table_updates: dict[str, list[TableUpdate]] = {}  # that the worker has not been told, by request
+        self.num_joined = 0  # requests that share another's prompt
+        self.num_preemptions = 0
+        self._forked: list[Request] = []  # may be admitted from the next step on
+        self._deadlines: list[tuple[float, int, str]] = []  # of requests by id: those that have ended are not kept for them
+        self._counter = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.by_id) - len(self.running)
+
+    def adapters_in_use(self) -> set[int]:
+        """The ids of those that requests have."""
+        return {r.spec.lora.id for r in self.by_id.values() if r.spec.lora is not None}
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
+    # --- Waiting ------------------------------------------------------------------------------------------------------
+
+    def add(self, spec: EngineRequest, root_key: bytes, *, held: bool) -> None:
+        self._counter += 1
+        order = (spec.priority, spec.arrival, self._counter)
+        request = Request(spec, order, root_key, len(self.kv.cache.groups))
+        request.held = held or (spec.beam_of is not None and spec.parent is not None)
+        self.waiting.enter(request)
+        self.by_id[spec.request_id] = request
+        self.num_joined += spec.parent is not None
+        if spec.deadline is not None:
+            heapq.heappush(self._deadlines, (spec.deadline, self._counter, spec.request_id))
+        parent = self.by_id.get(spec.fork_of) if spec.fork_of is not None else None
+        if parent is not None and parent.num_computed_tokens < parent.num_prompt_tokens:
+            request.status = Status.FORKING
+            parent.forks.append(request)
+        else:
+            self.wait(request)
+
+    def wait(self, request: Request) -> None:
+        request.status = Status.WAITING
+        if not request.held:
+            self.waiting.push(request)
+
+    def release(self, request_id: str) -> None:
+        """A request that was held back may be scheduled."""
+        request = self.by_id.get(request_id)  # its deadline may have passed
+        if request is not None and request.held:
+            request.held = False
+            if request.status is Status.WAITING:
+                self.wait(request)
+
+    def drop_held(self) -> bool:
+        """Release blocks that requests hold while they wait. Returns whether there were any."""
+        dropped = self.kv.tiers is not None and self.kv.tiers.give_way()
+        for request in self.by_id.values():
+            if request.status is not Status.RUNNING and request.holds_blocks:
+                self.kv.release(request)
+                dropped = True
+        return dropped
+
+    # --- Forks and beams ----------------------------------------------------------------------------------------------
+
+    def fork(self, parent: Request) -> None:
+        """Share the prompt's blocks with the requests that wait for them."""
+        children = [child for child in parent.forks if child.status is Status.FORKING]
+        self.kv.share_prompt(parent, children)
+        self._forked += children
+        parent.forks = []
+
+    def admit_forks(self) -> None:
+        """Those whose parents' prompts are computed."""
+        forked, self._forked = self._forked, []
+        for child in forked:
+            if child.status is Status.FORKING:
+                self.wait(child)
+
+    def go_on(self, steps: Sequence[BeamStep]) -> None:
+        """Beams that have their logits go on, and new ones join them. A beam that others go on from goes on itself."""
+        for beam, source, _ in steps:
+            if beam != source:
+                self._take_over(self.by_id[beam], self.by_id[source])
+        for beam, _, token in steps:
+            self.by_id[beam].token_ids.append(token)
+            self.release(beam)
+
+    def _take_over(self, beam: Request, source: Request) -> None:
+        beam.token_ids[beam.num_prompt_tokens :] = source.token_ids[beam.num_prompt_tokens :]
+        del beam.block_keys[beam.num_prompt_tokens // self.kv.block_size :]  # those of its own tokens
+        if source.holds_blocks:
+            updates = self.kv.take_over(beam, source)
+            if beam.in_worker:
+                self.table_updates.setdefault(beam.request_id, []).extend(updates)
+        elif beam.status is Status.RUNNING:  # all is to be computed again
+            self.preempt(beam)
+        else:  # what it may have kept is of its own tokens
+            self.kv.release(beam)
+
+    def make_way(self) -> bool:
+        """Nothing can be computed: beams hold all rows or blocks and wait for others of their searches. They leave the worker,
+        and keep their blocks while nobody needs them. Returns whether there were any and somebody waits."""
+        beams = [r for r in self.running if r.held] if self.waiting.first() is not None else []
+        for request in beams:
+            self.running.remove(request)
+            self._drop_from_worker(request)
+            request.num_preemptions += 1
+            self.wait(request)
+        return bool(beams)
+
+    # --- Running ------------------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request) -> None:
+        """It runs from this step on. It is off the queue."""
+        request.status = Status.RUNNING
+        insort(self.running, request, key=_order)
+        self.policy.admitted(request)
+
+    def preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self.kv.release(request)
+        self._drop_from_worker(request)
+        request.num_preemptions += 1
+        request.looked_up = False
+        self.num_preemptions += 1
+        self.wait(request)
+
+    def _drop_from_worker(self, request: Request) -> None:
+        self.table_updates.pop(request.request_id, None)
+        if request.in_worker:
+            self.released.append(request.request_id)
+            request.in_worker = False
+
+    # --- Ends ---------------------------------------------------------------------------------------------------------
+
+    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> EngineOutput:
+        """End a request, whatever its status."""
+        if request.status is Status.RUNNING:
+            del self.running[bisect_left(self.running, request.order, key=_order)]
+        self.kv.release(request)
+        self._drop_from_worker(request)
+        request.status = Status.FINISHED
+        if self.kv.tiers is not None:
+            self.kv.tiers.let_go(request)
+        if self.speculation is not None:
+            self.speculation.ended(request)
+        for child in request.forks:
+            if child.status is Status.FORKING:
+                self.wait(child)
+        request.forks = []
+        del self.by_id[request.request_id]
+        self.num_joined -= request.spec.parent is not None
+        self.waiting.leave(request)
+        self.policy.finished(request)
+        make = VectorOutput if request.spec.pooled else TokenOutput
+        return make(request.request_id, finish_reason=reason, error=error)
+
+    def expire(self, now: float) -> list[EngineOutput]:
+        """End those whose deadlines have passed."""
+        outputs = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = self.by_id.get(heapq.heappop(self._deadlines)[2])
+            if request is not None and request.spec.deadline is not None and request.spec.deadline <= now:
+                outputs.append(self.finish(request, FinishReason.DEADLINE))
+        return outputs
+
+
+def _order(request: Request) -> tuple[int, float, int]:
+    return request.order

@@ -1,0 +1,209 @@
+"""Masks inside JSON strings, without a look at each token.
+
+llguidance finds a mask by walking through the vocabulary. Where a string nears its `maxLength` it walks nearly all of it:
+milliseconds, for which a whole batch waits.
+
+Where a schema says of its strings only how long they are, one plain character (no quote, backslash or control character) is as
+good as another. So a second matcher follows the answer in a `LengthVocabulary`, where each token begins with as many a's as
+it begins with plain characters. These are a few thousand tokens instead of 128,000, and most begin alike. Inside a string the
+mask of these tokens says all of the mask of the model's. Strings of all places and lengths have few different masks, which are
+kept.
+
+`counts_only` says of which schemas this holds.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+Bits = npt.NDArray[np.int32]
+
+_MORE = rb"[\x80-\xbf]"
+PLAIN = re.compile(
+    rb"(?:[\x20-\x21\x23-\x5b\x5d-\x7e]|[\xc2-\xdf]%b|(?:\xe0[\xa0-\xbf]|[\xe1-\xec\xee\xef]%b|\xed[\x80-\x9f])%b"
+    rb"|(?:\xf0[\x90-\xbf]|[\xf1-\xf3]%b|\xf4[\x80-\x8f])%b%b)*" % ((_MORE,) * 6)
+)
+"""The plain characters, whole ones of UTF-8, that a token begins with."""
+
+SLICED = 10
+"""Characters: inside strings that may be as much longer llguidance finds what fits at once, by its slices."""
+
+MOST_MASKS = 1024
+"""Masks of the model's vocabulary that are kept."""
+
+_STRUCTURE = {"type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems", "$ref"}
+_VALUES = {"minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_WORDS = {"title", "description", "default", "examples", "$comment", "$schema", "$id", "$defs", "definitions"}
+_LISTED, _COMBINED = {"enum", "const"}, {"anyOf", "oneOf", "allOf"}
+KNOWN = _STRUCTURE | _VALUES | _WORDS | _LISTED | _COMBINED
+
+
+class Counts(enum.Enum):
+    """Inside which strings of a schema only their length counts."""
+
+    BOUNDED = "those that have a maxLength"  # others may be names of properties, which are told apart
+    ALL = "all"
+
+
+def counts_only(schema: Any) -> Counts | None:
+    """What holds of a schema; None: nothing, or nothing that helps. It may list strings (`enum`) where no other string can
+    stand in their place."""
+    keywords: set[str] = set()
+    if not _known(schema, keywords) or (keywords & _LISTED and keywords & _COMBINED):
+        return None
+    if "open" not in keywords and not keywords & _COMBINED:
+        return Counts.ALL
+    return Counts.BOUNDED if "maxLength" in keywords else None
+
+
+def _known(schema: Any, keywords: set[str]) -> bool:
+    """Whether it has known keywords alone, which are added to `keywords`; and "open", if it names properties (`required` does,
+    too) and may have others beside them."""
+    if isinstance(schema, bool):
+        return True
+    if not isinstance(schema, dict) or not schema.keys() <= KNOWN:
+        return False
+    keywords.update(schema)
+    if ("properties" in schema or schema.get("required")) and schema.get("additionalProperties") is not False:
+        keywords.add("open")
+    parts: list[Any] = []
+    for key in ("properties", "$defs", "definitions"):
+        named = schema.get(key, {})
+        if not isinstance(named, dict):
+            return False
+        parts += named.values()
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        parts += schema.get(key, ())
+    for key in ("items", "additionalProperties"):
+        given = schema.get(key, True)
+        parts += given if isinstance(given, list) else [given]
+    return all(_known(part, keywords) for part in parts)
+
+
+class LengthVocabulary:
+    """A vocabulary whose tokens begin with a's in the place of plain characters.
+
+    Token 0 is an end. From 32 on come 256 tokens of one byte each, then "aa", "aaa" and so on, up to one more than the
+    longest run of plain characters or `SLICED`, then all others. Special tokens of the model have none here: JSON has no place
+    for them.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], special: Sequence[int], num_rows: int) -> None:
+        """`tokens`: the model's. `num_rows`: of its embedding."""
+        self._bytes = tokens
+        runs = [PLAIN.match(token).end() for token in tokens]  # type: ignore[union-attr]  # in bytes; it may be empty
+        begins = [_characters(token[:run]) for token, run in zip(tokens, runs, strict=True)]
+        self._most = max(SLICED, *begins) + 1
+        own = [b"</s>", *[b""] * 31, *(bytes([byte]) for byte in range(256)), *(b"a" * n for n in range(2, self._most + 1))]
+        places = {token: i for i, token in enumerate(own) if i >= 32}
+        self._place = np.zeros(-(-num_rows // 32) * 32, np.int64)  # of a token of the model; 0: it has none
+        ruled_out = set(special)
+        for i in range(len(tokens)):
+            if tokens[i] and i not in ruled_out:
+                token = b"a" * begins[i] + tokens[i][runs[i] :]
+                self._place[i] = places.setdefault(token, len(places) + 32)
+        own += [token for token, place in places.items() if place >= len(own)]
+        self._is_same = [own[place] == token for token, place in zip(tokens, self._place.tolist(), strict=False)]
+        self.num_words = -(-len(own) // 32)
+        import llguidance  # late: it would take a tenth of every start
+
+        self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Own(own)), n_vocab=len(own), eos_token=[0])
+        plain = np.zeros(256, bool)
+        plain[[byte for byte in range(0x20, 0x7F) if chr(byte) not in '"\\']] = True
+        self._plain: Bits = np.packbits(plain, bitorder="little").view(np.int32)  # [8]
+        self._masks: OrderedDict[bytes, Bits] = OrderedDict()
+
+    def expand(self, own: Bits, counts: Counts) -> Bits | None:
+        """A mask of the model's vocabulary, int32 [words], from one of this, int32 [num_words]; None if that does not follow,
+        since it is not inside a string whose length alone counts."""
+        if ((own[1:9] & self._plain) != self._plain).any():
+            return None  # as many characters can follow only inside a string that is not one of a list
+        last = 32 + 256 - 2 + self._most
+        if counts is Counts.BOUNDED and own[last >> 5] >> (last & 31) & 1:
+            return None
+        key = own.tobytes()
+        mask = self._masks.get(key)
+        if mask is None:
+            allowed = np.unpackbits(own.view(np.uint8), bitorder="little")
+            allowed[0] = 0
+            mask = np.packbits(allowed[self._place], bitorder="little").view(np.int32)
+            self._masks[key] = mask
+            while len(self._masks) > MOST_MASKS:
+                self._masks.popitem(last=False)
+        return mask
+
+    def spelled(self, token: int, *, inside: bool) -> list[int]:
+        """A token of the model in tokens of this vocabulary. `inside` a string only its length counts."""
+        if inside or self._is_same[token]:
+            return [int(self._place[token])]
+        return [32 + byte for byte in self._bytes[token]]
+
+    def has_quote(self, token: int) -> bool:
+        return b'"' in self._bytes[token]
+
+
+def _characters(text: bytes) -> int:
+    """Of whole UTF-8."""
+    return sum(byte & 0xC0 != 0x80 for byte in text)
+
+
+class _Own:
+    """What llguidance asks of a tokenizer."""
+
+    eos_token_id, bos_token_id, special_token_ids = 0, None, (0,)
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self.tokens = tokens
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [32 + byte for byte in text]
+
+
+class StringLengths:
+    """One answer, followed in a `LengthVocabulary`."""
+
+    def __init__(self, vocabulary: LengthVocabulary, matcher: LLMatcher, counts: Counts) -> None:
+        self.vocabulary, self.matcher, self._counts = vocabulary, matcher, counts
+        self.may_be_inside = False  # a string
+        self._is_inside = False  # the last mask was found here, and nothing was accepted since
+        self._spelled: list[int] = []  # of each token of the answer, in how many tokens
+        self._pending: list[int] = []  # tokens that the matcher has not taken in, since no mask was asked of it
+
+    def expand(self, own: Bits) -> Bits | None:
+        """The mask of the model's vocabulary that follows from the matcher's; None if none does."""
+        mask = self.vocabulary.expand(own, self._counts)
+        self._is_inside = self.may_be_inside = mask is not None
+        return mask
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            own = self.vocabulary.spelled(token, inside=self._is_inside)
+            self._is_inside = False
+            self.may_be_inside |= self.vocabulary.has_quote(token)
+            self._spelled.append(len(own))
+            self._pending += own
+
+    def settle(self) -> bool:
+        """Bring the matcher up to date. Whether it can go on: limits of llguidance may end it before the answer."""
+        pending, self._pending = self._pending, []
+        return not pending or bool(self.matcher.consume_tokens(pending))
+
+    def rollback(self, num_tokens: int) -> None:
+        first = len(self._spelled) - num_tokens
+        self._is_inside, self.may_be_inside = False, True
+        count = sum(self._spelled[first:])
+        del self._spelled[first:]
+        taken = max(0, count - len(self._pending))
+        if taken:
+            self.matcher.rollback(taken)
+        del self._pending[max(0, len(self._pending) - count) :]

@@ -1,0 +1,88 @@
+"""Folders for temporary files that no killed process leaves for good: `slipstream-…` in the system's temporary folder.
+
+1. Who makes a folder holds a lock on its file `lock` as long as it lives. The kernel frees it, also after SIGKILL.
+2. Who makes the next folder removes those of this user whose lock is free. A folder without the file is nobody's to remove.
+3. A sweep may come between the making of a folder and its lock. Then that folder is gone, and another is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+
+_OURS = re.compile(r"slipstream-(?:replica-)?[0-9a-f]{16}")
+_LOCK = "lock"
+_PAUSE_S = 0.01
+
+
+class OwnedFolder:
+    """The path of a folder, which `make` makes, for this user alone."""
+
+    def __init__(self, kind: str = "") -> None:
+        self.path = f"{tempfile.gettempdir()}/slipstream-{kind}{secrets.token_hex(8)}"
+        self._lock = -1
+
+    def make(self) -> None:
+        """Once, and remove those whose owners are gone. OSError."""
+        if self._lock >= 0:
+            return
+        sweep()
+        while True:
+            try:
+                os.mkdir(self.path, 0o700)
+            except FileExistsError:  # a sweep has taken the lock and not removed all yet, or was killed in between
+                time.sleep(_PAUSE_S)
+                sweep()
+                continue
+            with contextlib.suppress(FileNotFoundError):  # a sweep took it
+                lock = os.open(f"{self.path}/{_LOCK}", os.O_CREAT | os.O_RDWR, 0o600)
+                if _locked(lock) and _is_there(self.path, lock):
+                    self._lock = lock
+                    return
+                os.close(lock)
+
+    def remove(self) -> None:
+        """Nothing, if it was not made or is gone."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def sweep() -> None:
+    """Remove folders whose owners are gone."""
+    with os.scandir(tempfile.gettempdir()) as found:
+        paths = [entry.path for entry in found if _OURS.fullmatch(entry.name)]
+    for path in paths:
+        with contextlib.suppress(OSError):  # it goes as we look, or is another user's
+            about = os.lstat(path)
+            if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+                continue
+            lock = os.open(f"{path}/{_LOCK}", os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                if _locked(lock):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_there(path: str, lock: int) -> bool:
+    try:
+        return os.stat(f"{path}/{_LOCK}").st_ino == os.fstat(lock).st_ino
+    except FileNotFoundError:
+        return False

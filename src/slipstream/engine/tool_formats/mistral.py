@@ -1,0 +1,69 @@
+"""Mistral's two: [TOOL_CALLS] and a JSON list of calls, and from 2025 on [TOOL_CALLS]name[ARGS]{…} for each call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, again, drop, is_name, one_of
+
+
+class Mistral(ToolFormat):
+    name = "mistral"
+    markers: tuple[str, ...] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")  # type: ignore[misc]
+    trigger = "[TOOL_CALLS]"
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "[TOOL_CALLS]" in template and "[ARGS]" not in template
+
+    def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
+        def call(tool: Tool) -> str:
+            begin = '{"name": ' + json.dumps(tool.name) + ', "arguments": '
+            return f'{writer.text(begin)} {writer.schema(tool.parameters)} "}}"'
+
+        one = one_of(writer, tools, call)
+        several = f'{one} (", " {one})*' if parallel else one
+        return f'" "? "[" {several} "]"'
+
+    def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
+        while (yield from parser.until(("[TOOL_CALLS]",), parser.content)):
+            if (yield from parser.opens_with("[")):
+                begin = "[TOOL_CALLS]["
+                while (yield from parser.call_object(begin)):
+                    begin = ","
+                    if not (yield from parser.opens_with(",")):
+                        yield from parser.opens_with("]")
+                        break
+                continue
+            yield from self._named(parser)
+
+    def _named(self, parser: Parser) -> Script:
+        head = list[str]()
+        marker = yield from parser.until(("[ARGS]", "{"), head.append)
+        name = "".join(head).split("[CALL_ID]")[0].strip()
+        if marker == "[ARGS]":
+            yield from parser.spaces(drop)
+        if not (marker and is_name(name)) or (marker == "[ARGS]" and (yield from parser.peek()) != "{"):
+            parser.content("[TOOL_CALLS]" + "".join(head) + marker)
+            return
+        parser.begin_call(name)
+        if marker == "{":
+            yield from parser.value_after("{", parser.arguments)
+        else:
+            yield from parser.value(parser.arguments)
+
+
+class MistralArgs(Mistral):
+    name = "mistral_args"
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "[TOOL_CALLS]" in template and "[ARGS]" in template
+
+    def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
+        def call(tool: Tool) -> str:
+            return f"{writer.texts(tool.name, '[ARGS]')} {writer.schema(tool.parameters)}"
+
+        one = one_of(writer, tools, call)
+        return again(writer, one, "", self.trigger) if parallel else one

@@ -1,0 +1,127 @@
+"""How many replicas carry a rate within the objectives, asked of the planner's simulator.
+
+The simulator runs fleets of a few sizes behind the least-loaded router, under requests like those seen lately that come
+independently of each other; between sizes the rate of one replica is interpolated. More replicas carry more each: what is a
+burst for one is shared by many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.bench.load import Poisson
+from slipstream.errors import ConfigError
+from slipstream.plan.capacity import Objectives, find_capacity, keeps_up
+from slipstream.plan.simulate import SimulatedEngine, simulate
+from slipstream.plan.traffic import TrafficRequest, Workload
+
+_logger = logging.getLogger(__name__)
+
+SIZES = (1, 2, 4, 8, 16)
+REQUESTS = 600
+"""Of a simulation, for each replica, but `MOST_REQUESTS` in all."""
+
+MOST_REQUESTS = 4000
+PRECISION = 1.04
+
+
+@dataclass(frozen=True, slots=True)
+class FleetCapacity:
+    """`rates`: (replicas, requests/s that they carry), the fewest first."""
+
+    rates: tuple[tuple[int, float], ...]
+
+    def rate(self, number: int) -> float:
+        """Requests a second of so many replicas; beyond the largest that was simulated, in proportion."""
+        if number <= 0:
+            return 0.0
+        below = max((r for r in self.rates if r[0] <= number), default=self.rates[0])
+        above = min((r for r in self.rates if r[0] >= number), default=self.rates[-1])
+        if below[0] == above[0]:
+            return below[1] / below[0] * number
+        share = (number - below[0]) / (above[0] - below[0])
+        each = below[1] / below[0] * (1 - share) + above[1] / above[0] * share
+        return each * number
+
+    def replicas_for(self, rate: float) -> int:
+        """The fewest that carry `rate`."""
+        number = 0
+        while self.rate(number) < rate:
+            number += max(1, math.floor((rate - self.rate(number)) / max(self.rate(16), 1e-9) * 8))
+        while number > 0 and self.rate(number - 1) >= rate:
+            number -= 1
+        return number
+
+
+class RecentCapacity:
+    """The capacity for requests like the last `RECENT` that ended, asked anew as they become known: after `FIRST_S`, and then
+    when the time since the start has doubled, up to `EVERY_S`. Until then for `prior`. A simulation takes a few seconds: who
+    calls `refresh` in a server does so in a thread."""
+
+    RECENT, FEWEST, FIRST_S, EVERY_S = 2000, 100, 60.0, 600.0
+
+    def __init__(
+        self, engine: SimulatedEngine, prior: Workload, objectives: Objectives, *, sizes: Sequence[int] = SIZES
+    ) -> None:
+        self._engine, self._objectives, self._sizes = engine, objectives, sizes
+        self._lengths: deque[TrafficRequest] = deque(maxlen=self.RECENT)
+        self._next = self.FIRST_S
+        self.now = fleet_capacity(engine, prior, objectives, sizes=sizes)
+
+    def replicas_for(self, rate: float) -> int:
+        return self.now.replicas_for(rate)
+
+    def learn(self, input_tokens: int, output_tokens: int) -> None:
+        """Of a request that ended."""
+        self._lengths.append(TrafficRequest(0.0, input_tokens, max(1, output_tokens)))
+
+    def is_due(self, at: float) -> bool:
+        return at >= self._next and len(self._lengths) >= self.FEWEST
+
+    def refresh(self, at: float) -> None:
+        """Simulate again if it is time to. Lengths for which the objectives can't be met change nothing."""
+        if not self.is_due(at):
+            return
+        self._next = at + min(max(at, self.FIRST_S), self.EVERY_S)
+        try:
+            recent = Workload(name="recent", requests=tuple(self._lengths))
+            self.now = fleet_capacity(self._engine, recent, self._objectives, sizes=self._sizes)
+        except ConfigError as error:
+            _logger.warning("the capacity stays as it was: %s", error)
+
+
+def fleet_capacity(
+    engine: SimulatedEngine,
+    workload: Workload,
+    objectives: Objectives,
+    *,
+    sizes: Sequence[int] = SIZES,
+    seed: int = 0,
+) -> FleetCapacity:
+    """ConfigError if the objectives do not hold for a request alone."""
+    users = dataclasses.replace(workload, recorded=False)  # the lengths, and not when they came
+    one = find_capacity(engine, users, objectives, seed=seed)
+    if one.rate is None:
+        reached = ", ".join(f"{k}={v:.3g}" for k, v in objectives.reached(one.alone).items())
+        raise ConfigError(f"the objectives do not hold for a request alone, which reaches {reached}", field="slo")
+    rates = [(1, one.rate)]
+    for number in sizes:
+        if number == 1:
+            continue
+        count = min(MOST_REQUESTS, REQUESTS * number)
+        low = rates[-1][1] / rates[-1][0] * number  # more replicas carry no less each
+        rate = best = low
+        while True:
+            rate *= PRECISION
+            traffic = users.traffic(Poisson(rate=rate), count, seed=seed)
+            run = simulate(engine, traffic, num_replicas=number, router="least-loaded", objectives=objectives.limits)
+            if not objectives.met_by(run) or not keeps_up(run, rate):
+                break
+            best = rate
+        rates.append((number, best))
+    return FleetCapacity(tuple(rates))

@@ -1,0 +1,117 @@
+"""Alerts of findings, as JSON by HTTP POST to addresses that the operator gave; nothing else is ever asked.
+
+    {"event": "began" | "changed" | "ended", "finding": {…}, "source": "…"}
+
+An address that does not answer 2xx is asked again `RETRIES` times, ever later; then the alert is given up and the log says so.
+At most `MOST_WAITING` wait for an address; the oldest goes first. Redirects are not followed, and no proxy of the environment
+is used. Delivery to one address does not wait for another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import httpx
+
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.fleet.detection.detector import Finding
+
+logger = logging.getLogger("slipstream.fleet")
+
+RETRIES = 4
+FIRST_WAIT_S = 1.0
+"""After each further failure four times as long."""
+
+TIMEOUT_S = 10.0
+MOST_WAITING = 100
+
+
+class Webhook:
+    """One address."""
+
+    def __init__(self, url: str, source: str, *, first_wait_s: float = FIRST_WAIT_S) -> None:
+        self.url, self._source, self._first_wait_s = checked(url), source, first_wait_s
+        self._waiting: deque[dict[str, object]] = deque()
+        self._news = asyncio.Event()
+        self.num_sent = self.num_lost = 0
+
+    def tell(self, event: str, finding: Finding) -> None:
+        if len(self._waiting) >= MOST_WAITING:
+            self._waiting.popleft()
+            self._lost("too many wait")
+        self._waiting.append({"event": event, "finding": finding.as_dict(), "source": self._source})
+        self._news.set()
+
+    async def run(self) -> None:
+        """Deliver until cancelled."""
+        async with httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False) as client:
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                while self._waiting:
+                    await self._deliver(client, self._waiting.popleft())
+
+    async def _deliver(self, client: httpx.AsyncClient, alert: dict[str, object]) -> None:
+        wait_s, why = self._first_wait_s, ""
+        for attempt in range(1 + RETRIES):
+            if attempt:
+                await asyncio.sleep(wait_s)
+                wait_s *= 4
+            try:
+                answer = await client.post(self.url, json=alert)
+            except Exception as error:  # whatever it is, later alerts and other addresses go on
+                why = f"{type(error).__name__}: {error}"
+                continue
+            if answer.is_success:
+                self.num_sent += 1
+                return
+            why = f"it says {answer.status_code}"
+        self._lost(why)
+
+    def _lost(self, why: str) -> None:
+        self.num_lost += 1
+        where = urlsplit(self.url)
+        logger.error("an alert to %s://%s was given up: %s", where.scheme, where.hostname, why)  # a path may hold a secret
+
+
+class Alerts:
+    """All addresses. `tell` says what is new of findings; each finding's first news is that it began."""
+
+    def __init__(self, urls: Sequence[str], source: str) -> None:
+        self.hooks = [Webhook(url, source) for url in urls]
+        self._begun: set[int] = set()
+
+    def tell(self, news: Sequence[Finding]) -> None:
+        for finding in news:
+            if finding.ended is not None:
+                event = "ended"
+                self._begun.discard(finding.number)
+            else:
+                event = "changed" if finding.number in self._begun else "began"
+                self._begun.add(finding.number)
+            for hook in self.hooks:
+                hook.tell(event, finding)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for hook in self.hooks:
+                group.create_task(hook.run())
+
+
+def checked(url: str, *, field: str = "alert_url") -> str:
+    """ConfigError, naming `field`, unless it is an address of HTTP."""
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise ConfigError(f"{url!r} is no http:// or https:// address", field=field)
+    return url

@@ -1,0 +1,160 @@
+"""The detector: observations of replicas in, findings out, online and in bounded memory.
+
+A finding has a beginning and an end. Series that change together are one finding (`causes.py`). For the first `SETTLE_S` its
+cause may still become another, as more series tell more; who hears of findings (`take_news`) hears of it when they agree or
+when that time is over. A finding ends when each of its series is as before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import OrderedDict, deque
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slipstream.fleet.detection.causes import CAUSES, Cause, find_cause
+from slipstream.fleet.detection.observation import ExpectedSteps, Observation
+from slipstream.fleet.detection.signals import SIGNALS, Flag, Watch, new_flags
+
+SETTLE_S = 120.0
+MOST_REPLICAS = 4096
+"""Beyond it the replica that was silent the longest is forgotten."""
+
+MOST_ENDED = 256
+"""Findings that ended and are kept."""
+
+SILENT_S = 60.0
+"""A replica's findings end when it told nothing for so long: it is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """`began`: when it was seen. `evidence`: of each series, in words, what it is and what it was. `ended`: None while it
+    lasts."""
+
+    number: int
+    replica: str
+    cause: str
+    title: str
+    remedy: str
+    severity: str
+    signals: tuple[str, ...]
+    evidence: tuple[str, ...]
+    began: float
+    ended: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class _Replica:
+    def __init__(self) -> None:
+        self.steps = ExpectedSteps()
+        self.slowness = Watch(next(s for s in SIGNALS if s.name == "step_time"))
+        others = (Watch(signal) for signal in SIGNALS if signal.name != "step_time")
+        watches: list[Watch | Flag] = [*new_flags(), self.slowness, *others]
+        self.watches = {watch.name: watch for watch in watches}
+        self.open: dict[int, Finding] = {}
+        self.last_at = 0.0
+
+
+class Detector:
+    """Of any number of replicas, one observation at a time."""
+
+    def __init__(self) -> None:
+        self._replicas: OrderedDict[str, _Replica] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self._ended: deque[Finding] = deque(maxlen=MOST_ENDED)
+        self._news: deque[Finding] = deque(maxlen=2 * MOST_ENDED)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Those that last, the newest first, then those that ended, the last to end first."""
+        lasting = [f for replica in self._replicas.values() for f in replica.open.values()]
+        return [*sorted(lasting, key=lambda f: -f.number), *reversed(self._ended)]
+
+    def take_news(self) -> list[Finding]:
+        """Findings that began, became another cause, or ended, since the last call, in that order."""
+        news = list(self._news)
+        self._news.clear()
+        return news
+
+    def observe(self, seen: Observation) -> None:
+        replica = self._replicas.get(seen.replica)
+        if replica is None:
+            replica = self._replicas[seen.replica] = _Replica()
+            if len(self._replicas) > MOST_REPLICAS:
+                _, forgotten = self._replicas.popitem(last=False)
+                self._end_all(forgotten, forgotten.last_at)
+        self._replicas.move_to_end(seen.replica)
+        replica.last_at = seen.at
+        learned = seen.expected_step_s is None
+        if learned:
+            seen = replace(seen, expected_step_s=replica.steps.expected(seen))
+        for watch in replica.watches.values():
+            was = watch.is_active
+            watch.update(seen)
+            if watch.is_active and not was:
+                self._began(replica, watch.name, seen)
+        if learned and not replica.open:
+            replica.steps.learn(seen)
+        for finding in list(replica.open.values()):
+            if seen.at - finding.began <= SETTLE_S:
+                cause = self._cause(replica, finding.signals, seen)
+                if cause.name != finding.cause and set(finding.signals) <= cause.explains:
+                    self._join(replica, finding, finding.signals[0], cause)
+            if not any(replica.watches[name].is_active for name in finding.signals):
+                self._end(replica, finding, seen.at)
+
+    def forget_silent(self, now: float) -> None:
+        """End the findings of replicas that told nothing for `SILENT_S`, and forget them."""
+        for name in [n for n, r in self._replicas.items() if now - r.last_at > SILENT_S]:
+            self._end_all(self._replicas.pop(name), now)
+
+    def _began(self, replica: _Replica, name: str, seen: Observation) -> None:
+        for finding in replica.open.values():  # one that follows from what is known, or tells more of it
+            young = seen.at - finding.began <= SETTLE_S
+            cause = self._cause(replica, (*finding.signals, name), seen) if young else CAUSES[finding.cause]
+            if name in CAUSES[finding.cause].explains or set(finding.signals) <= cause.explains:
+                fits = {*finding.signals, name} <= cause.explains
+                self._join(replica, finding, name, cause if fits else CAUSES[finding.cause])
+                return
+        cause = self._cause(replica, (name,), seen)
+        finding = self._described(
+            replica,
+            Finding(
+                number=next(self._numbers), replica=seen.replica, cause=cause.name, title=cause.title, remedy=cause.remedy,
+                severity=cause.severity, signals=(name,), evidence=(), began=seen.at,
+            ),
+        )  # fmt: skip
+        replica.open[finding.number] = finding
+        self._news.append(finding)
+
+    def _join(self, replica: _Replica, finding: Finding, name: str, cause: Cause) -> None:
+        signals = tuple(dict.fromkeys((*finding.signals, name)))
+        changed = self._described(
+            replica,
+            replace(finding, cause=cause.name, title=cause.title, remedy=cause.remedy, severity=cause.severity,
+        signals=signals), )
+        replica.open[finding.number] = changed
+        if changed.cause != finding.cause:
+            self._news.append(changed)
+
+    @staticmethod
+    def _cause(replica: _Replica, names: tuple[str, ...], seen: Observation) -> Cause:
+        return find_cause(frozenset(names), list(replica.slowness.recent), seen)
+
+    @staticmethod
+    def _described(replica: _Replica, finding: Finding) -> Finding:
+        return replace(finding, evidence=tuple(replica.watches[name].describe() for name in finding.signals))
+
+    def _end(self, replica: _Replica, finding: Finding, at: float) -> None:
+        del replica.open[finding.number]
+        ended = replace(finding, ended=at)
+        self._ended.append(ended)
+        self._news.append(ended)
+
+    def _end_all(self, replica: _Replica, at: float) -> None:
+        for finding in list(replica.open.values()):
+            self._end(replica, finding, at)

@@ -1,0 +1,85 @@
+"""A server's own detector: every few seconds an observation of its engine, and alerts of what is found."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from slipstream.fleet.detection.alerts import Alerts
+from slipstream.fleet.detection.counters import Counters, of_server
+from slipstream.fleet.detection.detector import SILENT_S, Detector, Finding
+from slipstream.fleet.detection.observation import INTERVAL_S
+from slipstream.server.health import all_metrics, engine_stats
+from slipstream.server.state import ServerState
+
+logger = logging.getLogger("slipstream.fleet")
+
+
+class ServerWatch:
+    """`Watch` of `server/state.py`. `run` ends when it is cancelled; an error of its own is logged, and the next look tries
+    again."""
+
+    def __init__(self, alert_urls: Sequence[str] = (), *, source: str = "slipstream", interval_s: float = INTERVAL_S) -> None:
+        self._detector = Detector()
+        self._alerts = Alerts(alert_urls, source)
+        self._interval_s = interval_s
+        self._before: dict[str, Counters] = {}  # by replica
+        self._epoch = time.time() - time.monotonic()
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        return [finding.as_dict() for finding in self._detector.findings]
+
+    async def run(self, state: ServerState) -> None:
+        alerts = asyncio.create_task(self._alerts.run())
+        try:
+            while True:
+                await asyncio.sleep(self._interval_s)
+                try:
+                    await self._look(state)
+                except Exception:  # of ours: the server goes on
+                    logger.exception("the detector failed")
+        finally:
+            alerts.cancel()
+
+    async def _look(self, state: ServerState) -> None:
+        name = state.model_names[0]
+        if state.engine.is_sleeping:
+            self._before.pop(name, None)
+            self.tell(self.now())
+            return
+        stats, metrics = await engine_stats(state), await all_metrics(state)
+        canary = state.engine.canary
+        at, canary_ok = self.now(), None if canary is None else canary.ok
+        self.see(name, of_server(stats, metrics, at=at, num_open=state.engine.num_requests, canary_ok=canary_ok))
+        self.tell(at)
+
+    def now(self) -> float:
+        """Seconds since 1970 by a clock that does not jump: the host's when this began, and what has passed since."""
+        return self._epoch + time.monotonic()
+
+    def see(self, replica: str, now: Counters) -> None:
+        before, self._before[replica] = self._before.get(replica), now
+        seen = None if before is None else now.since(before, replica)
+        if seen is not None:
+            self._detector.observe(seen)
+
+    def tell(self, at: float) -> None:
+        """Log what is new, and alert. Replicas that are gone are forgotten."""
+        self._detector.forget_silent(at)
+        for replica in [name for name, counters in self._before.items() if at - counters.at > SILENT_S]:
+            del self._before[replica]
+        news = self._detector.take_news()
+        for finding in news:
+            self._log(finding)
+        self._alerts.tell(news)
+
+    @staticmethod
+    def _log(finding: Finding) -> None:
+        if finding.ended is not None:
+            logger.info("over: %s on %s, after %.0f s", finding.cause, finding.replica, finding.ended - finding.began)
+        else:
+            logger.warning("%s on %s: %s. %s", finding.cause, finding.replica, "; ".join(finding.evidence), finding.remedy)

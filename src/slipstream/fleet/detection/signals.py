@@ -1,0 +1,240 @@
+"""The series that are watched, and how a change of one is told from its noise.
+
+Each series becomes a residual in units of its own noise, z:
+
+1. A baseline (level, and noise) is learned while nothing is wrong. It follows over about an hour, so the hours of a day are no
+   change. An observation counts for it as at most `CLIP` deviations. The noise is never taken as less than the series' `floor`,
+   which is the least change that matters. Means over n requests have the noise of one, over √n.
+2. Page and Hinkley's test (Page 1954), river's, adds up what of z is beyond `ALLOWANCE`. At `THRESHOLD` the level has changed.
+   For a series without memory and of Gaussian noise that is one false alarm in e^(2·ALLOWANCE·THRESHOLD) observations; a change
+   of 4 deviations is seen after four.
+3. The change is over when `CALM` observations in turn are within `NEAR` deviations.
+
+A change that lasts `ADOPTED_S` is how things are now: it ends, and the baseline is learned anew.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from river.drift import PageHinkley
+
+from slipstream.fleet.detection.observation import Observation
+
+CLIP = 6.0
+ALLOWANCE = 1.0
+THRESHOLD = 11.0
+CALM = 6
+NEAR = 2.5
+WARM_UP = 60
+"""Observations that a baseline begins with; before, nothing is a change."""
+
+MEMORY = 720
+"""Observations over which a baseline follows."""
+
+ADOPTED_S = 6 * 3600.0
+
+USUAL_PROMPT = 1000.0
+"""So many prompt tokens count as a request, where only tokens are counted."""
+
+Value = tuple[float, float]
+"""What a series is, and over how many requests it is a mean (1 if it is none)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    """`read` gives the series' value of an observation, None where it says nothing. `floor` is the least noise, in the series'
+    unit; `spread` the least of one request, as a share of the level."""
+
+    name: str
+    what: str
+    read: Callable[[Observation], Value | None]
+    direction: Literal["up", "down"]
+    floor: float
+    spread: float = 0.0
+
+
+def _slowness(seen: Observation) -> Value | None:
+    if not seen.step_s or not seen.expected_step_s or (seen.num_steps or 0) < 5:
+        return None
+    return math.log(seen.step_s / seen.expected_step_s), 1.0
+
+
+def _step_age(seen: Observation) -> Value | None:
+    if seen.step_age_s is None or seen.num_running is None:
+        return None
+    waits = seen.num_running + (seen.num_waiting or 0.0) > 0
+    return (math.log1p(seen.step_age_s) if waits else 0.0), 1.0
+
+
+def _orphans(seen: Observation) -> Value | None:
+    if seen.num_open is None or seen.num_running is None or seen.num_waiting is None:
+        return None
+    return max(0.0, seen.num_running + seen.num_waiting - seen.num_open), 1.0
+
+
+def _queue(seen: Observation) -> Value | None:
+    if seen.num_waiting is None or seen.num_running is None:
+        return None
+    return math.log1p(seen.num_waiting), 1.0
+
+
+def _hit_rate(seen: Observation) -> Value | None:
+    if not seen.prefix_queries or seen.prefix_hits is None:
+        return None
+    return seen.prefix_hits / seen.prefix_queries, max(1.0, seen.prefix_queries / USUAL_PROMPT)
+
+
+def _mean(total: float | None, count: float | None) -> Value | None:
+    return None if not count or total is None else (total / count, count)
+
+
+def _count(count: float | None) -> Value | None:
+    return None if count is None else (math.sqrt(count), 1.0)
+
+
+def _log(value: float | None) -> Value | None:
+    return None if value is None else (math.log(max(value, 1e-9)), 1.0)
+
+
+SIGNALS = (
+    Signal(name="step_time", what="steps take longer than predicted", read=_slowness, direction="up", floor=0.06),
+    Signal(name="step_age", what="no step ends", read=_step_age, direction="up", floor=0.4),
+    Signal(name="orphans", what="sequences that nobody waits for", read=_orphans, direction="up", floor=0.8),
+    Signal(name="queue", what="requests wait", read=_queue, direction="up", floor=0.8),
+    Signal(name="hit_rate", what="fewer prompt tokens are in the cache", read=_hit_rate, direction="down", floor=0.08),
+    Signal(name="preemptions", what="sequences lose their blocks", direction="up", floor=0.7,
+           read=lambda o: _count(o.num_preemptions)),
+    Signal(name="prompt_length", what="longer prompts", direction="up", floor=100.0, spread=1.0,
+           read=lambda o: _mean(o.finished_prompt_tokens, o.num_finished)),
+    Signal(name="answer_length", what="longer answers", direction="up", floor=40.0, spread=1.6,
+           read=lambda o: _mean(o.finished_output_tokens, o.num_finished)),
+    Signal(name="errors", what="requests fail", read=lambda o: _count(o.num_errors), direction="up", floor=0.4),
+    Signal(name="write_stall", what="clients do not read their answers", direction="up", floor=0.1,
+           read=lambda o: None if o.write_stall_s is None else (o.write_stall_s / o.interval_s, 1.0)),
+    Signal(name="canary", what="answers differ from the checkpoint's", direction="up", floor=0.4,
+           read=lambda o: _log(o.canary_kl)),
+    Signal(name="clock", what="the device's clock is low", direction="down", floor=0.03,
+           read=lambda o: None if o.clock_share is None else (o.clock_share, 1.0)),
+)  # fmt: skip
+
+
+class Baseline:
+    """The level of a series and its noise, both robust."""
+
+    def __init__(self, signal: Signal) -> None:
+        self._signal = signal
+        self._first: list[Value] = []
+        self.level = 0.0
+        self._variance = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._first and self._variance > 0
+
+    def noise(self, count: float) -> float:
+        """The standard deviation of a mean over `count` requests."""
+        one = max(math.sqrt(self._variance), self._signal.spread * abs(self.level))
+        return max(self._signal.floor, one / math.sqrt(count))
+
+    def z(self, value: Value) -> float:
+        return max(-CLIP, min(CLIP, (value[0] - self.level) / self.noise(value[1])))
+
+    def learn(self, value: Value) -> None:
+        if not self.is_ready:
+            self._first.append(value)
+            if len(self._first) >= WARM_UP:
+                self.level = statistics.median(v for v, _ in self._first)
+                spread = statistics.median(abs(v - self.level) * math.sqrt(n) for v, n in self._first)
+                self._variance = max((1.4826 * spread) ** 2, 1e-18)
+                self._first = []
+            return
+        clipped = max(-3.0, min(3.0, self.z(value))) * self.noise(value[1])
+        self.level += clipped / MEMORY
+        self._variance += (max(1e-18, clipped * clipped * value[1]) - self._variance) / MEMORY
+
+
+class Flag:
+    """Something that is wrong or not, at once."""
+
+    def __init__(self, name: str, what: str, read: Callable[[Observation], bool | None]) -> None:
+        self.name, self._what, self._read = name, what, read
+        self.is_active = False
+
+    def update(self, seen: Observation) -> None:
+        found = self._read(seen)
+        if found is not None:
+            self.is_active = found
+
+    def describe(self) -> str:
+        return f"{self.name}: {self._what}"
+
+
+def new_flags() -> list[Flag]:
+    return [
+        Flag("down", "the engine does not answer", lambda o: not o.is_up),
+        Flag("canary_failed", "the canary failed at the start", lambda o: None if o.canary_ok is None else not o.canary_ok),
+    ]
+
+
+class Watch:
+    """One series of one replica. `recent` are its last values since it began to differ."""
+
+    def __init__(self, signal: Signal) -> None:
+        self.signal, self.name = signal, signal.name
+        self.baseline = Baseline(signal)
+        self._sign = 1.0 if signal.direction == "up" else -1.0
+        self._test = self._new_test()
+        self._z: deque[float] = deque(maxlen=CALM)
+        self.recent: deque[float] = deque(maxlen=24)
+        self.value = 0.0
+        self.since: float | None = None  # when the change was seen
+
+    @staticmethod
+    def _new_test() -> PageHinkley:
+        # Its forgetting factor would eat up the allowance: what is added to the sum is the allowance, on average.
+        return PageHinkley(min_instances=2, delta=ALLOWANCE, threshold=THRESHOLD, alpha=1.0, mode="up")
+
+    @property
+    def is_active(self) -> bool:
+        return self.since is not None
+
+    def update(self, seen: Observation) -> None:
+        value = self.signal.read(seen)
+        if value is None:
+            return
+        if not self.baseline.is_ready:
+            self.baseline.learn(value)
+            return
+        z = self._sign * self.baseline.z(value)
+        self._z.append(z)
+        self.value = value[0]
+        if self.since is not None or z > NEAR:
+            self.recent.append(value[0])
+        else:
+            self.recent.clear()
+        if self.since is None:
+            self._test.update(z)  # type: ignore[no-untyped-call]
+            if self._test.drift_detected:
+                self.since = seen.at
+            elif z < NEAR:
+                self.baseline.learn(value)
+            return
+        if len(self._z) == CALM and max(self._z) < NEAR:
+            self._end()
+        elif seen.at - self.since >= ADOPTED_S:
+            self.baseline = Baseline(self.signal)
+            self._end()
+
+    def describe(self) -> str:
+        return f"{self.name}: {self.signal.what} ({self.value:.4g}, before {self.baseline.level:.4g})"
+
+    def _end(self) -> None:
+        self.since, self._test = None, self._new_test()
+        self._z.clear()
+        self.recent.clear()

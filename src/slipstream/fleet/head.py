@@ -1,0 +1,567 @@
+"""The fleet's head: it keeps as many replicas as the file says, opens the door, and takes orders.
+
+Everything that it needs to come back is in its folder: the file as it is now. If the head dies, its processes end since their
+standard inputs close, and `slipstream fleet up` starts again from there. Orders come over a Unix socket in that folder, a line
+of JSON each.
+
+A change of the file (`rollout`) is made one replica at a time: a new one serves before an old one is drained, so that nobody
+waits and no request is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
+
+from slipstream.config import resolve
+from slipstream.engine.folder import settled
+from slipstream.errors import ConfigError, EngineError, SlipstreamError
+from slipstream.fleet import certificates
+from slipstream.fleet.batches import FleetRoom
+from slipstream.fleet.config import FIXED, Fleet, PoolSpec, Tls, check, pools
+from slipstream.fleet.door import Door
+from slipstream.fleet.members import Members, Replica
+from slipstream.fleet.processes import Backend, Processes, Started
+from slipstream.fleet.scaling import Scaling
+from slipstream.hub import resolve_model
+from slipstream.plan.engines import this_hardware
+from slipstream.server.app import make_state, open_files
+from slipstream.server.auth import ApiKeys
+from slipstream.server.record import RequestLog
+from slipstream.server.run import BACKLOG, Server, needs_grpc, uvicorn_config
+from slipstream.server.state import ServerSettings, Watch
+from slipstream.spec.description import read_spec
+
+if TYPE_CHECKING:
+    from slipstream.fleet.on_ray import RayCluster
+
+logger = logging.getLogger("slipstream.fleet")
+
+_OWN = ("control", "fleet.json", "fleet.json.new", "kept", "lock", "logs", "tls")
+"""What the head makes in its folder. All else there is not ours to remove."""
+
+_FOLLOW_S = 0.25
+_END_S = 30.0
+"""From the last request's end to the head's: its replicas end first."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_PROBE = {"prompt": [1, 2, 3, 5, 8], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+class Member:
+    """A replica that the head started, or is about to."""
+
+    def __init__(self, spec: PoolSpec, place: int, id_: str) -> None:
+        self.spec, self.place, self.id = spec, place, id_
+        self.started: Started | None = None
+        self.replica: Replica | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.serves = asyncio.Event()
+        self.unwanted = False
+
+
+class Head:
+    def __init__(self, fleet: Fleet, folder: Path, settings: ServerSettings) -> None:
+        self.fleet, self.folder, self.settings = fleet, folder, settings
+        self.members = Members(fleet)
+        self._kept: dict[str, list[Member]] = {}  # by pool
+        self._numbers = itertools.count(1)
+        self._key = secrets.token_hex(32)
+        self._files: certificates.Files | None = None
+        self._backend: Backend | None = None
+        self._cluster: RayCluster | None = None  # in its place: Ray Serve keeps the replicas
+        self._followed: dict[str, Replica] = {}  # of the cluster's
+        self._server = self._make_server()
+        self.scaling = Scaling(self.members, self.door, self._numbers_of, self._scale_now)
+        self._lock: IO[str] | None = None
+        self._changing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._until_end: list[asyncio.StreamWriter] = []  # who ordered `down`: the connection ends with this process
+        self._failed: asyncio.Future[None]
+
+    # --- Life ---------------------------------------------------------------------------------------------------------
+
+    async def run(self, listener: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Until a signal or `down`. Errors of the first start are raised."""
+        self._failed = asyncio.get_running_loop().create_future()
+        self._take_folder()
+        try:
+            if self.fleet.tls is not None:
+                own = self.fleet.tls if isinstance(self.fleet.tls, Tls) else None
+                self._files = certificates.given(own) if own else certificates.make(self.folder / "tls")
+            await asyncio.to_thread(check_engines, self.fleet)
+            await self.members.configure(self.fleet)
+            if self.fleet.backend == "ray":
+                from slipstream.fleet.on_ray import RayCluster
+
+                self._cluster = await RayCluster.make(self.fleet, self._key, self._files)
+            else:
+                self._backend = self._make_backend()
+            if self.settings.grpc_port is not None:
+                with needs_grpc():
+                    from slipstream.fleet.kserve_grpc import FleetGrpc
+                self._server.grpc = FleetGrpc(self.door)
+            await self._serve(listener, on_ready)
+        except BaseException:
+            await self._end(keep_logs=True)
+            raise
+        await self._end()
+
+    async def _serve(self, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+        control = await asyncio.start_unix_server(self._order, self._control_path())
+        os.chmod(self._control_path(), 0o600)
+        if self._cluster is not None:
+            self._spawn(self._follow(self._cluster))
+            ready = asyncio.ensure_future(self._apply(self._cluster))
+        else:
+            wanted = [member for spec in pools(self.fleet) for member in self._grow(spec, spec.least)]
+            ready = asyncio.ensure_future(self._until_ready(wanted))
+        stopped = asyncio.ensure_future(self._until_stopped())
+        try:
+            waited: set[asyncio.Future[Any]] = {ready, self._failed, stopped}
+            await asyncio.wait(waited, timeout=self.fleet.start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+            if ready.done():
+                ready.result()
+            elif not stopped.done():
+                message = f"not all replicas serve after {self.fleet.start_timeout_s:g} s"
+                raise ConfigError(message, field="start_timeout_s")
+            if not stopped.done():
+                listener.listen(BACKLOG)
+                on_ready()
+                self._spawn(self._probe())
+                self._spawn(self.scaling.run())
+                await self._server.serve(sockets=[listener])
+        finally:
+            ready.cancel()
+            stopped.cancel()
+            control.close()
+
+    def stop(self) -> None:
+        """Drain, and end; called a second time, do not wait any longer."""
+        self._server.stop()
+
+    async def _until_stopped(self) -> None:
+        while not self._server.state.draining:
+            await asyncio.sleep(0.05)
+
+    async def _end(self, *, keep_logs: bool = False) -> None:
+        """Leave no process and no file behind; after an error only the replicas' logs."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        members = [member for kept in self._kept.values() for member in kept]
+        for member in members:
+            if member.task is not None:
+                member.task.cancel()
+        await asyncio.gather(*(m.task for m in members if m.task is not None), return_exceptions=True)
+        await asyncio.gather(*(replica.close() for replica in self._followed.values()))
+        if self._backend is not None:
+            await self._backend.close()
+        if self._cluster is not None:
+            await self._cluster.close()
+        for path in (self.folder / name for name in _OWN):
+            if path.is_dir() and not (keep_logs and path.name == "logs"):
+                shutil.rmtree(path, ignore_errors=True)
+            elif not path.is_dir():
+                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # there are logs, or files of others
+            self.folder.rmdir()
+        if self._lock is not None:
+            self._lock.close()
+        server = self._server
+        told = {"replicas": len(members) + len(self._followed), "finished": server.num_at_stop - server.num_cut}
+        for writer in self._until_end:
+            with contextlib.suppress(ConnectionError):
+                writer.write(json.dumps({**told, "cut": server.num_cut}).encode() + b"\n")
+                await writer.drain()
+
+    def _take_folder(self) -> None:
+        """ConfigError if a head that lives has it, or if it is somebody else's: at our end it is emptied."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if others := sorted(path.name for path in self.folder.iterdir() if path.name not in _OWN):
+            message = f"{self.folder} holds other files ({others[0][:100]!r}); a fleet needs a folder of its own"
+            raise ConfigError(message, field="state_dir")
+        self._lock = open(self.folder / "lock", "a")  # noqa: SIM115 - as long as we live
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            self._lock, folder = None, self.folder
+            self.folder = Path("/nonexistent")  # it is not ours to remove
+            raise ConfigError(f"a fleet runs in {folder} already; `slipstream fleet down` ends it", field="state_dir") from None
+        for old in ("tls", "kept", "control"):
+            path = self.folder / old
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        self._write_file()
+
+    def _write_file(self) -> None:
+        """What a head that comes after us starts from. Written whole or not at all."""
+        new = self.folder / "fleet.json.new"
+        new.write_bytes(msgspec.json.encode(self.fleet))
+        new.chmod(0o600)
+        new.replace(self.folder / "fleet.json")
+
+    def _control_path(self) -> str:
+        return str(self.folder / "control")
+
+    def _make_backend(self) -> Backend:
+        logs = self.folder / "logs"
+        logs.mkdir(exist_ok=True)
+        return Processes(
+            str(self.folder), self._key, self._files, lambda key: str(logs / key.replace("/", "--")), self.fleet.drain_timeout_s
+        )
+
+    def _make_server(self) -> Server:
+        model = next(iter(self.fleet.models))
+        state = make_state(None, self.settings, model)  # type: ignore[arg-type]  # the door has no engine
+        open_files(state)
+        self.door = Door(self.members, state, state.metrics)
+        if self.fleet.detect:
+            state.watch = _watch(self.members, self.fleet.alert_urls)
+        app = RequestLog(ApiKeys(self.door, state.keys), state.observers)
+        return Server(uvicorn_config(app, self.settings), state, FleetRoom(self.members, state))
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- Replicas -----------------------------------------------------------------------------------------------------
+
+    def _grow(self, spec: PoolSpec, number: int) -> list[Member]:
+        kept = self._kept.setdefault(spec.key, [])
+        places = {member.place for member in kept if not member.unwanted}
+        new = []
+        for _ in range(number):
+            place = next(i for i in itertools.count() if i not in places)
+            places.add(place)
+            member = Member(spec, place, f"{spec.key}/{next(self._numbers)}")
+            member.task = asyncio.create_task(self._keep(member))
+            kept.append(member)
+            new.append(member)
+        return new
+
+    async def _keep(self, member: Member) -> None:
+        """Keep a replica of this kind alive while it is wanted. Of the first start a wrong setting is raised to `run`."""
+        pause = _FIRST_PAUSE_S
+        while not member.unwanted:
+            began = time.monotonic()
+            try:
+                await self._live(member)
+            except (SlipstreamError, OSError) as error:
+                if not member.serves.is_set() and not self._failed.done() and not self._server.started:
+                    self._failed.set_exception(error)
+                    return
+                logger.error("replica %s could not start: %s", member.id, error)
+            if member.unwanted:
+                return
+            pause = _FIRST_PAUSE_S if time.monotonic() - began > 60 else min(2 * pause, _LONGEST_PAUSE_S)
+            await asyncio.sleep(pause if time.monotonic() - began < 5 else 0)
+
+    async def _live(self, member: Member) -> None:
+        """A replica's life."""
+        spec = member.spec
+        began = time.monotonic()
+        assert self._backend is not None
+        started = member.started = await self._backend.start(spec, member.place)
+        try:
+            version = self.members.version(spec.model, spec.version)
+            if version is None:
+                return  # the file has changed meanwhile
+            tls = None if self._files is None else self._files.context()
+            member.replica = Replica(member.id, spec, started.url, version, tls, self._key)
+            version.add(member.replica)
+            while not member.replica.heard:
+                await asyncio.sleep(0.01)
+            logger.info("replica %s serves after %.1f s", member.id, time.monotonic() - began)
+            member.serves.set()
+            self.scaling.cold_starts.add(spec.key, time.monotonic() - began)
+            how = await started.ended()
+            if not member.unwanted:
+                logger.error("replica %s %s, and will be replaced", member.id, how)
+        finally:
+            if member.replica is not None:
+                await member.replica.version.remove(member.id)
+            await started.stop(0.0)
+
+    async def _retire(self, member: Member) -> None:
+        """Send it nothing more, wait for what it has, and end it."""
+        member.unwanted = True
+        replica = member.replica
+        if replica is not None and replica.id in replica.version.replicas:
+            replica.version.drain(replica.id)
+            until = time.monotonic() + self.fleet.drain_timeout_s
+            while replica.num_in_flight and time.monotonic() < until:
+                await asyncio.sleep(0.02)
+        if member.task is not None:
+            member.task.cancel()
+            await asyncio.gather(member.task, return_exceptions=True)
+        kept = self._kept.get(member.spec.key, [])
+        if member in kept:  # a rollout may end it while `scale` waits for its requests
+            kept.remove(member)
+
+    async def _probe(self) -> None:
+        """Ask all replicas of a version the same, and take out who answers otherwise than most."""
+        every = self.fleet.router.probe_s
+        while every:
+            await asyncio.sleep(every)
+            for versions in tuple(self.members.models.values()):
+                for version in versions:
+                    able = [r for r in version.replicas.values() if r.heard and not r.draining]
+                    if len(able) < 3:
+                        continue
+                    found = await asyncio.gather(*map(_ask_probe, able))
+                    answers = {r.id: answer for r, answer in zip(able, found, strict=True) if answer is not None}
+                    for name in version.guard.probed(answers, time.monotonic()):
+                        logger.error("replica %s is taken out: it answers otherwise than the others", name)
+
+    # --- Replicas of a cluster ------------------------------------------------------------------------------------------
+
+    async def _follow(self, cluster: RayCluster) -> None:
+        """Know the replicas that Ray Serve keeps, as they come and go."""
+        while True:
+            found = await cluster.replicas()
+            specs = {spec.key: spec for spec in pools(self.fleet)}
+            for name, (pool, address) in found.items():
+                spec = specs.get(pool)
+                version = None if spec is None else self.members.version(spec.model, spec.version)
+                if name not in self._followed and spec is not None and version is not None:
+                    tls = None if self._files is None else self._files.context()
+                    self._followed[name] = Replica(name, spec, address, version, tls, self._key)
+                    version.add(self._followed[name])
+            for name in self._followed.keys() - found.keys():
+                replica = self._followed.pop(name)
+                replica.version.drain(name)
+                self._spawn(self._let_end(replica))
+            await asyncio.sleep(_FOLLOW_S)
+
+    async def _let_end(self, replica: Replica) -> None:
+        """Its requests may end; a replica that died has none."""
+        until = time.monotonic() + self.fleet.drain_timeout_s
+        while replica.num_in_flight and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        await replica.version.remove(replica.id)
+
+    async def _apply(self, cluster: RayCluster) -> None:
+        """Deploy the file, and wait until the door hears its replicas."""
+        try:
+            await cluster.apply(self.fleet)
+        except RuntimeError as error:
+            raise await cluster.failure() or EngineError(f"Ray Serve: {error}") from None
+        least = sum(spec.least for spec in pools(self.fleet))
+        while sum(replica.heard for replica in self._followed.values()) < least:
+            await asyncio.sleep(0.05)
+
+    # --- Orders -------------------------------------------------------------------------------------------------------
+
+    async def _order(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answer: dict[str, Any]
+        try:
+            order = json.loads(await reader.readline())
+            answer = await self._obey(order)
+            if order["do"] == "down":
+                self._until_end.append(writer)
+        except SlipstreamError as error:
+            answer = {"error": {"type": type(error).__name__, "message": error.message, "field": error.field}}
+        except (ValueError, KeyError, TypeError) as error:
+            answer = {"error": {"type": "ConfigError", "message": f"not an order: {error}", "field": None}}
+        with contextlib.suppress(ConnectionError):
+            writer.write(json.dumps(answer).encode() + b"\n")
+            await writer.drain()
+        if writer not in self._until_end:
+            writer.close()
+
+    async def _obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        match order["do"]:
+            case "status":
+                return self.door.status()
+            case "down":
+                self.stop()
+                if now := order.get("now"):
+                    self.stop()
+                within_s = (0.0 if now else self.fleet.drain_timeout_s) + _END_S
+                in_flight = len(self._server.state.in_flight)
+                return {"pid": os.getpid(), "in_flight": in_flight, "within_s": within_s}
+            case "rollout":
+                return await self.rollout(check(order["fleet"]))
+            case "scale":
+                return await self.scale(order["pool"], int(order["replicas"]))
+        raise ValueError(f"{order['do']!r} is unknown")
+
+    async def rollout(self, fleet: Fleet) -> dict[str, Any]:
+        """Make the fleet what the file says, one replica at a time."""
+        for name in FIXED:
+            if getattr(fleet, name) != getattr(self.fleet, name):
+                raise ConfigError(f"{name}: the fleet must be started anew to change it", field=name)
+        async with self._changing:
+            scalers = await self.scaling.make(fleet)
+            await self.members.configure(_with_old(fleet, self.fleet))
+            if self._cluster is not None:
+                were, self.fleet = set(self._followed), fleet
+                await self._apply(self._cluster)
+                await self.members.configure(fleet)
+                self._write_file()
+                are = set(self._followed)
+                replaced = min(len(were - are), len(are - were))
+                return {"replaced": replaced, "started": len(are - were) - replaced, "ended": len(were - are) - replaced}
+            before, self.fleet = self.fleet, fleet
+            wanted = {spec.key: spec for spec in pools(fleet)}
+            replaced = started = ended = 0
+            for key, spec in wanted.items():
+                kept = [m for m in self._kept.get(key, ()) if not m.unwanted]
+                old = [m for m in kept if m.spec.fingerprint != spec.fingerprint]
+                same = [m for m in kept if m not in old]
+                for member in same:
+                    member.spec = spec
+                number = max(spec.least, min(spec.most, len(kept)))  # as many as an autoscaler or `scale` has made them
+                for _ in range(number - len(same)):
+                    (new,) = self._grow(spec, 1)
+                    await self._until_serves(new, before)
+                    started += 1
+                    if old:
+                        await self._retire(old.pop())
+                        replaced += 1
+                for member in (*old, *same[spec.most :]):
+                    await self._retire(member)
+                    ended += 1
+            await self.members.configure(fleet)  # requests go to the new versions only; those of old ones end
+            self.scaling.take(scalers)
+            for key in [key for key in self._kept if key not in wanted]:
+                for member in tuple(self._kept[key]):
+                    await self._retire(member)
+                    ended += 1
+                del self._kept[key]
+            self._write_file()
+            logger.info("rolled out: %d replaced, %d started, %d ended", replaced, started - replaced, ended)
+            return {"replaced": replaced, "started": started - replaced, "ended": ended}
+
+    async def _until_serves(self, member: Member, before: Fleet) -> None:
+        """ConfigError, and the file of before, if it does not."""
+        try:
+            await asyncio.wait_for(member.serves.wait(), self.fleet.start_timeout_s)
+        except TimeoutError:
+            await self._retire(member)
+            self.fleet = before
+            await self.members.configure(before)
+            message = f"a replica of {member.spec.key} did not start; what was there goes on, the rest of the file is not taken"
+            raise ConfigError(message, field=member.spec.key) from None
+
+    async def scale(self, pool: str, replicas: int) -> dict[str, Any]:
+        """Have so many replicas of a pool, between its `min` and `max`."""
+        known = {spec.key: spec for spec in pools(self.fleet)}
+        if (spec := known.get(pool)) is None:
+            raise ConfigError(f"there is no pool {pool!r}; there are {', '.join(known)}", field="pool")
+        if not spec.least <= replicas <= spec.most:
+            hint = "write others into its file (replicas: {min, max}) and use `slipstream fleet rollout`"
+            raise ConfigError(f"{pool} has from {spec.least} to {spec.most} replicas; {hint}", field="replicas")
+        async with self._changing:
+            if self._cluster is not None:
+                await self._cluster.scale(spec, replicas)
+                return {"pool": pool, "replicas": replicas}
+            surplus = self._resize(spec, replicas)
+        await asyncio.gather(*map(self._retire, surplus))
+        return {"pool": pool, "replicas": replicas}
+
+    def _resize(self, spec: PoolSpec, replicas: int) -> list[Member]:
+        """Start what lacks. What is too many is unwanted from now on, and is the caller's to retire: those that do not serve
+        yet first, then those with the fewest requests."""
+        kept = [m for m in self._kept.get(spec.key, ()) if not m.unwanted]
+        self._grow(spec, max(0, replicas - len(kept)))
+        kept.sort(key=lambda m: (_serves(m), m.replica.num_in_flight if m.replica else 0, m.place))
+        surplus = kept[: max(0, len(kept) - replicas)]
+        for member in surplus:
+            member.unwanted = True
+        return surplus
+
+    def _scale_now(self, spec: PoolSpec, replicas: int) -> bool:
+        """What `scale` does, without waiting. False: a change is under way."""
+        if self._changing.locked() or self._server.state.draining:
+            return False
+        for member in self._resize(spec, replicas):
+            self._spawn(self._retire(member))
+        return True
+
+    def _numbers_of(self, spec: PoolSpec) -> tuple[int, int]:
+        """Replicas of a pool that are ready, and that start."""
+        kept = [m for m in self._kept.get(spec.key, ()) if not m.unwanted]
+        ready = sum(map(_serves, kept))
+        return ready, len(kept) - ready
+
+    async def _until_ready(self, wanted: Sequence[Member]) -> None:
+        self.scaling.take(await self.scaling.make(self.fleet))
+        await _all_serve(wanted)
+
+
+def check_engines(fleet: Fleet) -> None:
+    """Read the models and check the engines' settings, before anything is started. ConfigError. Replicas of a cluster have
+    devices of their own, which only they can check."""
+    for spec in pools(fleet):
+        args = settled(spec.args)
+        description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
+        if fleet.ray_address is None:
+            try:
+                resolve(args, description, this_hardware(args.device, args.num_threads).device_info())
+            except ConfigError as error:
+                raise ConfigError(f"{spec.key}: {error.message}", field=error.field) from None
+
+
+def _watch(members: Members, alert_urls: Sequence[str]) -> Watch:
+    try:
+        from slipstream.fleet.watch import FleetWatch
+    except ImportError:
+        raise ConfigError("detect needs a library: pip install 'slipstream[detect]'", field="detect") from None
+    return FleetWatch(members, alert_urls, source=socket.gethostname())
+
+
+def _serves(member: Member) -> bool:
+    return member.replica is not None and member.replica.heard and member.replica.id in member.replica.version.replicas
+
+
+async def _all_serve(members: Sequence[Member]) -> None:
+    for member in members:
+        await member.serves.wait()
+
+
+def _with_old(new: Fleet, old: Fleet) -> Fleet:
+    """The new file, and versions that only the old one has, with no share: their requests end in peace."""
+    models = dict(new.models)
+    for name, model in old.models.items():
+        known = {version.name for version in models[name].versions} if name in models else set()
+        gone = tuple(msgspec.structs.replace(v, share=0.0, shadow=0.0) for v in model.versions if v.name not in known)
+        if name not in models:
+            models[name] = model
+        elif gone:
+            models[name] = msgspec.structs.replace(models[name], versions=(*models[name].versions, *gone))
+    return msgspec.structs.replace(new, models=models)
+
+
+async def _ask_probe(replica: Replica) -> object:
+    """Its tokens; None if it did not answer."""
+    about = [replica.key_line + b"\r\n", b"content-type: application/json\r\n"]
+    try:
+        async with asyncio.timeout(30):
+            answer = await replica.pool.ask(b"POST", b"/v1/completions", about, msgspec.json.encode(_PROBE))
+            try:
+                told = msgspec.json.decode(await answer.read_all())
+            finally:
+                answer.done()
+        return tuple(told["choices"][0]["token_ids"])
+    except Exception as error:  # whatever it is, the others' answers are compared
+        logger.info("replica %s did not answer its probe: %r", replica.id, error)
+        return None

@@ -1,0 +1,64 @@
+"""What the door does to a replica's stream: takes the marks out (`server.fleet`), and says how it broke off."""
+
+from __future__ import annotations
+
+import re
+
+from starlette.types import Scope
+
+from slipstream.server.errors import SHAPES, ApiError
+
+_MARK = re.compile(rb":(?:t ([\d ]*)|e (\d+ \d+))\n")  # where a line begins
+
+ELSEWHERE = frozenset({"engine_dead", "engine_asleep", "engine_unhealthy", "engine_error", "shutting_down", "internal"})
+"""Codes of errors that another replica does not have."""
+
+
+class Marked:
+    """A stream with marks, read part by part."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []  # what they brought was handed out
+        self.ended: tuple[int, int] | None = None  # the tokens of prompt and answer, once it came to its end
+        self.rest = b""  # not known yet to be whole
+
+    def feed(self, data: bytes) -> bytes:
+        """What may be sent on."""
+        data = self.rest + data if self.rest else data
+        parts, begin, end = [], 0, len(data)
+        at = 0 if data.startswith(b":") else data.find(b"\n:") + 1 or end
+        while at < end:
+            if (mark := _MARK.match(data, at)) is None:
+                at = data.find(b"\n:", at) + 1 or end
+                continue
+            parts.append(data[begin:at])
+            begin = mark.end()
+            if mark[2]:
+                prompt, answer = mark[2].split()
+                self.ended = int(prompt), int(answer)
+            elif mark[1]:
+                self.tokens += map(int, mark[1].split())
+            at = begin if data.startswith(b":", begin) else data.find(b"\n:", begin) + 1 or end
+        self.rest = data[begin:]
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def broken(self) -> None:
+        """The rest will come again, from elsewhere."""
+        self.rest = b""
+
+    @property
+    def error_code(self) -> str | None:
+        """Of the error event that a replica ended the stream with, if it did."""
+        found = re.search(rb'"code":"(\w+)"', self.rest) if b'"error"' in self.rest else None
+        return None if found is None else found[1].decode()
+
+
+def error_event(scope: Scope, error: ApiError) -> bytes:
+    """What ends a stream that can't go on, in the shape of its route's protocol."""
+    path = scope["path"]
+    if path.startswith("/api/"):
+        return SHAPES["/api"](error, scope["record"].id) + b"\n"
+    body = next((shape(error, scope["record"].id) for begin, shape in SHAPES.items() if path.startswith(begin + "/")), None)
+    if path.startswith("/v1/messages"):
+        return b"event: error\ndata: " + (SHAPES["/v1/messages"](error, scope["record"].id)) + b"\n\n"
+    return b"data: " + (body or error.body()) + b"\n\n"

@@ -1,0 +1,49 @@
+"""torch's CPU tensors as NumPy's arrays and back, over the same memory. NumPy's bfloat16 is `ml_dtypes`'."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.kernels.native import stand_in
+from slipstream.kernels.weights import Linear
+
+AnyLinear = TypeVar("AnyLinear", bound=Linear)
+
+
+def to_array(x: Tensor) -> npt.NDArray[Any]:
+    """The same memory, of a tensor on the CPU; of one on the meta device an array without memory."""
+    kind = {torch.bfloat16: ml_dtypes.bfloat16, torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn}.get(x.dtype)
+    if x.device.type == "meta":
+        return stand_in(tuple(x.shape), str(x.dtype).removeprefix("torch.") if kind is None else kind)
+    if kind is None:
+        return x.detach().numpy()
+    bits = torch.int16 if kind is ml_dtypes.bfloat16 else torch.int8
+    return x.detach().view(bits).numpy().view(kind)
+
+
+def to_tensor(x: npt.NDArray[Any]) -> Tensor:
+    """The same memory. A read-only array is copied, since torch knows none."""
+    x = x if x.flags.writeable else x.copy()
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def as_arrays(w: AnyLinear) -> AnyLinear:
+    """A weight with arrays in the place of its tensors."""
+    found: dict[str, Any] = {f.name: to_array(v) for f in dataclasses.fields(w) if isinstance(v := getattr(w, f.name), Tensor)}
+    if (kind := getattr(w, "out_dtype", None)) is not None:
+        found["out_dtype"] = np.dtype(str(kind).removeprefix("torch."))
+    return dataclasses.replace(w, **found)
+
+
+def meta(x: npt.NDArray[Any]) -> Tensor:
+    """A tensor of that shape and type without memory."""
+    return torch.empty(x.shape, dtype=getattr(torch, str(x.dtype)), device="meta")

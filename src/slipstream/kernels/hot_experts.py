@@ -1,0 +1,106 @@
+"""Single experts of a mixture on the host that a device holds as well: those that tokens choose most.
+
+Their weights are dense on the device. Which ones they are follows the measured load, a few experts at a time. All tensors stay
+where they are, so graphs stay right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.kernels.arrays import to_tensor
+from slipstream.kernels.cpu_moe import NativeExperts
+from slipstream.kernels.layouts import Experts
+from slipstream.kernels.unpack import unpack
+from slipstream.kernels.weights import Linear
+from slipstream.platform import Platform
+
+MOST_MOVES = 4
+"""Experts that change places at a time: some milliseconds of copying."""
+
+GAIN = 1.25
+"""An expert takes another's place if it was chosen so many times as often, lest near ones go to and fro."""
+
+KEPT = 0.5
+"""Of the load seen before, at each look: what counts is the recent load."""
+
+
+class HotExperts:
+    """`count` of a layer's experts on the device. `experts` are they, numbered by their places. `place_of`, int32 [X], says
+    each expert's place, or `count`, if it is the host's."""
+
+    def __init__(self, source: Experts, count: int, platform: Platform, dtype: torch.dtype) -> None:
+        up, down = source.up, source.down
+        assert isinstance(up, NativeExperts)
+        assert isinstance(down, NativeExperts)
+        self._source, self._platform, self.count = (up, down), platform, count
+        num_experts = source.spec.num_experts
+        self.held: list[int] = [-1] * count  # by place
+        self.place_of = torch.full((num_experts,), count, dtype=torch.int32, device=platform.device)
+        self._weights = [torch.zeros(count, w.rows, w.inner, dtype=dtype, device=platform.device) for w in (up, down)]
+        self._biases = [
+            None if w.bias is None else torch.zeros(count, w.rows, dtype=dtype, device=platform.device) for w in (up, down)
+        ]
+        own = [
+            Linear(weight=weight.flatten(0, 1), bias=None if bias is None else bias.flatten())
+            for weight, bias in zip(self._weights, self._biases, strict=True)
+        ]
+        self.experts = Experts(own[0], own[1], dataclasses.replace(source.spec, held=(0, count)))
+        self._seen = np.zeros(num_experts, np.int64)
+        self._load = np.zeros(num_experts)
+        self._move({place: place for place in range(count)})
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(w.numel() * w.element_size() for w in self._weights)
+
+    def follow(self, counts: Sequence[int]) -> int:
+        """Let experts that tokens chose more take the places of others, by the counts since the start. Returns how many did."""
+        now = np.asarray(counts, np.int64)
+        fresh = now - self._seen if (now >= self._seen).all() else now  # they began anew
+        self._seen, self._load = now, KEPT * self._load + fresh
+        moves = best_moves(self._load, self.held)
+        self._move(moves)
+        return len(moves)
+
+    def split(self, weights: Tensor, chosen: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Of a choice [T, k]: the host's experts, −1 for others; and the device's weights and places."""
+        places = self.place_of[chosen.long()]
+        here = places < self.count
+        return chosen.masked_fill(here, -1), (weights.masked_fill(~here, 0.0), places)
+
+    def _move(self, moves: dict[int, int]) -> None:
+        """Put experts in places: {place: expert}."""
+        if not moves:
+            return
+        for place, expert in moves.items():
+            self.held[place] = expert
+            for w, weight, bias in zip(self._source, self._weights, self._biases, strict=True):
+                start = 0
+                for part in w.parts:
+                    own = part.of(expert).data
+                    data = to_tensor(own).to(self._platform.device, non_blocking=True)
+                    unpack(data[None], part, weight[place : place + 1, start : start + part.rows])
+                    start += part.rows
+                if bias is not None:
+                    assert w.bias is not None
+                    bias[place].copy_(torch.as_tensor(w.bias)[expert * w.rows : (expert + 1) * w.rows])
+        places: npt.NDArray[np.int32] = np.full(len(self.place_of), self.count, np.int32)
+        places[self.held] = np.arange(self.count)
+        self.place_of.copy_(self._platform.upload(places))
+
+
+def best_moves(load: npt.NDArray[np.float64], held: Sequence[int]) -> dict[int, int]:
+    """{place: expert}: the experts outside `held` that were chosen most take the places of those in it that were chosen least,
+    the best `MOST_MOVES` of them, each with `GAIN`."""
+    outside = np.setdiff1d(np.arange(len(load)), held)
+    coming = outside[np.argsort(-load[outside], kind="stable")]
+    leaving = np.argsort(load[list(held)], kind="stable")
+    pairs = list(zip(coming.tolist(), leaving.tolist(), strict=False))[:MOST_MOVES]
+    return {place: expert for expert, place in pairs if load[expert] > GAIN * load[held[place]]}

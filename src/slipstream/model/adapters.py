@@ -1,0 +1,236 @@
+"""Adapters of a model on the host: where each product's numbers stand in a slot, and reading PEFT's checkpoints into one.
+
+A slot is one flat piece of memory with room for all products that can have an adapter. On the host an adapter is kept without
+the gaps that it leaves there (`HostAdapter`). A tensor of the checkpoint finds its place by the table of names that the base
+weights have: a part of a product in our order of rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import AdapterError, CheckpointError, UnsupportedModelError
+from slipstream.kernels.adapters import LoRAWeights
+from slipstream.kernels.weights import Linear
+from slipstream.model.checkpoint import canonical
+from slipstream.model.decoder import Decoder
+from slipstream.model.layers import MLP, Attention, MoE
+from slipstream.model.weights import transform
+from slipstream.spec.adapters import WEIGHTS_NAME, AdapterConfig, read_adapter_config
+from slipstream.spec.description import ModelDescription
+from slipstream.spec.parameters import Placement, Swap, Transpose, Ungroup, Unpermute, parameters
+
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_LAYER = re.compile(r"layers\.\d+\.(.+)\.weight")
+
+
+def adapted_products(decoder: Decoder) -> dict[str, Linear]:
+    """The decoder's products that can have an adapter, by the names of their weights."""
+    found: dict[str, Linear | None] = {}
+    for i, layer in enumerate(decoder.layers):
+        a, m = layer.attention, layer.mlp
+        own: dict[str, Linear | None]
+        if isinstance(a, Attention):
+            own = {"attention.qkv": a.qkv, "attention.out": a.out}
+        else:
+            own = {"attention.q_latent": a.q_latent, "attention.q": a.q, "attention.latent": a.latent, "attention.out": a.out}
+        if isinstance(m, MLP):
+            own |= {"mlp.up": m.up, "mlp.down": m.down}
+        else:
+            assert isinstance(m, MoE)
+            own |= {"router": m.router, "shared_weight": m.shared_weight}
+            own |= {} if m.shared is None else {"shared.up": m.shared.up, "shared.down": m.shared.down}
+        found |= {f"layers.{i}.{stem}.weight": w for stem, w in own.items()}
+    return {name: w for name, w in found.items() if w is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a product's numbers stand in a slot. `starts` are its parts' first rows."""
+
+    stem: str  # of the product in its layer
+    linear: Linear
+    inner: int
+    out: int
+    starts: tuple[int, ...]
+    begin: int  # of `down` in the slot; `up` follows it
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdapter:
+    """An adapter's numbers, side by side, with where they stand in a slot. Everything else there is zero."""
+
+    numbers: Tensor  # pinned where copies to the device are asynchronous
+    spans: tuple[slice, ...]
+    parts: frozenset[tuple[str, int]]  # stems of products, and their parts
+
+    def copy_to(self, slot: Tensor) -> None:
+        """Into `slot` [slot_size], on the stream of the step."""
+        slot.zero_()
+        at = 0
+        for span in self.spans:
+            size = span.stop - span.start
+            slot[span].copy_(self.numbers[at : at + size], non_blocking=True)
+            at += size
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A tensor of a checkpoint, and where it stands in a slot: rows of `columns` numbers, zeros behind the tensor's own."""
+
+    name: str
+    part: tuple[str, int]
+    begin: int
+    columns: int
+    value: Tensor
+
+    @property
+    def size(self) -> int:
+        return len(self.value) * self.columns
+
+
+class Layout:
+    """The places of all products in a slot, for adapters of up to `max_rank` ranks a part."""
+
+    def __init__(self, description: ModelDescription, decoder: Decoder, max_rank: int) -> None:
+        self.max_rank = max_rank
+        self.description = description
+        self.names = description.family.names(description.spec)
+        shapes, parts = parameters(description.spec), dict[str, set[int]]()
+        for place in self.names.values():
+            parts.setdefault(place.target, set()).add(place.start)
+        self.places: dict[str, Place] = {}
+        end = 0
+        for name, linear in adapted_products(decoder).items():
+            out, inner = shapes[name]
+            starts, match = tuple(sorted(parts[name])), _LAYER.fullmatch(name)
+            assert match is not None
+            self.places[name] = Place(match[1], linear, inner, out, starts, end)
+            # Triton reads 16 bytes at a time only where 16 divides the distance of slots.
+            end += -(-(len(starts) * inner + out) * max_rank // 16) * 16
+        self.slot_size = end
+
+    def weights(self, slots: Tensor, place: Place, live: Collection[tuple[str, int]] | None = None) -> LoRAWeights:
+        """Of one product, the adapters in `slots` [N, slot_size]. `live`: the parts that they have (`HostAdapter.parts`)."""
+        num, rank = len(place.starts), self.max_rank
+        middle = place.begin + num * rank * place.inner
+        down = slots[:, place.begin : middle].unflatten(1, (num * rank, place.inner))
+        up = slots[:, middle : middle + place.out * rank].unflatten(1, (place.out, rank))
+        parts = tuple(p for p in range(num) if live is None or (place.stem, p) in live)
+        return LoRAWeights(down, up, place.starts, parts)
+
+    def read(self, folder: Path, dtype: torch.dtype, *, pinned: bool = False) -> HostAdapter:
+        """A PEFT checkpoint. AdapterError says what is wrong with it."""
+        try:
+            config = read_adapter_config(folder)
+            if config.most_ranks > self.max_rank:
+                message = f"the adapter has rank {config.most_ranks} and max_lora_rank is {self.max_rank}; start with more"
+                raise AdapterError(message, field="max_lora_rank")
+            return self._filled(self._read(folder, config), dtype, pinned)
+        except (CheckpointError, UnsupportedModelError) as error:
+            raise AdapterError(error.message, field=error.field) from error
+
+    def _read(self, folder: Path, config: AdapterConfig) -> list[_Piece]:
+        found, sides = list[_Piece](), set[tuple[str, str]]()
+        for name, value in _tensors(folder):
+            match = _TENSOR.fullmatch(name)
+            if match is None:
+                raise AdapterError(f"the adapter has a tensor {name!r}, which is none of a LoRA's (lora_A, lora_B)", field=name)
+            module, side = match[1], match[2]
+            place, part = self._place(module, name)
+            rank, rows = config.rank_of(module), self._rows(place, part)
+            expected = (rank, place.inner) if side == "A" else (rows.stop - rows.start, rank)
+            if tuple(value.shape) != expected:
+                raise AdapterError(
+                    f"the adapter's tensor {name!r} has shape {list(value.shape)}, and this model with rank {rank} asks for "
+                    f"{list(expected)}; it was trained for another base model, or its config is not its own",
+                    field=name,
+                )
+            sides.add((module, side))
+            number = place.starts.index(rows.start)
+            if side == "A":
+                begin, columns = place.begin + number * self.max_rank * place.inner, place.inner
+            else:
+                begin, columns = place.begin + len(place.starts) * self.max_rank * place.inner, self.max_rank
+                begin += rows.start * self.max_rank
+                value = _reordered(value, part).float() * config.scale_of(module)
+            found.append(_Piece(name, (place.stem, number), begin, columns, value))
+        for module, side in sides:
+            other = "B" if side == "A" else "A"
+            if (module, other) not in sides:
+                raise AdapterError(f"the adapter has lora_{side} of {module}, and lacks its lora_{other}", field=module)
+        if not found:
+            raise AdapterError(f"{folder / WEIGHTS_NAME} holds no tensors", field=WEIGHTS_NAME)
+        return sorted(found, key=lambda piece: piece.begin)
+
+    def _filled(self, pieces: list[_Piece], dtype: torch.dtype, pinned: bool) -> HostAdapter:
+        numbers = torch.empty(sum(p.size for p in pieces), dtype=dtype, pin_memory=pinned)
+        spans, at = list[slice](), 0
+        for piece in pieces:
+            into = numbers[at : at + piece.size].view(-1, piece.columns)
+            rank = piece.value.shape[1]
+            into[:, :rank], into[:, rank:] = piece.value, 0
+            at += piece.size
+            joins = bool(spans) and spans[-1].stop == piece.begin
+            begin = spans.pop().start if joins else piece.begin
+            spans.append(slice(begin, piece.begin + piece.size))
+        if not _are_finite(numbers):
+            ends = itertools.accumulate(p.size for p in pieces)
+            name = next(p.name for p, end in zip(pieces, ends, strict=True) if not _are_finite(numbers[end - p.size : end]))
+            raise AdapterError(f"the adapter's tensor {name!r} holds numbers that are not finite", field=name)
+        return HostAdapter(numbers, tuple(spans), frozenset(p.part for p in pieces))
+
+    def _place(self, module: str, name: str) -> tuple[Place, Placement]:
+        """Where a module's adapter goes."""
+        key = canonical(f"{module}.weight", self.description.family.prefixes, self.names)
+        part = None if key is None else self.names[key]
+        if part is not None and part.target in self.places and part.copies is None:
+            assert part.transform is None or isinstance(part.transform, Transpose | Ungroup | Unpermute | Swap)
+            return self.places[part.target], part
+        if part is None:
+            why = f"this model ({self.description.spec.family}) has no such module; it was trained for another base model"
+        elif part.target.startswith(("head.", "embed")):
+            why = "adapters of embeddings and output head are not built; train without it"
+        elif part.target.startswith("vision."):
+            why = "adapters of the image encoder are not built; train without it"
+        elif ".experts." in part.target:
+            why = "adapters of experts are not built; train without them"
+        else:
+            why = "it is part of something computed in one piece here; train without it"
+        raise AdapterError(f"the adapter has {name!r}: {why}", field=module)
+
+    def _rows(self, place: Place, part: Placement) -> slice:
+        return slice(part.start, place.out if part.rows is None else part.start + part.rows)
+
+
+def _reordered(up: Tensor, part: Placement) -> Tensor:
+    """lora_B [out, r] with our order of rows. What is stored transposed has B in the usual form."""
+    return up if isinstance(part.transform, Transpose) else transform(up, part.transform)
+
+
+def _are_finite(numbers: Tensor) -> bool:
+    """By the lowest and the highest, which are no numbers if any is none: a sixth of the time of asking each."""
+    return all(bool(x.isfinite()) for x in numbers.aminmax())
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / WEIGHTS_NAME
+    if not path.is_file():
+        pickled = (folder / "adapter_model.bin").is_file()
+        why = "; adapter_model.bin is a pickle, which is never loaded: save it with safetensors" if pickled else ""
+        raise CheckpointError(f"{folder} holds no {WEIGHTS_NAME}{why}", field=WEIGHTS_NAME)
+    try:
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (no dict)
+                yield name, opened.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}", field=WEIGHTS_NAME) from error

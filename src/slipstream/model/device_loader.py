@@ -1,0 +1,161 @@
+"""Loads a decoder whose layers don't all stay on the device (`spec.offload`, `device_stream`).
+
+1. What is of no layer is loaded.
+2. The first layer of each kind is laid out on the device, measured, and dropped. So all sizes are known.
+3. Each layer is laid out in turn. It stays, or goes to the host and is dropped. So no more than one layer is on the device
+   beside what stays, and in this process beside what is pinned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import OutOfMemoryError
+from slipstream.kernels.ops import OpSet
+from slipstream.kernels.weights import Linear
+from slipstream.model.cache_scales import CacheScales
+from slipstream.model.checkpoint import HeldWeights
+from slipstream.model.decoder import Decoder
+from slipstream.model.device_stream import DeviceStream, layer_bytes, with_tensors, without_data
+from slipstream.model.layers import Layer, build_layer
+from slipstream.model.loaded import LoadedModel, decoder_bytes, decoder_forms, held_bytes
+from slipstream.model.weights import dummy_values, load_parameters
+from slipstream.platform import platform_of
+from slipstream.spec.description import ModelDescription
+from slipstream.spec.offload import plan_offload
+from slipstream.spec.parameters import parameters
+from slipstream.spec.scheme import Scheme
+
+_logger = logging.getLogger("slipstream.engine")
+
+
+class DeviceLoader:
+    """Makes layers of a checkpoint, or random ones. `held_of` gives the objects that take the rounded weights among those
+    wanted."""
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        *,
+        ops: OpSet,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_model_len: int,
+        is_dummy: bool,
+        seed: int,
+        scheme: Scheme | None,
+        held_of: Callable[[Callable[[str], bool]], HeldWeights | None],
+        cache_scales: CacheScales | None,
+    ) -> None:
+        self.description, self.ops, self.device, self.dtype = description, ops, device, dtype
+        self.max_model_len, self.is_dummy, self.seed, self.scheme = max_model_len, is_dummy, seed, scheme
+        self.held_of, self.cache_scales = held_of, cache_scales
+        self.tables = ops.position_tables(max_model_len, device)
+
+    def load(self, budget: int) -> LoadedModel:
+        """With at most `budget` bytes of weights on the device. ConfigError: that is too few."""
+        try:
+            return self._load(budget)
+        except torch.OutOfMemoryError as error:
+            message = f"weights_bytes={budget}, and the weights do not fit on {self.device}: {error}; lower it"
+            raise OutOfMemoryError(message, field="weights_bytes") from error
+
+    def _load(self, budget: int) -> LoadedModel:
+        spec, stream = self.description.spec, DeviceStream(platform_of(self.device))
+        decoder = self._ends()
+        sizes, small = self._sizes()
+        others = decoder_bytes(decoder) + held_bytes(vars(self.tables)) + small
+        plan = plan_offload(sizes, others, budget)
+        streamed = () if plan is None else plan.streamed
+        stream.expect({i: sizes[i] for i in streamed})
+        layers: list[Layer] = []
+        for i, layer in self._layers(range(spec.num_layers)):
+            layers.append(stream.keep(i, layer) if i in streamed else with_tensors(layer, lambda x: x))
+            del layer  # before the next is made
+        if plan is not None:
+            stream.open()
+            _logger.info("%s", plan.describe())
+        if self.description.gguf is not None:
+            self.description.gguf.let_go()
+        decoder.take_layers([stream.placed(i, x) if i in streamed else x for i, x in enumerate(layers)])
+        forms = decoder_forms(decoder)
+        if plan is not None:
+            decoder.stream = stream
+        total = decoder_bytes(decoder) if plan is None else plan.resident_bytes
+        return LoadedModel(self.description, spec, decoder, total, forms, self.cache_scales)
+
+    def _sizes(self) -> tuple[list[int], int]:
+        """(what each layer takes of a place, what all of them hold beside it)"""
+        kinds = [self._kind(i) for i in range(self.description.spec.num_layers)]
+        found: dict[Any, tuple[int, int]] = {}
+        shared = 0
+        for i, layer in self._layers({kinds.index(kind) for kind in kinds}):
+            shared = held_bytes(vars(self.tables))
+            found[kinds[i]] = layer_bytes(layer), held_bytes(without_data(layer), vars(self.tables)) - shared
+            del layer
+        return [found[kind][0] for kind in kinds], sum(found[kind][1] for kind in kinds)
+
+    def _kind(self, index: int) -> Any:
+        """Layers of one kind are laid out alike."""
+        description, prefix = self.description, _prefix(index)
+        formats, columns = description.held_formats(self.ops.rounded), description.split_columns()
+        shapes = {n: s for n, s in parameters(description.spec).items() if n.startswith(prefix)}
+        of_weights = tuple((n.removeprefix(prefix), s, formats.get(n), len(columns.get(n, ()))) for n, s in shapes.items())
+        return description.spec.layers[index], of_weights
+
+    # --- Reading ------------------------------------------------------------------------------------------------------
+
+    def _ends(self) -> Decoder:
+        """The decoder without layers."""
+        values, products = self._values("", self.cache_scales)
+        how = dict(max_model_len=self.max_model_len, scheme=self.scheme, products=products, layers=())
+        return Decoder(self.description.spec, values, self.ops, **how)  # type: ignore[arg-type]
+
+    def _layers(self, wanted: Collection[int]) -> Iterator[tuple[int, Layer]]:
+        """These layers, laid out on the device, one after the other. Random ones are those of a whole model."""
+        if not self.is_dummy:
+            for i in sorted(wanted):
+                yield i, self._made(i, *self._values(_prefix(i)))
+            return
+        own: dict[str, Tensor] = {}
+        following = iter(sorted(wanted))
+        at = next(following, None)
+        for name, value in self._random():
+            if own and at is not None and not name.startswith(_prefix(at)):
+                yield at, self._made(at, own, {})
+                own, at = {}, next(following, None)
+            if at is None:
+                return
+            if name.startswith(_prefix(at)):
+                own[name] = value
+        if own and at is not None:
+            yield at, self._made(at, own, {})
+
+    def _made(self, index: int, values: dict[str, Tensor], products: dict[str, Linear]) -> Layer:
+        how: dict[str, Any] = dict(name=_prefix(index), scheme=self.scheme, products=products)
+        return build_layer(self.description.spec.layers[index], values, self.ops, self.tables, **how)
+
+    def _values(self, prefix: str, scales: CacheScales | None = None) -> tuple[dict[str, Tensor], dict[str, Linear]]:
+        """The parameters whose names begin with `prefix` (with "": those of no layer), and those that are rounded already."""
+
+        def wanted(name: str) -> bool:
+            return name.startswith(prefix) if prefix else not name.startswith("layers.")
+
+        if self.is_dummy:
+            return {name: value for name, value in self._random() if wanted(name)}, {}
+        held = self.held_of(wanted)
+        how: dict[str, Any] = dict(dtype=self.dtype, device=self.device, held=held, cache_scales=scales, wanted=wanted)
+        values = load_parameters(self.description, **how)
+        return values, {} if held is None else held.linears()
+
+    def _random(self) -> Iterator[tuple[str, Tensor]]:
+        return dummy_values(self.description, dtype=self.dtype, device=self.device, seed=self.seed)
+
+
+def _prefix(layer: int) -> str:
+    return f"layers.{layer}."

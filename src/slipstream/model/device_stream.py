@@ -1,0 +1,251 @@
+"""Layers whose weights lie in the host's memory and are copied to the device ahead of use (`spec.offload` says which and why).
+
+    pinned memory ──copy──> place 0, place 1, place 0, …      beside the computing of the layers before
+
+1. A layer's weights are views of its place, at the same addresses in every step. So its `Layer` is made once.
+2. Nothing waits on the host: a layer runs behind its copy, and a copy behind the layer that had the place before. Copies follow
+   each other without a gap, also from one step to the next, as long as computing takes less time than copying.
+3. Norms and other small tensors stay on the device, and so do the tables that layers share.
+4. A copy is cut in pieces, so that a step's own small inputs pass between them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import OutOfMemoryError
+from slipstream.kernels.layouts import MLAParams
+from slipstream.kernels.weights import Linear
+from slipstream.model.layers import Layer
+from slipstream.platform import Event, Platform
+from slipstream.spec.offload import NUM_SLOTS, PIECE
+
+PINNERS = 4
+"""Threads that pin memory, whose pages the system clears first. With one thread a start with 23 GiB of random weights took
+17.6 s on an H200's host, most of it for that."""
+
+ALIGNMENT = 512
+"""Of a tensor in its place, in bytes: as torch's allocator aligns."""
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A layer with each tensor of its weights changed, in their order. A weight's second form, without its zeros, is dropped:
+    it would have to be copied, too."""
+    changed: dict[str, Any]
+    if isinstance(value, (Linear, MLAParams)):
+        own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        changed = {name: change(x) for name, x in own.items() if isinstance(x, Tensor) and name != "cos_sin"}
+        if isinstance(value, Linear):
+            changed["sparse"] = None
+        return dataclasses.replace(value, **changed)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        changed = {name: new for name, old in own.items() if (new := with_tensors(old, change)) is not old}
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
+
+
+def layer_bytes(layer: Layer) -> int:
+    """What a layer takes of a place."""
+    total = 0
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal total
+        total += _aligned(tensor.nbytes)
+        return tensor
+
+    with_tensors(layer, count)
+    return total
+
+
+def without_data(layer: Layer) -> Layer:
+    """The layer with stand-ins for the tensors of its weights, which have their shapes and types."""
+    made: Layer = with_tensors(layer, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"))
+    return made
+
+
+class DeviceStream:
+    """Gives the decoder its layers in turn. `read_bytes`: how much was copied."""
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform, self._copies = platform, platform.copy_queue()
+        self._pinners = ThreadPoolExecutor(PINNERS, thread_name_prefix="pinning")
+        self._pinning: dict[int, list[Future[Tensor]]] = {}
+        self._host: dict[int, list[Tensor]] = {}  # pinned, uint8, by layer, in pieces
+        self._sizes: dict[int, int] = {}
+        self._order: list[int] = []
+        self._places: list[Tensor] = []  # uint8, on the device
+        self._arrivals: dict[int, Event | None] = {}  # of layers that are copied, or on their way, and were not computed since
+        self._computing: int | None = None  # the layer whose weights what was queued last reads
+        self._layouts: set[tuple[Any, ...]] = set()
+        self._idle = False
+        self.read_bytes = 0
+
+    # --- At the start -------------------------------------------------------------------------------------------------
+
+    def expect(self, sizes: Mapping[int, int]) -> None:
+        """Layers of these `layer_bytes` are to be kept, in their order. From now on their memory is pinned, beside the
+        loading."""
+        for index, size in sorted(sizes.items()):
+            parts = (min(PIECE, size - begin) for begin in range(0, size, PIECE))
+            self._pinning[index] = [self._pinners.submit(self._platform.pinned, part) for part in parts]
+        self._pinners.shutdown(wait=False)
+
+    def keep(self, index: int, layer: Layer) -> Layer:
+        """Copy the weights of an expected layer to the host, and return the layer `without_data`."""
+        size, at = layer_bytes(layer), 0
+        try:
+            pieces = [part.result() for part in self._pinning.pop(index)]
+        except RuntimeError as error:
+            self._pinners.shutdown(wait=False, cancel_futures=True)
+            raise OutOfMemoryError(
+                f"weights_bytes: the host has no pinned memory left for layer {index} ({size / 2**20:,.0f} MiB): {error}; "
+                "raise weights_bytes, or take a smaller format of the weights (quantization)",
+                field="weights_bytes",
+            ) from error
+
+        def copy(tensor: Tensor) -> Tensor:
+            nonlocal at
+            memory, done = _bytes_of(tensor), 0
+            while done < len(memory):
+                number, begin = divmod(at + done, PIECE)
+                count = min(PIECE - begin, len(memory) - done)
+                pieces[number][begin : begin + count].copy_(memory[done : done + count])
+                done += count
+            at += _aligned(tensor.nbytes)
+            return tensor
+
+        with_tensors(layer, copy)
+        self._layouts.add(_layout(layer))
+        self._host[index], self._sizes[index] = pieces, size
+        self._order.append(index)
+        return without_data(layer)
+
+    def open(self) -> None:
+        """Make the places, and begin to fill them. All layers are kept."""
+        size = max(self._sizes.values())
+        for _ in range(min(NUM_SLOTS, len(self._order))):
+            self._places.append(torch.empty(size, dtype=torch.uint8, device=self._platform.device))
+        self._fill()
+
+    def placed(self, index: int, layer: Layer) -> Layer:
+        """The layer that `keep` returned, with its weights in their place."""
+        place, at = self._places[self._place_of(index)], 0
+
+        def view(tensor: Tensor) -> Tensor:
+            nonlocal at
+            memory = place[at : at + tensor.nbytes]
+            at += _aligned(tensor.nbytes)
+            order = _order_of(tensor)
+            shape = [tensor.shape[dim] for dim in order]
+            return memory.view(tensor.dtype).view(shape).permute([order.index(dim) for dim in range(len(order))])
+
+        made: Layer = with_tensors(layer, view)
+        return made
+
+    # --- In a step ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def before(self, layer: int) -> None:
+        """Have what is queued next find the layer's weights in their place, and begin to copy the next ones. Called before each
+        layer in turn, and with the number of layers after the last."""
+        if self._idle:
+            return
+        if self._computing is not None:
+            self._begin(self._after(self._computing))
+            self._computing = None
+        if layer not in self._host:
+            return
+        self._begin(layer)
+        self._platform.run_after(self._arrivals.pop(layer))
+        self._computing = layer
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Within it nothing is copied, for steps whose numbers no one reads: they compute with whatever layers are in the
+        places. Where layers are laid out in several ways, so that one can't stand for another, they are copied all the same."""
+        self._platform.synchronize()  # the places are full
+        self._idle = len(self._layouts) == 1
+        try:
+            yield
+        finally:
+            self._idle = False
+
+    @torch.inference_mode()
+    def read_alone(self) -> float:
+        """Bytes a second of copying all layers as a step does, but without computing."""
+        self._platform.synchronize()
+        self._arrivals.clear()
+        begin = time.perf_counter()
+        for layer in self._order:
+            self._begin(layer)
+        self._platform.synchronize()
+        seconds = time.perf_counter() - begin
+        self._fill()
+        return sum(self._sizes.values()) / seconds
+
+    @property
+    def step_bytes(self) -> int:
+        """What a step copies."""
+        return sum(self._sizes.values())
+
+    def _fill(self) -> None:
+        for layer in self._order[: len(self._places)]:
+            self._begin(layer)
+        self._computing = None
+
+    def _place_of(self, layer: int) -> int:
+        return self._order.index(layer) % len(self._places)
+
+    def _after(self, layer: int) -> int:
+        """The layer that has the place of `layer` next, in this step or the following."""
+        number = self._order.index(layer) + len(self._places)
+        return self._order[number] if number < len(self._order) else self._order[self._place_of(layer)]
+
+    def _begin(self, layer: int) -> None:
+        """Copy a layer to its place behind all that is queued, unless that has begun."""
+        if layer in self._arrivals:
+            return
+        place = self._place_of(layer)
+        for other in [x for x in self._arrivals if self._place_of(x) == place]:
+            del self._arrivals[other]  # it was copied for a step that did not come to it
+        at = 0
+        with self._copies.behind():
+            for piece in self._host[layer]:
+                self._places[place][at : at + len(piece)].copy_(piece, non_blocking=True)
+                at += len(piece)
+        self._arrivals[layer] = self._copies.record()
+        self.read_bytes += at
+
+
+def _layout(layer: Layer) -> tuple[Any, ...]:
+    found: list[Any] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append((tensor.shape, tensor.stride(), tensor.dtype))
+        return tensor
+
+    with_tensors(layer, note)
+    return tuple(found)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A tensor's memory, uint8."""
+    return tensor.permute(_order_of(tensor)).reshape(-1).view(torch.uint8)
+
+
+def _order_of(tensor: Tensor) -> list[int]:
+    """Its dimensions as they lie in memory."""
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

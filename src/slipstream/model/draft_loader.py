@@ -1,0 +1,86 @@
+"""Loads draft heads as torch's tensors (`model.draft_heads`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.errors import OutOfMemoryError
+from slipstream.model.decoder import Decoder
+from slipstream.model.draft_heads import ChainHead, MedusaHead, build_head, target_ids
+from slipstream.model.weights import fill, stored_tensors_of
+from slipstream.spec.draft_heads import EagleSpec, HeadDescription, MedusaSpec, MTPSpec
+from slipstream.spec.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHead:
+    """`target_ids`: the model's token for each of the head's; None: they are the same."""
+
+    head: ChainHead | MedusaHead
+    target_ids: Tensor | None  # int64
+    weights_bytes: int
+
+
+def load_head(
+    description: HeadDescription,
+    decoder: Decoder,
+    *,
+    dtype: torch.dtype,
+    max_model_len: int,
+    scheme: Scheme | None = None,
+    load_format: str = "auto",
+    seed: int = 0,
+) -> LoadedHead:
+    """The head for the model of `decoder`, whose embeddings it shares unless it has its own; products are rounded by `scheme`.
+    With load_format="dummy" the weights are random."""
+    spec, device = description.spec, decoder.device
+    with torch.inference_mode():
+        try:
+            values, ids = (
+                _dummy(spec, dtype, device, seed)
+                if load_format == "dummy"
+                else _load(description, dtype=dtype, device=device)
+            )
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(f"the draft head does not fit on {device}: {error}", field="model") from error
+        num_bytes = sum(v.numel() * v.element_size() for v in values.values())
+        return LoadedHead(build_head(spec, values, decoder, max_model_len=max_model_len, scheme=scheme), ids, num_bytes)
+
+
+def _load(
+    description: HeadDescription, *, dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """(parameters, the model's token for each of the head's)"""
+    spec, maps = description.spec, dict[str, npt.NDArray[Any]]()
+
+    def others() -> Any:
+        for name, shape, read in stored_tensors_of(description.path):
+            name = name.removeprefix("medusa_heads.")
+            if name in ("d2t", "t2d") and isinstance(spec, EagleSpec):
+                maps[name] = read().numpy()
+            elif name not in description.ignored:
+                yield name, shape, read
+
+    values = fill(spec.shapes, description.names, others(), dtype=dtype, device=device)
+    ids = target_ids(spec, maps) if isinstance(spec, EagleSpec) else None
+    return values, None if ids is None else torch.from_numpy(ids)
+
+
+def _dummy(
+    spec: EagleSpec | MTPSpec | MedusaSpec, dtype: torch.dtype, device: torch.device, seed: int
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    generator = torch.Generator(device).manual_seed(seed)
+    values = {}
+    for name, shape in spec.shapes.items():
+        value = values[name] = torch.empty(shape, dtype=dtype, device=device)
+        if len(shape) == 1:
+            value.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            value.normal_(0.0, 0.02, generator=generator)
+    ids = None if spec.draft_vocab_size == spec.vocab_size else torch.arange(spec.draft_vocab_size)
+    return values, ids

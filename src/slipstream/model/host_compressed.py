@@ -1,0 +1,198 @@
+"""`compressed.RoundedWeights` without torch, for what the CPU's kernels take as it is: int8 with a scale a row, and 4 bits in
+groups, with or without zero points, as compressed-tensors, GPTQ's and AWQ's tools write them (`compressed` has the layouts).
+`rounded_refusal` says what else a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes  # noqa: F401 (NumPy knows "bfloat16" by it)
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.errors import CheckpointError
+from slipstream.kernels.cpu_moe import chunk_of, pack4
+from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
+from slipstream.model.checkpoint import PASSED_OVER
+from slipstream.spec.description import ModelDescription
+from slipstream.spec.native_formats import held_group, is_expandable
+from slipstream.spec.parameters import Placement, Shape
+from slipstream.spec.quantization_config import AWQ_COLUMNS, PLAIN_ZEROS, Method
+from slipstream.spec.scheme import HELD_PRODUCTS, WeightFormat
+
+Array = npt.NDArray[Any]
+
+METHODS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
+
+
+def rounded_refusal(description: ModelDescription) -> str | None:
+    """What a checkpoint holds that only torch puts together; None if nothing."""
+    stored = description.quantization
+    if stored is None:
+        return None
+    if stored.method not in METHODS:
+        return f"weights rounded by {stored.method}"
+    if stored.sparse:
+        return "weights without their zeros"
+    if stored.kv_cache is not None:
+        return "scales of the KV cache"
+    if stored.formats is None:
+        return None
+    held = description.held_formats(HELD_PRODUCTS["cpu"])
+    for name, place in description.family.names(description.spec).items():
+        fmt = stored.formats.of(name.removesuffix(".weight")) if is_expandable(place.target) else None
+        if fmt is not None and (place.target not in held or not _is_plain(fmt)):
+            return f"{name} as {fmt}"
+    return None
+
+
+def _is_plain(fmt: WeightFormat) -> bool:
+    return fmt.kind == "int" and fmt.block_rows == 1 and not fmt.split and fmt.bits == (4 if fmt.inputs is None else 8)
+
+
+@dataclass(slots=True)
+class _Weight:
+    codes: Array  # int8 [out, in], or of 4 bits int16 [out, in / 4] (`GroupedLinear.weight`)
+    scales: Array  # float32 [out], or of 4 bits in the model's type [groups, out]
+    zeros: Array | None  # as the scales
+    chunk: int = 0  # of 4 bits
+    filled: set[tuple[int, str]] = field(default_factory=set)  # (first row, which part)
+
+    @property
+    def inner(self) -> int:
+        held: int = self.codes.shape[1]
+        return 4 * held if self.chunk else held
+
+
+class HostRoundedWeights:
+    """`HeldWeights`: takes a checkpoint's rounded tensors. `formats` by our names, as `rounded_refusal` lets pass."""
+
+    def __init__(self, shapes: Mapping[str, Shape], formats: Mapping[str, WeightFormat], method: Method, dtype: str) -> None:
+        self._formats, self._method, self._dtype = formats, method, np.dtype(dtype)
+        self._weights: dict[str, _Weight] = {}
+        for name, fmt in formats.items():
+            rows, inner = shapes[name]
+            if fmt.inputs is not None:
+                self._weights[name] = _Weight(np.empty((rows, inner), np.int8), np.empty(rows, np.float32), None)
+                continue
+            size = held_group(fmt, rows, inner)
+            assert size, "`check_scheme` and `held_formats` see to it"
+            scales = np.empty((inner // size, rows), self._dtype)
+            zeros = np.empty_like(scales) if method == "awq" or not fmt.symmetric else None
+            self._weights[name] = _Weight(np.empty((rows, inner // 4), np.int16), scales, zeros, chunk_of(inner, size))
+
+    def __contains__(self, target: str) -> bool:
+        return target in self._weights
+
+    def take(self, name: str, read: Callable[[], Array], find: Callable[[str], Placement | None]) -> bool:
+        stem, _, part = name.rpartition(".")
+        if part in PASSED_OVER:
+            return True
+        place = find(f"{stem}.weight")
+        if place is None or place.target not in self._weights:
+            return False
+        into, fmt = self._weights[place.target], self._formats[place.target]
+        parts = self._parts(fmt)
+        if part not in (*parts, *(("qzeros", "g_idx") if "qweight" in parts else ())):
+            if part.startswith("weight_"):
+                raise _unsupported(name)
+            return False
+        if place.transform is not None or place.copies is not None:
+            raise CheckpointError(f"{name}: rounded weights in this order of rows are not supported", field=name)
+        rows = len(into.codes) - place.start if place.rows is None else place.rows
+        at, inner, groups = slice(place.start, place.start + rows), into.inner, fmt.groups(into.inner)
+        if part == "weight":
+            into.codes[at] = _checked(name, read(), (rows, inner), np.int8)
+        elif part == "weight_packed":
+            words = _checked(name, read(), (rows, -(-inner // 8)), np.int32)
+            into.codes[at] = pack4(_nibbles(words)[:, :inner], into.chunk)
+        elif part == "qweight" and self._method == "awq":
+            codes = _awq_codes(_checked(name, read(), (inner, rows // 8), np.int32))
+            into.codes[at] = pack4(codes.T, into.chunk)
+        elif part == "qweight":
+            words = _checked(name, read(), (inner // 8, rows), np.int32)
+            into.codes[at] = pack4(_nibbles(np.ascontiguousarray(words.T)), into.chunk)
+        elif part == "weight_zero_point":
+            words = _checked(name, read(), (-(-rows // 8), groups), np.int32)
+            assert into.zeros is not None
+            into.zeros[:, at] = _spread(_nibbles(np.ascontiguousarray(words.T))[:, :rows], len(into.zeros))
+        elif part == "qzeros" and into.zeros is not None:
+            into.zeros[:, at] = _spread(_awq_codes(_checked(name, read(), (groups, rows // 8), np.int32)), len(into.zeros))
+        elif part in ("qzeros", "g_idx"):
+            self._check_plain(name, part, inner // groups, read())
+        elif fmt.inputs is None:
+            scales = _checked(name, read(), (groups, rows) if part == "scales" else (rows, groups), None)
+            into.scales[:, at] = _spread(scales if part == "scales" else scales.T, len(into.scales))
+        else:
+            scales = read().reshape(-1)
+            if len(scales) not in (1, rows):
+                raise CheckpointError(f"{name} holds {len(scales)} scales for {rows} rows", field=name)
+            into.scales[at] = scales
+        into.filled.add((place.start, part))
+        return True
+
+    def _check_plain(self, name: str, part: str, group: int, value: Array) -> None:
+        """GPTQ's zero points must be 8, and the inputs of a group neighbours."""
+        plain = PLAIN_ZEROS[self._method] if part == "qzeros" else np.arange(value.size) // group
+        if not (value.reshape(-1).astype(np.int64) & 0xFFFFFFFF == plain).all():
+            raise _unsupported(name)
+
+    def _parts(self, fmt: WeightFormat) -> tuple[str, ...]:
+        """What a weight needs. Of GPTQ's zero points none are kept."""
+        if self._method != "compressed-tensors":
+            return ("qweight", "scales", "qzeros") if self._method == "awq" else ("qweight", "scales")
+        if fmt.inputs is not None:
+            return ("weight", fmt.scale)
+        return ("weight_packed", fmt.scale) if fmt.symmetric else ("weight_packed", fmt.scale, "weight_zero_point")
+
+    def missing(self, names: Mapping[str, Placement]) -> list[str]:
+        return [
+            name.removesuffix("weight") + part
+            for name, place in names.items()
+            if place.target in self._weights
+            for part in self._parts(self._formats[place.target])
+            if (place.start, part) not in self._weights[place.target].filled
+        ]
+
+    def linears(self) -> dict[str, Linear]:
+        made: dict[str, Linear] = {}
+        given: dict[str, Any]
+        for name, w in self._weights.items():
+            if self._formats[name].inputs is not None:
+                given = dict(weight=w.codes, scales=w.scales, out_dtype=self._dtype)
+                made[name] = ScaledLinear(**given)
+                continue
+            given = dict(weight=w.codes, scales=w.scales, zeros=w.zeros)
+            made[name] = GroupedLinear(**given, group_size=w.inner // len(w.scales), chunk=w.chunk)
+        self._weights.clear()
+        return made
+
+
+def _unsupported(name: str) -> CheckpointError:
+    return CheckpointError(f"{name}: zero points and reordered inputs are not supported", field=name)
+
+
+def _nibbles(words: Array) -> npt.NDArray[np.uint8]:
+    """The codes of int32 words [rows, n], from the low bits up: [rows, 8 n]."""
+    octets = words.astype("<i4", copy=False).view(np.uint8)
+    return np.stack((octets & 15, octets >> 4), axis=-1).reshape(len(words), -1)
+
+
+def _awq_codes(words: Array) -> npt.NDArray[np.uint8]:
+    """int32 [rows, out / 8] → codes [rows, out]."""
+    return _nibbles(words).reshape(len(words), -1, 8)[..., list(AWQ_COLUMNS)].reshape(len(words), -1)
+
+
+def _spread(values: Array, count: int) -> Array:
+    """[groups, rows] → [count, rows], each for as many smaller groups."""
+    return np.repeat(values, count // len(values), axis=0)
+
+
+def _checked(name: str, value: Array, shape: tuple[int, int], dtype: npt.DTypeLike | None) -> Array:
+    if value.shape != shape or (dtype is not None and value.dtype != dtype):
+        wanted = f"{list(shape)}" + (f" of {np.dtype(dtype)}" if dtype is not None else "")
+        raise CheckpointError(f"{name} is {list(value.shape)} of {value.dtype}; {wanted} was expected", field=name)
+    return value

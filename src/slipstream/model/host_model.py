@@ -1,0 +1,76 @@
+"""From a path to a model that runs as one C++ program, without torch: parameters are NumPy's arrays."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import CheckpointError
+from slipstream.kernels.host_ops import HostOps
+from slipstream.kernels.native import stand_in
+from slipstream.model.checkpoint import HeldWeights, dummy_arrays, read_parameters
+from slipstream.model.decoder import Decoder
+from slipstream.model.gguf_blocks import BlockWeights
+from slipstream.model.host_compressed import HostRoundedWeights
+from slipstream.model.loaded import LoadedModel, check_scheme, decoder_bytes, decoder_forms
+from slipstream.model.packed_cache import KeptFile, KeptWeights
+from slipstream.spec.description import ModelDescription
+from slipstream.spec.native_formats import rounds, scheme_formats
+from slipstream.spec.parameters import parameters
+from slipstream.spec.scheme import SCHEMES, Scheme, WeightFormat
+
+
+def load_host_model(
+    description: ModelDescription,
+    *,
+    ops: HostOps,
+    dtype: str,
+    max_model_len: int,
+    load_format: str = "auto",
+    seed: int = 0,
+    scheme: Scheme | None = None,
+    weights_folder: Path | None = None,
+) -> LoadedModel:
+    """`loader.load_model` in `dtype` ("bfloat16", "float32"), of weights that are dense, GGUF's blocks or rounded as
+    `host_compressed` takes them, or of random ones from `seed`."""
+    if load_format not in ("auto", "dummy", description.format):
+        raise CheckpointError(
+            f"load_format={load_format!r}, but {description.path} is a {description.format} checkpoint", field="load_format"
+        )
+    spec, dummy, file, kept = description.spec, load_format == "dummy", None, None
+    stored = None if dummy else description.quantization
+    formats = dict[str, WeightFormat]()
+    if stored is not None and stored.rounds:
+        if stored.formats is not None:
+            formats = description.held_formats(ops.rounded)
+        elif stored.scheme is not None:
+            formats = scheme_formats(description.shapes, stored.scheme)
+            check_scheme(spec, SCHEMES[stored.scheme], ops)
+        scheme = None  # what is not held rounded stays as it is
+    elif scheme is not None:
+        check_scheme(spec, scheme, ops)
+    if (scheme is not None or formats) and weights_folder is not None and not dummy:
+        file = KeptFile(weights_folder, description, scheme, dtype, ops)
+        kept = file.read()
+    held: HeldWeights | None = None
+    if not dummy and description.family.gguf is not None and description.gguf is not None:
+        names, empty = description.family.gguf.names(spec), partial(stand_in, dtype=dtype)
+        blocks = BlockWeights(description.gguf, names, parameters(spec), ops.block_types, empty, scheme)
+        held = blocks if kept is None else KeptWeights(kept, blocks, rounded=False)
+    elif kept is not None:
+        held = KeptWeights(kept, None, rounded=bool(formats))
+    elif formats:
+        assert stored is not None
+        held = HostRoundedWeights(parameters(spec), formats, stored.method, dtype)
+    values: Any = dummy_arrays(description, dtype, seed) if dummy else read_parameters(description, dtype, held)
+    products = held.linears() if held is not None else {}
+    own: Any = ops
+    decoder = Decoder(spec, values, own, max_model_len=max_model_len, scheme=scheme, products=products)
+    if description.gguf is not None:
+        description.gguf.let_go()
+    num_bytes, writer = decoder_bytes(decoder), None
+    if file is not None and kept is None:
+        ours = {n: w for n, w in products.items() if (n in formats if scheme is None else rounds(scheme, n))}
+        writer = file.write(ours, num_bytes)
+    return LoadedModel(description, spec, decoder, num_bytes, decoder_forms(decoder), None, writer)

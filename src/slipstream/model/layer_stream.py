@@ -1,0 +1,209 @@
+"""Layers whose weights are read from a file ahead of use, on a CPU (`spec.offload` says which and why).
+
+    file ──read──> slot 0, slot 1, slot 0, …      by a thread, while the layers before are computed
+
+1. A layer's packed products are views of its slot, at the same places every time. So its `Layer` is made once.
+2. Norms, biases and other small tensors stay in memory.
+3. The file is written when the model is loaded, layer by layer, so that no more than one layer is in memory beside what stays.
+   It has no name: nothing is left of it, however the process ends.
+4. What is read may stay in the system's file cache, as long as nothing else needs the memory. Then reading it again is a copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import CheckpointError
+from slipstream.kernels.cpu_moe import NativeExperts
+from slipstream.kernels.native import Arena, Bytes, NativeLinear, stand_in
+from slipstream.model.layers import Layer
+from slipstream.spec.offload import CHUNK, NUM_SLOTS
+
+ALIGNMENT = 4096
+READERS = 2
+"""Threads that read: one alone does not reach what a disk, or the file cache, can give."""
+
+
+def products_of(value: Any) -> Iterator[NativeLinear | NativeExperts]:
+    """The packed products of a layer, in their order."""
+    if isinstance(value, (NativeLinear, NativeExperts)):
+        yield value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from products_of(getattr(value, field.name))
+
+
+def layer_bytes(layer: Layer) -> int:
+    return sum(_aligned(part.data.size) for w in products_of(layer) for part in w.parts)
+
+
+class LayerStream:
+    """Gives the decoder its layers in turn. `waited_s`: how long it has waited for reading, `read_bytes`: how much was read.
+    `forgets`: the system forgets what was read, which measurements want."""
+
+    def __init__(self, folder: Path) -> None:
+        """The file is in `folder`. CheckpointError if there can't be one."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (it is read as long as the model is there)
+        except OSError as error:
+            raise CheckpointError(
+                f"weights that are read as needed are kept in a file in {folder}, which can't be written: {error}",
+                field="weights_bytes",
+            ) from error
+        self._spans: dict[int, tuple[int, int]] = {}  # of the file, by layer: (offset, size)
+        self._order: list[int] = []
+        self._slots: list[Bytes] = []
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="weights")
+        self._reading: dict[int, list[Future[None]]] = {}
+        self._end = 0
+        self.waited_s, self.read_bytes, self.forgets = 0.0, 0, False
+
+    # --- At the start -------------------------------------------------------------------------------------------------
+
+    def write(self, index: int, layer: Layer) -> None:
+        """Write a layer's products to the file. They may be dropped after that."""
+        begin = self._end
+        try:
+            for part in (part for w in products_of(layer) for part in w.parts):
+                _write(self._file.fileno(), part.data, self._end)
+                self._end += _aligned(part.data.size)
+            os.ftruncate(self._file.fileno(), self._end)
+        except OSError as error:
+            message = f"weights that are read as needed can't be written to their file: {error}"
+            raise CheckpointError(message, field="weights_bytes") from error
+        self._spans[index] = begin, self._end - begin
+        self._order = sorted(self._spans)
+
+    def resident(self, index: int, layer: Layer) -> Layer:
+        """The layer with its products read into memory of their own. All layers are written."""
+        offset, size = self._spans[index]
+        memory = Arena(None, 0).take(size)
+        for reading in self._submit(memory, offset):
+            reading.result()
+        return _moved(layer, memory)
+
+    def keep_only(self, layers: Sequence[int]) -> None:
+        """The layers that are read in each step. Others stay in memory."""
+        self._spans = {i: self._spans[i] for i in layers}
+        self._order = sorted(self._spans)
+        size, count = max(size for _, size in self._spans.values()), min(NUM_SLOTS, len(self._order))
+        arena = Arena(None, 0)
+        for _ in range(count):
+            whole = arena.take(size + ALIGNMENT)
+            self._slots.append(whole[-whole.ctypes.data % ALIGNMENT :][:size])
+
+    def streamed(self, index: int, layer: Layer) -> Layer:
+        """The layer with its products in its slot."""
+        return _moved(layer, self._slots[self._slot_of(index)])
+
+    # --- In a step ----------------------------------------------------------------------------------------------------
+
+    def before(self, layer: int) -> None:
+        """Have the layer's weights where it looks for them, and begin to read the next ones. Called before each layer in turn,
+        and with the number of layers after the last."""
+        at = self._spans.get(layer)
+        if at is None:
+            if layer > self._order[-1]:
+                self._begin(self._order[0])  # of the next step
+            return
+        self._begin(layer)
+        begin = time.perf_counter()
+        for reading in self._reading.pop(layer):
+            reading.result()
+        self.waited_s += time.perf_counter() - begin
+        following = self._order[(self._order.index(layer) + 1) % len(self._order)]
+        if self._slot_of(following) != self._slot_of(layer):
+            self._begin(following)
+
+    def _slot_of(self, layer: int) -> int:
+        return self._order.index(layer) % len(self._slots)
+
+    def _begin(self, layer: int) -> None:
+        """Read a layer into its slot, unless that has begun. What else used the slot is computed: a CPU's call returns when it
+        is."""
+        if layer in self._reading:
+            return
+        if overwritten := [x for x in self._reading if self._slot_of(x) == self._slot_of(layer)]:
+            for other in overwritten:  # it was read for a step that did not come to it
+                for reading in self._reading.pop(other):
+                    reading.result()
+        offset, size = self._spans[layer]
+        self._reading[layer] = self._submit(self._slots[self._slot_of(layer)][:size], offset)
+        self.read_bytes += size
+
+    def _submit(self, into: Bytes, offset: int) -> list[Future[None]]:
+        return [self._readers.submit(self._read, into[i : i + CHUNK], offset + i) for i in range(0, into.size, CHUNK)]
+
+    def _read(self, into: Bytes, offset: int) -> None:
+        rest, at = into.data, offset
+        while rest:
+            count = os.preadv(self._file.fileno(), [rest], at)
+            if count == 0:
+                raise CheckpointError("the file of weights that are read as needed ends early", field="weights_bytes")
+            rest, at = rest[count:], at + count
+        if self.forgets:
+            os.posix_fadvise(self._file.fileno(), offset, into.size, os.POSIX_FADV_DONTNEED)
+
+    def read_alone(self) -> float:
+        """Bytes a second of reading all layers as a step does, but without computing."""
+        begin = time.perf_counter()
+        for layer in self._order:
+            self._begin(layer)
+            for reading in self._reading.pop(layer):
+                reading.result()
+        return sum(size for _, size in self._spans.values()) / (time.perf_counter() - begin)
+
+    def flush(self) -> None:
+        """The file is on the disk, and what the system keeps of it in memory is forgotten. For measurements."""
+        os.fsync(self._file.fileno())
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def without_data(layer: Layer) -> Layer:
+    """The layer with stand-ins for its products' bytes, which say only how many there are."""
+    return _moved(layer, None)
+
+
+def _moved(layer: Layer, memory: Bytes | None) -> Layer:
+    """The layer with its products' bytes in `memory`, where `LayerStream.write` puts them."""
+    at = 0
+
+    def moved(value: Any) -> Any:
+        nonlocal at
+        if isinstance(value, (NativeLinear, NativeExperts)):
+            parts = []
+            for part in value.parts:
+                size = part.data.size
+                data = stand_in((size,), np.uint8) if memory is None else memory[at : at + size]
+                parts.append(dataclasses.replace(part, data=data))
+                at += _aligned(size)
+            return dataclasses.replace(value, parts=tuple(parts))  # type: ignore[arg-type]
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+            changed = {name: new for name, old in own.items() if (new := moved(old)) is not old}
+            return dataclasses.replace(value, **changed) if changed else value
+        return value
+
+    made: Layer = moved(layer)
+    return made
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _write(descriptor: int, data: Bytes, offset: int) -> None:
+    rest = np.ascontiguousarray(data).data.cast("B")
+    while rest:
+        count = os.pwrite(descriptor, rest[: 64 * 2**20], offset)
+        rest, offset = rest[count:], offset + count

@@ -1,0 +1,314 @@
+"""A model's step as one program of the C++ kernels: Python gives tokens, lengths and tables, and gets hidden states. No torch.
+
+The program is lowered from the decoder's own trace (`kernels.cpu_lowering`), so it computes what the plain loop computes. An
+encoder-decoder has two programs: one reads prompts, the other is the step that writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes  # noqa: F401 (NumPy knows "bfloat16" by it)
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.kernels import native
+from slipstream.kernels.cpu_lowering import Emitter, Lowered, Scratch, lower, refusal
+from slipstream.kernels.cpu_mla import add_latent_attention, add_latent_queries
+from slipstream.kernels.cpu_moe import NativeExperts, add_choice, add_experts
+from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.native import FORM_F32, NativeLinear, Program, Running, ThreadPool, activation_of
+from slipstream.kernels.programs import (
+    LinearArgmax,
+    LinearProgram,
+    add_attention,
+    add_linear,
+    add_norm,
+    add_rope_and_cache,
+)
+from slipstream.kernels.recording import Op, Refused, Value
+from slipstream.model.decoder import Decoder
+from slipstream.model.trace import lowered_part, trace, trace_encoder
+from slipstream.spec.model import Activation
+from slipstream.spec.reason import Reason
+
+if TYPE_CHECKING:
+    from slipstream.kernels.native import Array
+
+Floats = npt.NDArray[np.float32]
+
+
+def compile_step(decoder: Decoder, pool: ThreadPool) -> StepProgram | Reason:
+    """The program of a decoder whose weights the kernels packed, or what the kernels lack."""
+    step = trace(decoder)
+    if (reason := refusal(step.head)) is not None:
+        return reason
+    more = () if step.taken is None else (step.taken,)
+    body = compiled(pool, len(decoder.spec.cache_groups), *lowered_part(decoder.spec, step), more)
+    if isinstance(body, Reason) or decoder.encoder is None:
+        width = 0 if step.taken is None else step.taken.width
+        return body if isinstance(body, Reason) else StepProgram(decoder, pool, body, None, step.head, width)
+    encoder = trace_encoder(decoder)
+    reading = compiled(pool, 1, encoder.body, encoder.embedded, None)
+    return reading if isinstance(reading, Reason) else StepProgram(decoder, pool, body, reading, step.head)
+
+
+class StepProgram:
+    """A decoder's step, or an encoder's, as C++ operators; hidden states and logits are float32."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: ThreadPool,
+        body: CompiledOps,
+        reading: CompiledOps | None,
+        head: Sequence[Op],
+        taken_width: int = 0,
+    ) -> None:
+        """`reading`: what an encoder-decoder's prompts pass; `head`: from hidden states to logits. `taken_width`: of what a tap
+        reads."""
+        self.spec, self.hidden_size, self._taken_width = decoder.spec, decoder.spec.hidden_size, taken_width
+        self._body, self._reading = body, reading
+        self._head = [_head_step(pool, op) for op in head]
+        self._argmax: LinearArgmax | None = None
+        # A factor or a soft cap could round neighbours to equals. A batch that needs logits would then take the first of them,
+        # and this the larger.
+        if len(head) == 1 and len(head[0].arguments["w"].parts) == 1:
+            self._argmax = LinearArgmax(pool, head[0].arguments["w"])
+        for i, layer in enumerate(decoder.layers):
+            if layer.expert_counts is not None:
+                self.count_experts(i, layer.expert_counts)
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The step's, then that from hidden states to logits; an encoder has none of these."""
+        return (self._body.program, *(step.program for step in self._head if isinstance(step, LinearProgram)))
+
+    def forward(
+        self, token_ids: Array, kv: Sequence[LayerKV], meta: AttentionMetadata, given: Array | None = None
+    ) -> tuple[Floats, Floats]:
+        """token_ids [T] → (hidden states [T, E] after the final norm, what a tap reads or the same); keys and values are in the
+        cache. `given` [T, E]: an encoder's embeddings, which are made before."""
+        hidden = np.empty((len(token_ids), self.hidden_size), np.float32)
+        taken = self._more(hidden)
+        self._body.run(kv, meta, token_ids, given, hidden, taken)
+        return hidden, taken[0] if taken else hidden
+
+    def _more(self, hidden: Floats) -> list[Floats]:
+        return [np.empty((len(hidden), self._taken_width), np.float32) for _ in self._body.lowered.more]
+
+    def encode(self, given: Array, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        """`Decoder.encode`, of embeddings [T, E]"""
+        assert self._reading is not None
+        self._reading.run(kv, meta, None, given, None)
+
+    def logits(self, hidden: Floats) -> Floats:
+        """float32 [N, E] → float32 [N, V]"""
+        for step in self._head:
+            hidden = step(hidden)
+        return hidden
+
+    def greedy(self, hidden: Floats) -> npt.NDArray[np.int64] | None:
+        """float32 [N, E] → tokens int64 [N] whose logits are largest, of equals the first, without writing the logits. None:
+        they must be written, since they are scaled or capped, or the head is of several parts."""
+        return None if self._argmax is None else self._argmax(hidden)
+
+    def begin_greedy(
+        self, token_ids: Array, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> tuple[npt.NDArray[np.int64], Floats, Running] | None:
+        """`greedy(forward(...))` of a decoder in one: the tokens, what `forward` gives beside, and the step that is then under
+        way, after which they are there. None: as `greedy`."""
+        if self._argmax is None:
+            return None
+        hidden = np.empty((len(token_ids), self.hidden_size), np.float32)
+        taken, found = self._more(hidden), self._argmax.of(hidden)
+        running = self._body.begin(kv, meta, token_ids, hidden, self._argmax.program, taken)
+        return found, taken[0] if taken else hidden, running
+
+    def count_experts(self, layer: int, counts: Array) -> None:
+        """From now on each step adds its tokens by expert to `counts`, int64 [X]."""
+        self._body.program.bind(self._body.lowered.counts[layer], counts[None])
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a step takes for each of its tokens: the programs' buffers, what they are given, and the hidden states."""
+        reading = 0 if self._reading is None else self._reading.program.token_bytes + 4 * self.hidden_size
+        return self._body.program.token_bytes + 4 * (self.hidden_size + self._taken_width) + reading
+
+
+@dataclass(slots=True, eq=False)
+class CompiledOps:
+    """A program and how it is called."""
+
+    program: Program
+    lowered: Lowered
+    num_groups: int
+    _kv: Sequence[LayerKV] | None = None
+    _pointers: object = None
+
+    def run(
+        self,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        token_ids: Array | None,
+        given: Array | None,
+        out: Array | None,
+        more: Sequence[Array] = (),
+    ) -> None:
+        """`given` [T, E] is read, not changed; `out` [T, E] and `more` are written."""
+        if given is not None and self.lowered.given is not None:
+            given = np.array(given, np.float32, order="C")  # a copy: layers add to it in place
+        self.bind(given, out, more)
+        inputs, kept = self.inputs(kv, meta, token_ids)
+        self.program.run(inputs)
+        del kept, given
+
+    def begin(
+        self,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        token_ids: Array,
+        out: Array,
+        then: Program,
+        more: Sequence[Array] = (),
+    ) -> Running:
+        self.bind(None, out, more)
+        inputs, kept = self.inputs(kv, meta, token_ids)
+        return self.program.begin(inputs, then, (kept, out, kv, more))
+
+    def bind(self, given: Array | None, out: Array | None, more: Sequence[Array]) -> None:
+        """Where the next runs read and write. Layers add to `given` in place."""
+        for buffer, tensor in ((self.lowered.given, given), (self.lowered.out, out)):
+            if buffer is not None and tensor is not None:
+                self.program.bind(buffer, tensor)
+        for buffer, tensor in zip(self.lowered.more, more, strict=True):
+            self.program.bind(buffer, tensor)
+
+    def inputs(
+        self, kv: Sequence[LayerKV], meta: AttentionMetadata, token_ids: Array | None
+    ) -> tuple[native.StepInputs, object]:
+        """The step as the library reads it, and what must live while it runs."""
+        if self._kv is not kv:
+            self._kv, self._pointers = kv, native.layer_pointers(kv)
+        inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids, self.num_groups)
+        return inputs, (kept, self._pointers)
+
+
+def compiled(
+    pool: ThreadPool,
+    num_groups: int,
+    part: Sequence[Op],
+    given: Value | None,
+    result: Value | None,
+    more: Sequence[Value] = (),
+) -> CompiledOps | Reason:
+    """`part` of a record as a program, or what the program lacks. `more`: further results."""
+    program = Program(pool)
+    lowered = lower(part, given, result, ProgramEmitter(program), more)
+    return lowered if isinstance(lowered, Reason) else CompiledOps(program, lowered, num_groups)
+
+
+def _head_step(pool: ThreadPool, op: Op) -> Callable[[Floats], Floats]:
+    """One op between hidden states and logits."""
+    if op.name == "linear":
+        return LinearProgram(pool, op.arguments["w"])
+    if op.name == "scale":
+        factor = np.float32(op.arguments["factor"])
+        return lambda x: x * factor
+    assert op.name == "softcap"
+    cap = np.float32(op.arguments["cap"])
+    return lambda x: np.tanh(x / cap) * cap
+
+
+class ProgramEmitter(Emitter):
+    """Writes operators into a `Program`."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+
+    def buffer(self, form: int, size: int, rows_a_token: int = 1) -> int:
+        return self.program.buffer(form, size, rows_a_token)
+
+    def bound(self) -> int:
+        return self.program.bound()
+
+    def form(self, w: Any) -> int:
+        return _native(w).form
+
+    def gates(self, w: Any) -> bool:
+        return len(_native(w).parts) == 1 and w.out_features % 64 == 0
+
+    def embed(self, out: int, by_position: bool, offset: int, table: Any, scale: float, accumulate: bool) -> None:
+        data: Any
+        if isinstance(table, NativeLinear):
+            (part,) = table.parts
+            kind, rows, inner, data = part.kind, part.rows, part.inner, part.data
+        else:
+            data = native.contiguous(table if native.type_name(table) in ("float32", "bfloat16") else native.float32(table))
+            kind = native.ROWS_BF16 if native.type_name(data) == "bfloat16" else native.ROWS_F32
+            rows, inner = data.shape
+        if scale != 1.0:  # rounded to the table's type, as `OpSet.embed` has it
+            scale = float(np.array(scale, np.dtype(native.type_name(getattr(table, "weight", table)))))
+        self.program.add("embed", out, by_position, offset, kind, rows, inner, data, scale, accumulate)
+
+    def norm(self, x: int, residual: int, out: int, form: int, size: int, norm: NormParams) -> None:
+        add_norm(self.program, x, residual, out, form, size, norm)
+
+    def convert(self, x: int, out: int, form: int, size: int) -> None:
+        self.program.add("convert", x, out, form, size, 1)
+
+    def linear(self, x: int, out: int, w: Any, accumulate: bool) -> None:
+        add_linear(self.program, x, out, w, accumulate=accumulate)
+
+    def gated_linear(self, x: int, out: int, form: int, w: Any, activation: Activation) -> None:
+        (part,) = w.parts
+        weight = (part.kind, part.rows, part.inner, part.data)
+        weights = *weight, w.bias, part.dense, part.dense_from
+        self.program.add("gated_linear", x, out, form, *_kind(activation), *weights, weights=part)
+
+    def activation(self, x: int, out: int, form: int, activation: Activation, gated: bool, size: int) -> None:
+        self.program.add("activation", x, out, form, *_kind(activation), gated, size, 1)
+
+    def rope_and_cache(self, rows: int, layer: int, group: int, heads: QKVLayout, *, has_queries: bool) -> None:
+        heads = heads if has_queries else dataclasses.replace(heads, num_heads=0)
+        add_rope_and_cache(self.program, rows, layer, heads, group=group)
+
+    def attention(
+        self, q: int, out: int, layer: int, group: int, sizes: tuple[int, int, int, int], params: AttentionParams
+    ) -> None:
+        add_attention(self.program, q, out, layer, sizes, params, group=group)
+
+    def mla_attention(
+        self, q: int, row: int, out: int, layer: int, size: int, params: MLAParams, scratch: Scratch
+    ) -> None:
+        queries = scratch("queries", FORM_F32, size)
+        add_latent_queries(self.program, q, row, queries, layer, params, scratch)
+        add_latent_attention(self.program, queries, out, layer, params, scratch)
+
+    def experts(self, x: int, logits: int, counts: int, experts: Experts, scratch: Scratch) -> int:
+        p, up, down, spec = self.program, experts.up, experts.down, experts.spec
+        assert isinstance(up, NativeExperts)
+        assert isinstance(down, NativeExperts)
+        rows = scratch("expert rows", up.form, up.inner, spec.num_experts_per_token)
+        add_choice(p, x, logits, counts, spec, experts.correction, rows, up.form, up.inner)
+        return add_experts(p, rows, up, down, spec, scratch)
+
+    def combine(self, results: int, out: int, size: int, shared: int, weight: int, accumulate: bool) -> None:
+        self.program.add("combine", results, out, size, shared, weight, accumulate)
+
+
+def _native(w: object) -> NativeLinear:
+    if not isinstance(w, NativeLinear):
+        raise Refused(f"the C++ program has no product with a {type(w).__name__}")
+    return w
+
+
+def _kind(activation: Activation) -> tuple[int, float, float]:
+    kind = activation_of(activation)
+    assert kind is not None, "the lowering refuses others"
+    return kind

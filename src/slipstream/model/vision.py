@@ -1,0 +1,254 @@
+"""Runs an image encoder (`spec/vision.py`): pictures → the embeddings of their tokens. torch; the op set is the decoder's.
+
+Each product and norm goes through the op set. What lies between them (patches of pixels, positions, the order of windows) is
+moving numbers, and plain torch. Layers keep no state, so there is no cache.
+
+Shapes: N patches of all pictures, E the encoder's hidden size, C channels, P a patch's side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.kernels.layouts import NormParams
+from slipstream.kernels.ops import OpSet
+from slipstream.kernels.reference import rotate
+from slipstream.kernels.weights import Linear
+from slipstream.model.layers import MLP, build_linear, build_norm, normed
+from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec
+from slipstream.spec.vision import AxialRopeSpec, Grid, GridPositionSpec, ImageProcessing, MLPConnector, VisionSpec
+
+LongArray = npt.NDArray[np.int64]
+
+MOST_PATCHES = 8192
+"""Patches of one pass, unless a single picture has more. More pictures are encoded in several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the patches of some pictures are. Tensors are on the encoder's device."""
+
+    whole: tuple[tuple[int, Tensor | None], ...]  # `OpSet.packed_attention`'s parts: pictures
+    windows: tuple[tuple[int, Tensor | None], ...]  # the same of windows; as `whole` without them
+    positions: Tensor | None  # int64 [N]: rows of a table of positions
+    cos_sin: Tensor | None  # float32 [N, D]: rotations, cosines first
+    order: Tensor | None  # int64 [N / merge²]: groups window by window; None: as they come
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLayer:
+    spec: LayerSpec
+    qkv: Linear
+    out: Linear
+    mlp: MLP
+    norms: Mapping[str, NormParams]
+
+    def __call__(
+        self, ops: OpSet, h: Tensor, parts: Sequence[tuple[int, Tensor | None]], cos_sin: Tensor | None
+    ) -> Tensor:
+        """[N, E] → [N, E]"""
+        a = self.spec.attention
+        rows = ops.linear(normed(ops, self.norms["pre_attention"], h), self.qkv)
+        q, k, v = rows.unflatten(1, (3, a.num_heads, a.head_dim)).unbind(1)
+        if cos_sin is not None:
+            q, k = (rotate(x.float(), cos_sin, False).to(x.dtype) for x in (q, k))
+        h = h + ops.linear(ops.packed_attention(q, k, v, parts, scale=a.scale).flatten(1), self.out)
+        return h + self.mlp(ops, normed(ops, self.norms["pre_mlp"], h))
+
+
+class ImageTower:
+    """An image encoder of `spec`. `parameters` whose names begin with "vision." are taken out of the mapping."""
+
+    def __init__(
+        self, spec: VisionSpec, processing: ImageProcessing, parameters: dict[str, Tensor], ops: OpSet
+    ) -> None:
+        self.spec, self.ops = spec, ops
+        own = {name: parameters.pop(name) for name in list(parameters) if name.startswith("vision.")}
+        self.num_bytes = sum(value.numel() * value.element_size() for value in own.values())
+
+        def linear(name: str) -> Linear:
+            return build_linear(f"vision.{name}", own, ops, None, {})
+
+        weight = own["vision.patch.weight"]
+        self.device, self.dtype = weight.device, weight.dtype
+        self.patch = linear("patch")
+        self.positions = own.pop("vision.positions.weight", None)
+        self.layers = [self._layer(layer, f"layers.{i}.", own, linear) for i, layer in enumerate(spec.layers)]
+        self.final_norm = None if spec.final_norm is None else build_norm(spec.final_norm, "vision.final_norm", own)
+        norm = getattr(spec.connector, "norm", None)
+        self.connector_norm = None if norm is None else build_norm(norm, "vision.connector.norm", own)
+        self.up = linear("connector.up") if isinstance(spec.connector, MLPConnector) else None
+        self.out = linear("connector.out")
+        assert not own, f"unused: {list(own)}"
+        self._scale = processing.scale
+        self._mean, self._std = (
+            torch.tensor(x, dtype=torch.float32, device=self.device) for x in (processing.mean, processing.std)
+        )
+        self._layout = lru_cache(maxsize=64)(self._make_layout)
+
+    def _layer(self, s: LayerSpec, name: str, own: dict[str, Tensor], linear: Any) -> VisionLayer:
+        assert isinstance(s.attention, AttentionSpec)
+        assert isinstance(s.mlp, DenseSpec)
+        qkv, out = linear(f"{name}attention.qkv"), linear(f"{name}attention.out")
+        mlp = MLP(s.mlp, linear(f"{name}mlp.up"), linear(f"{name}mlp.down"))
+        return VisionLayer(s, qkv, out, mlp, {key: build_norm(n, f"vision.{name}{key}", own) for key, n in s.norms.items()})
+
+    @torch.inference_mode()
+    def __call__(self, pictures: Sequence[Tensor]) -> list[Tensor]:
+        """Pixels, uint8 [height, width, C], of whole groups of patches → of each picture its tokens' embeddings."""
+        found, start = list[Tensor](), 0
+        while start < len(pictures):
+            end, num_patches = start, 0
+            while end < len(pictures):
+                more = self.spec.grid(*pictures[end].shape[:2]).num_patches
+                if end > start and num_patches + more > MOST_PATCHES:
+                    break
+                end, num_patches = end + 1, num_patches + more
+            found += self._encode(pictures[start:end])
+            start = end
+        return found
+
+    def _encode(self, pictures: Sequence[Tensor]) -> list[Tensor]:
+        spec, ops = self.spec, self.ops
+        grids = tuple(spec.grid(*picture.shape[:2]) for picture in pictures)
+        layout = self._layout(grids)
+        if len(set(grids)) == 1:
+            rows = self._patches(torch.stack(list(pictures)))
+        else:
+            rows = torch.cat([self._patches(picture[None]) for picture in pictures])
+        h = ops.linear(rows, self.patch)
+        if layout.positions is not None and self.positions is not None:
+            h = h + self.positions[layout.positions]
+        if layout.order is not None:
+            h = h.unflatten(0, (-1, spec.merge**2))[layout.order].flatten(0, 1)
+        for i, layer in enumerate(self.layers):
+            h = layer(ops, h, layout.whole if i in spec.full_layers else layout.windows, layout.cos_sin)
+        if self.final_norm is not None:
+            h = normed(ops, self.final_norm, h)
+        tokens = self._connect(h)
+        if layout.order is not None:
+            ordered = tokens
+            tokens = torch.empty_like(ordered)
+            tokens[layout.order] = ordered
+        return list(tokens.split([spec.num_tokens(grid) for grid in grids]))
+
+    def _patches(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, height, width, C] → patches, group by group, [N, C · frames · P · P] in the encoder's type."""
+        s = self.spec
+        values = (pixels.float() * self._scale - self._mean) / self._std
+        grid = s.grid(*pixels.shape[1:3])
+        cut = values.view(
+            len(pixels), grid.height // s.merge, s.merge, s.patch_size, grid.width // s.merge, s.merge, s.patch_size, -1
+        )
+        rows = cut.permute(0, 1, 4, 2, 5, 7, 3, 6).flatten(0, 4)  # [N, C, P, P]
+        if s.num_frames is not None:
+            rows = rows[:, :, None].expand(-1, -1, s.num_frames, -1, -1)
+        return rows.flatten(1).to(self.dtype)
+
+    def _connect(self, h: Tensor) -> Tensor:
+        """States [N, E] → tokens [N / merge², text size]"""
+        spec, ops = self.spec, self.ops
+        if self.up is not None and self.connector_norm is not None and isinstance(spec.connector, MLPConnector):
+            wide = normed(ops, self.connector_norm, h).view(-1, spec.merge**2 * spec.hidden_size)
+            rows: Any = ops.activation(ops.linear(wide, self.up), spec.connector.activation)
+        elif self.connector_norm is not None:
+            rows = normed(ops, self.connector_norm, h.unflatten(0, (-1, spec.merge**2)).mean(1))
+        else:
+            rows = h.reshape(-1, spec.merge**2 * spec.hidden_size)
+        return ops.linear(rows, self.out)
+
+    def _make_layout(self, grids: tuple[Grid, ...]) -> Layout:
+        spec = self.spec
+        sizes = np.array([grid.num_patches for grid in grids], np.int64)
+        whole = self._parts(sizes)
+        rows, columns = (np.concatenate([patch_places(grid, spec.merge)[axis] for grid in grids]) for axis in range(2))
+        positions = cos_sin = order = None
+        windows = whole
+        if isinstance(spec.position, GridPositionSpec):
+            side = spec.position.side
+            if spec.position.by_fraction:
+                positions = self._placed(np.concatenate([grid_positions(grid, side, spec.merge) for grid in grids]))
+            else:
+                positions = self._placed(rows * side + columns)
+        else:
+            cos_sin = axial_rotations(spec.position, rows, columns)
+        if spec.window is not None:
+            starts = np.cumsum([0, *(sizes // spec.merge**2)])
+            groups, lengths = list[LongArray](), list[int]()
+            for start, grid in zip(starts, grids, strict=False):
+                for window in group_windows(Grid(grid.height // spec.merge, grid.width // spec.merge), spec.window):
+                    groups.append(start + window)
+                    lengths.append(len(window) * spec.merge**2)
+            flat = np.concatenate(groups)
+            order, windows = self._placed(flat), self._parts(np.array(lengths, np.int64))
+            if cos_sin is not None:
+                cos_sin = cos_sin.reshape(len(flat), spec.merge**2, -1)[flat].reshape(len(cos_sin), -1)
+        turned = None if cos_sin is None else torch.from_numpy(cos_sin).to(self.device)
+        return Layout(whole, windows, positions, turned, order)
+
+    def _parts(self, lengths: LongArray) -> tuple[tuple[int, Tensor | None], ...]:
+        """`OpSet.packed_attention`'s parts, behind one another, of these lengths."""
+        starts = np.cumsum(lengths) - lengths
+        kinds = np.unique(lengths)
+        if len(kinds) == 1:
+            return ((int(kinds[0]), None),)
+        return tuple(
+            (int(n), self._placed((starts[lengths == n][:, None] + np.arange(n)).reshape(-1))) for n in kinds
+        )
+
+    def _placed(self, index: LongArray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(index)).to(self.device)
+
+
+def patch_places(grid: Grid, merge: int) -> tuple[LongArray, LongArray]:
+    """The row and the column of each patch, group by group."""
+    rows, columns = np.indices(grid, np.int64)
+
+    def grouped(x: LongArray) -> LongArray:
+        cut = x.reshape(grid.height // merge, merge, grid.width // merge, merge)
+        flat: LongArray = cut.swapaxes(1, 2).reshape(-1)
+        return flat
+
+    return grouped(rows), grouped(columns)
+
+
+def grid_positions(grid: Grid, side: int, merge: int) -> LongArray:
+    """Rows of a table of side × side positions for the patches of a grid, at the same fractions of its sides. They are
+    compared in float32, and the ends are torch's, since the models were trained so: with 19, 25 or 29 patches on a side even a
+    grid of the table's own size does not read each row once."""
+    rows, columns = patch_places(grid, merge)
+    ends = torch.arange(1 / side, 1.0, 1 / side).numpy()
+
+    def buckets(count: int) -> LongArray:
+        at = np.arange(count, dtype=np.float32) * (np.float32(1.0) / np.float32(count))
+        found: LongArray = np.searchsorted(ends, np.minimum(at, np.float32(1 - 1e-6)), side="right").astype(np.int64)
+        return found
+
+    return buckets(grid.height)[rows] * side + buckets(grid.width)[columns]
+
+
+def axial_rotations(spec: AxialRopeSpec, rows: LongArray, columns: LongArray) -> npt.NDArray[np.float32]:
+    """float32 [N, head_dim]: cosines of a patch's angles, by its row and then its column, then their sines."""
+    half = spec.head_dim // 2
+    powers = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
+    frequencies = np.float32(1.0) / np.power(np.float64(spec.theta), powers).astype(np.float32)
+    angles = np.concatenate([np.outer(x.astype(np.float32), frequencies) for x in (rows, columns)], axis=1)
+    return np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
+
+
+def group_windows(groups: Grid, side: int) -> list[LongArray]:
+    """The groups of each window of a picture, row by row. Windows at the right and lower edge may be smaller."""
+    index = np.arange(groups.num_patches, dtype=np.int64).reshape(groups)
+    return [
+        index[top : top + side, left : left + side].reshape(-1)
+        for top in range(0, groups.height, side)
+        for left in range(0, groups.width, side)
+    ]

@@ -1,0 +1,76 @@
+"""What can be measured, what is expected of it, and what came of it. Nothing here runs an engine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """`compression` is a name; `settings` are (name, value), in the space's order."""
+
+    compression: str
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.compression, *(f"{name}={value}" for name, value in self.settings if value is not None)])
+
+    @property
+    def quality_key(self) -> tuple[Any, ...]:
+        """What its answers depend on: candidates that have this in common are measured once."""
+        return (self.compression, *(pair for pair in self.settings if pair[0] == "kv_cache_dtype"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """Every compression with every choice of each axis."""
+
+    compressions: tuple[str, ...]
+    axes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def candidates(self) -> list[Candidate]:
+        choices = [[(name, value) for value in values] for name, values in self.axes.items()]
+        return [Candidate(c, settings) for c in self.compressions for settings in itertools.product(*choices)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Estimated output tokens a second, seconds between tokens, and divergence in nats."""
+
+    throughput: float
+    tpot_s: float
+    kl: float = 0.0
+
+
+NOTHING = Prediction(throughput=1e-3, tpot_s=1e3, kl=1e3)
+"""Of a candidate that can't be planned, such as one that does not fit: it is tried last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A candidate that was measured, or failed. `fits` says whether its quality is within the limits. `figures` are whatever
+    the measuring had to say."""
+
+    candidate: Candidate
+    throughput: float | None = None
+    tpot_s: float | None = None
+    kl: float | None = None
+    fits: bool = True
+    error: str | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def point(self) -> tuple[float, float, float] | None:
+        """Its place, all three to be small: −ln throughput, ln seconds, nats. None of one that failed or does not fit."""
+        if self.error is not None or not self.fits or not self.throughput or not self.tpot_s or self.kl is None:
+            return None
+        return -math.log(self.throughput), math.log(self.tpot_s), self.kl
+
+
+Prior: TypeAlias = Callable[[Candidate], Prediction]
+Measure: TypeAlias = Callable[[Candidate], Result]

@@ -1,0 +1,166 @@
+"""What a user gets: answers, their log-probabilities, vectors and scores. No torch."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One alternative at one position, decoded."""
+
+    token_id: int
+    token: str
+    logprob: float
+    rank: int | None = None
+    token_bytes: bytes = b""  # what the token stands for, also where it is part of a character
+
+    @property
+    def decoded_token(self) -> str:
+        """vLLM's name of `token`."""
+        return self.token
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """The token at one position and its best alternatives."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...] = ()
+
+    def __getitem__(self, token_id: int) -> Logprob:
+        """By token id, as vLLM has it: `logprobs[i][token_id].logprob`. KeyError for a token that is not among them."""
+        for entry in (self.chosen, *self.top):
+            if entry.token_id == token_id:
+                return entry
+        raise KeyError(token_id)
+
+    def __contains__(self, token_id: object) -> bool:
+        return any(entry.token_id == token_id for entry in (self.chosen, *self.top))
+
+    def __iter__(self) -> Iterator[int]:
+        """The token ids, the chosen one first."""
+        return iter(dict.fromkeys(entry.token_id for entry in (self.chosen, *self.top)))
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer (of n). `stop_reason` is the stop string or stop token id that ended it, if one did."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    num_drafted: int = 0  # tokens that speculative decoding guessed
+    num_accepted: int = 0  # and of them those that the model confirmed
+    message: ChatMessage | None = None  # of `LLM.chat`: the text in its parts
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the model wants called. `arguments` are JSON as the model wrote it, which may be broken where no grammar
+    held it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """An answer in its parts. `content` is None where there are calls and no text beside them."""
+
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As OpenAI's API has it, and as the next turn's messages take it."""
+        made: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning_content:
+            made["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            made["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """When things happened, in seconds of time.monotonic(); None for what has not."""
+
+    arrival: float
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of a request. From `LLM.generate` it is complete; from `AsyncLLM.generate` each one is what is *new*."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[PositionLogprobs | None] | None = None  # None for the first token, which nothing precedes
+    num_cached_tokens: int = 0
+    times: RequestTimes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vectors:
+    """What a model says of the texts of one call, in their order. `data`: float32 [N, E] in the machine's order."""
+
+    prompts: list[str | None]
+    prompt_token_ids: list[list[int]]
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingOutput:
+    """A text as a vector. `data` holds it as float32 in the machine's order, as it goes over the wire in base64. Where tokens
+    were given, `prompt_token_ids` is the caller's own list: copies of many cost as much as a small encoder's products."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    data: bytes = field(repr=False)
+
+    @property
+    def embedding(self) -> list[float]:
+        return array("f", self.data).tolist()
+
+    @property
+    def outputs(self) -> Self:
+        """As vLLM has it: `outputs.embedding`."""
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOutput:
+    """How well two texts go together: the higher the better."""
+
+    score: float
+    num_tokens: int  # that were computed for it
+
+    @property
+    def outputs(self) -> Self:
+        """As vLLM has it: `outputs.score`."""
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RerankResult:
+    """A document and how well it answers the query: the higher the better. `index`: its place among those given."""
+
+    index: int
+    document: str
+    relevance_score: float
+    num_tokens: int  # that were computed for it

@@ -1,0 +1,192 @@
+"""Sums and collections over the ranks that compute one model together, through `torch.distributed`: NCCL between GPUs, gloo
+between CPUs. A process belongs to one group.
+
+Between GPUs that can read each other's memory, small sums are one kernel (`OneShot`) where that gives what NCCL does: at a
+step of one sequence NCCL's start costs more than its bytes. NVLink multicast is never used.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TIMEOUT_S = 600.0
+"""A start may be so far ahead on one rank: it is the rank whose part of the checkpoint is read first. A rank's death ends the
+others long before (`worker.process_executor`)."""
+
+
+ONE_SHOT_BYTES = 512 * 1024
+"""The largest sum that is made in one kernel. It reads all ranks' numbers on each, where a ring reads them twice in all."""
+
+MOST_SENT = 16
+"""Tensors to the next stage that may be on their way at once."""
+
+_logger = logging.getLogger("slipstream.engine")
+
+
+class Rendezvous:
+    """Where the ranks of a group meet: a store at rank 0, which makes it and says its `port` to the others. `host` is its
+    host's address."""
+
+    def __init__(
+        self, rank: int, size: int, port: int = 0, *, host: str = "127.0.0.1", on_host: tuple[int, int] | None = None
+    ) -> None:
+        """`on_host`: which of how many ranks of this host it is; None: all are here."""
+        self.rank, self.size = rank, size
+        self.local_rank, self.local_size = on_host or (rank, size)
+        wait = datetime.timedelta(seconds=TIMEOUT_S)
+        store = dist.TCPStore  # type: ignore[attr-defined]
+        self._store = store(host, port, size, is_master=rank == 0, timeout=wait, wait_for_workers=False)
+        self.port = int(self._store.port)
+
+    def join(self, backend: str, device: torch.device) -> Group:
+        """The group, once all ranks are there. `backend`: the platform's `collectives`."""
+        wait = datetime.timedelta(seconds=TIMEOUT_S)
+        own = device if backend == "nccl" else None
+        dist.init_process_group(
+            backend, store=self._store, rank=self.rank, world_size=self.size, timeout=wait, device_id=own
+        )
+        return Group(self.rank, self.size, device)
+
+
+class Pipe:
+    """To the stages of a pipeline before and after this one: what a rank sends, its neighbour receives in the same order."""
+
+    def __init__(self, before: int, after: int, device: torch.device) -> None:
+        """The ranks to receive from and to send to."""
+        self._before, self._after, self._device = before, after, device
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # tensors that must stay until they are received
+
+    def send(self, x: Tensor) -> Tensor:
+        """Send x, which must not be written any more, and return it. The next stage may be busy: it is not waited for, as
+        long as no more than `MOST_SENT` are on their way."""
+        while len(self._sent) >= MOST_SENT:
+            work, _ = self._sent.popleft()
+            work.wait()
+        x = x.contiguous()
+        sending = dist.isend(x, self._after)
+        assert sending is not None
+        self._sent.append((sending, x))
+        return x
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        x = torch.empty(shape, dtype=dtype, device=self._device)
+        dist.recv(x, self._before)
+        return x
+
+
+class OneShot:
+    """A sum in one kernel: each rank puts its numbers where the others can read them, waits for theirs, and adds all up. The
+    kernel and the mapped memory are torch's (`torch.distributed._symmetric_memory`)."""
+
+    def __init__(self, device: torch.device, handle: dist.ProcessGroup) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self._name = handle.group_name
+        self._buffer = symmetric.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
+        symmetric.rendezvous(self._buffer, self._name)
+
+    def covers(self, x: Tensor) -> bool:
+        size = x.numel() * x.element_size()
+        fits = 0 < size <= ONE_SHOT_BYTES and size % 16 == 0 and x.is_contiguous()
+        return fits and x.dtype in (torch.bfloat16, torch.float32)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The sum, in memory of its own."""
+        shared = self._buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+        summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x, "sum", self._name)
+        return summed
+
+
+class Group:
+    """The ranks 0 … size − 1. Every rank makes the same calls in the same order, with values of the same shapes."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, handle: dist.ProcessGroup | None = None) -> None:
+        """`handle`: torch's of some of the ranks; None: of all."""
+        self.rank, self.size, self.device, self._handle = rank, size, device, handle
+        self.one_shot: OneShot | None = None
+        self._shared: list[object] = []
+
+    def stages(self, count: int) -> tuple[Group, Pipe | None]:
+        """Of all ranks: the group of this rank's stage, of `count` with neighbouring ranks, and the way to other stages."""
+        if count == 1:
+            return self, None
+        each = self.size // count
+        handles = [dist.new_group(list(range(i * each, (i + 1) * each))) for i in range(count)]  # each rank makes all of them
+        own = Group(self.rank % each, each, self.device, handles[self.rank // each])
+        return own, Pipe(self.rank - each, self.rank + each, self.device)
+
+    def try_one_shot(self) -> None:
+        """Make small sums in one kernel from now on, if every rank can and gets what NCCL gets."""
+        shot, why = None, ""
+        try:
+            handle = self._handle or dist.group.WORLD
+            assert handle is not None
+            shot = OneShot(self.device, handle)
+        except Exception as error:  # of the driver or of torch: which, and why, is for the log
+            why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        if not self.least(shot is not None)[0]:
+            _logger.warning("small sums go through NCCL: peers' memory can't be mapped (%s)", why or "on another rank")
+            return
+        assert shot is not None
+        x = (torch.arange(4096, device=self.device) % 251 + self.rank).to(torch.bfloat16)
+        ours, theirs = shot(x), x.clone()
+        dist.all_reduce(theirs, group=self._handle)
+        if self.least(torch.equal(ours, theirs))[0]:
+            self.one_shot = shot
+        else:
+            _logger.warning("small sums go through NCCL: those over peers' memory came out otherwise")
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, the same bits on every rank. x may be written."""
+        if self.one_shot is not None and self.one_shot.covers(x):
+            return self.one_shot(x)
+        dist.all_reduce(x, group=self._handle)
+        return x
+
+    def share(self, num_bytes: int) -> tuple[Tensor, ...]:
+        """Memory of each rank, zeros, that all ranks read and write, by rank: uint8 [num_bytes] on its GPU, mapped as long as
+        the tensors are held. Only where `one_shot` is there."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        handle = self._handle or dist.group.WORLD
+        assert handle is not None
+        own = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        own.zero_()
+        mapped = symmetric.rendezvous(own, handle.group_name)
+        self.least(0)  # all are zeros
+        peers = (own if rank == self.rank else mapped.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(self.size))
+        self._shared.append((own, mapped))
+        return tuple(peers)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """[n · size, …] → [n, …]: this rank's share of the sum of all ranks' x. x may be written."""
+        each = len(x) // self.size
+        if x.device.type == "cpu":  # gloo has none
+            return self.all_reduce(x)[self.rank * each : (self.rank + 1) * each]
+        out = torch.empty(each, *x.shape[1:], dtype=x.dtype, device=x.device)
+        dist.reduce_scatter_tensor(out, x.contiguous(), group=self._handle)
+        return out
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[…] → [size, …], by rank."""
+        out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # newer torch's name, and older's
+        gather(out.flatten(0, 1) if x.dim() else out, x.contiguous(), group=self._handle)
+        return out
+
+    def least(self, *numbers: int) -> list[int]:
+        """Of each number the smallest that a rank gives."""
+        values = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._handle)
+        found: list[int] = values.tolist()
+        return found
+
+    def leave(self) -> None:
+        """The last call. It waits for nobody."""
+        dist.destroy_process_group()

@@ -1,0 +1,265 @@
+"""The audit log (`--audit-log FILE`): who asked for what and when, in a chain that shows whether it was changed.
+
+1. A line is a JSON object. Its `hash` is the SHA-256 of all behind it in the line, where `previous` is the hash of the line
+   before. So a line that is changed, left out, added or moved breaks the chain. Lines cut off at the end show only against a
+   hash that was noted elsewhere (`slipstream audit verify FILE --expect HASH`).
+2. Lines are only appended. All front ends write one chain: each takes a lock on the file for a line. A line that a crash tore
+   stays, and the next one says so (`kind` is `torn`).
+3. Of a request there are its id, key, route, model, status, numbers of tokens and times, and no text of a prompt or answer.
+   With `--audit-prompts` there is the body, too.
+4. At `audit_max_bytes` the file becomes FILE.1, FILE.2 and so on, and the chain goes on in a new FILE.
+5. If a line cannot be written, for one because the disk is full, the server refuses new requests with 503
+   `audit_unavailable` until the lines that wait are written (`audit_failure="refuse"`), or serves on, says so in its log, and
+   counts in the file what was lost (`"serve"`).
+
+A line is handed to the operating system before the request's connection is done, and is not forced to the disk: a machine that
+loses power may lose the last seconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from slipstream.errors import ConfigError
+
+_logger = logging.getLogger("slipstream.server")
+
+START = "0" * 64
+MOST_WAITING = 10_000
+_LOG_EVERY_S = 60.0
+_HEAD = b'{"hash":"'
+_HASH_BYTES = len(_HEAD) + 64 + 2  # up to the comma's end
+
+
+def _line(fields: dict[str, Any], previous: str) -> tuple[bytes, str]:
+    rest = msgspec.json.encode({"previous": previous, **fields})[1:]
+    digest = hashlib.sha256(rest).hexdigest()
+    return _HEAD + digest.encode() + b'",' + rest + b"\n", digest
+
+
+def _read(line: bytes) -> tuple[str, dict[str, Any]] | None:
+    """The hash and the fields of a whole line; None if it is none, or its hash is wrong."""
+    digest, rest = line[len(_HEAD) : len(_HEAD) + 64], line[_HASH_BYTES:].removesuffix(b"\n")
+    if not line.startswith(_HEAD) or hashlib.sha256(rest).hexdigest().encode() != digest:
+        return None
+    try:
+        fields = msgspec.json.decode(b"{" + rest)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return (digest.decode(), fields) if isinstance(fields, dict) else None
+
+
+class AuditLog:
+    def __init__(
+        self, path: Path, *, max_bytes: int = 64 * 2**20, on_failure: Literal["refuse", "serve"] = "refuse"
+    ) -> None:
+        self.path, self.max_bytes, self.on_failure = path, max_bytes, on_failure
+        self._fd = -1
+        self._size = -1  # of the file when this process last wrote to it
+        self._last, self._seq = START, 0
+        self._waiting: deque[dict[str, Any]] = deque()
+        self.num_lost = 0
+        self._told = 0.0
+        self.failure: str | None = None
+        self._append({"kind": "start", "pid": os.getpid()})
+        if self.failure is not None:
+            raise ConfigError(f"cannot write the audit log {path}: {self.failure}", field="audit_log")
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append a line. One that cannot be written waits."""
+        record = {"kind": kind, **{name: value for name, value in fields.items() if value is not None}}
+        if len(self._waiting) >= MOST_WAITING:
+            self.num_lost += 1
+        else:
+            self._waiting.append({"time": _now(), **record})
+        self._flush()
+
+    @property
+    def refuses(self) -> bool:
+        """Whether requests are refused, since what they do cannot be written down. It tries again first."""
+        if self.failure is not None:
+            self._flush()
+        return self.failure is not None and self.on_failure == "refuse"
+
+    def _flush(self) -> None:
+        while self._waiting:
+            self._append(self._waiting[0])
+            if self.failure is not None:
+                return
+            self._waiting.popleft()
+        self.failure = None
+        if self.num_lost:
+            lost, self.num_lost = self.num_lost, 0
+            self._append({"time": _now(), "kind": "lost", "count": lost})
+
+    def _append(self, fields: dict[str, Any]) -> None:
+        try:
+            self._open()
+            try:
+                self._write(fields)
+            finally:
+                if self._fd >= 0:  # else it was closed for a new one, which could not be opened
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
+        except OSError as error:
+            self.failure = error.strerror or str(error)
+            if time.monotonic() - self._told > _LOG_EVERY_S:
+                self._told = time.monotonic()
+                does = "requests are refused" if self.on_failure == "refuse" else "requests go on without it"
+                _logger.error("the audit log %s cannot be written (%s): %s", self.path, self.failure, does)
+        else:
+            self.failure = None
+
+    def _open(self) -> None:
+        """Lock the file that has the path, and know how it ends."""
+        while True:
+            if self._fd < 0:
+                self._fd = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o600)
+                self._size = -1
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            try:
+                same = os.stat(self.path).st_ino == os.fstat(self._fd).st_ino
+            except FileNotFoundError:
+                same = False
+            if same:
+                return
+            self._close()  # another process has begun a new one
+
+    def _write(self, fields: dict[str, Any]) -> None:
+        while True:
+            size = os.fstat(self._fd).st_size
+            if size != self._size:
+                size = self._catch_up(size)
+            data, digest = _line({"seq": self._seq + 1, **fields}, self._last)
+            if not size or size + len(data) <= self.max_bytes:
+                break
+            self._rotate()
+        self._put(data, size)
+        self._last, self._seq = digest, self._seq + 1
+
+    def _put(self, data: bytes, size: int) -> None:
+        """All of it, or nothing."""
+        written = os.write(self._fd, data)
+        if written != len(data):
+            os.ftruncate(self._fd, size)
+            raise OSError(28, "No space left on device")
+        self._size = size + written
+
+    def _catch_up(self, size: int) -> int:
+        """Others have written, or this is the first line of this process. The size after a torn line was closed."""
+        self._size = size
+        if not size:
+            parts = rotated(self.path)
+            self._last, self._seq = _end(parts[-1]) if parts else (START, 0)
+            return 0
+        self._last, self._seq = _end(self.path)
+        if os.pread(self._fd, 1, size - 1) == b"\n":
+            return size
+        torn = _last_line(self.path)
+        if _read(torn) is not None:  # only the end of the line is missing
+            self._put(b"\n", size)
+            return self._size
+        told = {"seq": self._seq + 1, "time": _now(), "kind": "torn", "bytes": len(torn)}
+        data, digest = _line({**told, "sha256": hashlib.sha256(torn).hexdigest()}, self._last)
+        self._put(b"\n" + data, size)
+        self._last, self._seq = digest, self._seq + 1
+        return self._size
+
+    def _rotate(self) -> None:
+        numbers = [int(part.name.rpartition(".")[2]) for part in rotated(self.path)]
+        self.path.rename(self.path.with_name(f"{self.path.name}.{max(numbers, default=0) + 1}"))
+        self._close()
+        self._open()
+
+    def _close(self) -> None:
+        os.close(self._fd)
+        self._fd = -1
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._close()
+
+
+def _now() -> str:
+    now = time.time()
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03d}Z"
+
+
+def rotated(path: Path) -> list[Path]:
+    """The files before `path`, oldest first."""
+    found = [part for part in path.parent.glob(f"{path.name}.*") if part.name[len(path.name) + 1 :].isdecimal()]
+    return sorted(found, key=lambda part: int(part.name.rpartition(".")[2]))
+
+
+def _last_line(path: Path) -> bytes:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        step, data = 2**14, b""
+        while True:
+            begin = max(0, size - step)
+            file.seek(begin)
+            data = file.read(size - begin)
+            found = data.removesuffix(b"\n").rfind(b"\n")
+            if found >= 0 or begin == 0:
+                return data[found + 1 :]
+            step *= 4
+
+
+def _end(path: Path) -> tuple[str, int]:
+    """The hash and number of the last whole line."""
+    found = _read(_last_line(path))
+    if found is not None:
+        return found[0], int(found[1].get("seq", 0))
+    last = (START, 0)
+    with path.open("rb") as file:
+        for line in file:
+            read = _read(line)
+            if read is not None:
+                last = (read[0], int(read[1].get("seq", 0)))
+    return last
+
+
+class ChainError(ConfigError):
+    """The chain is broken; the message says where."""
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of the whole chain, with their hashes. ChainError at the first that does not fit."""
+    previous, seq, torn = START, 0, None
+    parts = [*rotated(path), path]
+    for part in parts:
+        try:
+            file = part.open("rb")
+        except OSError as error:
+            raise ChainError(f"cannot read {part}: {error.strerror}", field="audit_log") from None
+        with file:
+            for number, line in enumerate(file, 1):
+                where = f"{part.name}, line {number}"
+                found = _read(line)
+                if found is None:
+                    if torn is not None:
+                        raise ChainError(f"{where}: the line before is damaged", field="audit_log")
+                    torn = (where, hashlib.sha256(line.removesuffix(b"\n")).hexdigest())
+                    continue
+                digest, fields = found
+                if torn is not None and (fields.get("kind") != "torn" or fields.get("sha256") != torn[1]):
+                    raise ChainError(f"{torn[0]}: its hash does not fit what it says", field="audit_log")
+                if torn is None and fields.get("kind") == "torn":
+                    raise ChainError(f"{where}: the torn line that it tells of is gone", field="audit_log")
+                torn = None
+                if fields.get("previous") != previous or fields.get("seq") != seq + 1:
+                    message = f"{where}: it does not follow the line before; lines were taken out, added or moved"
+                    raise ChainError(message, field="audit_log")
+                previous, seq = digest, seq + 1
+                yield {"hash": digest, **fields}
+    if torn is not None:
+        raise ChainError(f"{torn[0]}: the last line is damaged", field="audit_log")

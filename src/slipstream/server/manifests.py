@@ -1,0 +1,203 @@
+"""What runs a server in containers: a Dockerfile, a file for Docker Compose, and Kubernetes' objects. No torch.
+
+All three start `slipstream serve` with the same words and stop it as it wants to be stopped: SIGTERM, then as many seconds as
+it has for the requests in flight. Probes are the server's own: `/live`, and `/ready`, which answers 503 while it drains.
+
+A replica keeps a volume of its own at its home folder: models that it fetched, packed weights, compiled kernels. The rest of
+its file system is read-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream import __version__
+
+HOME, USER, PORT = "/home/slipstream", 10001, 8000
+KEYS = "/run/slipstream/keys"
+"""The folder of the secret, whose entry `keys` has one key a line."""
+
+START_S = 1800
+"""Of the first start, which fetches the model."""
+
+GRACE_S = 15
+"""Beside the time for requests in flight: to end the processes."""
+
+LEAVE_S = 5
+"""Kubernetes tells a replica to end and its services to leave it out at the same moment. So long it still answers."""
+
+READY = ["python", "-c", f"import urllib.request as u; u.urlopen('http://127.0.0.1:{PORT}/ready')"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """`words`: what stands behind `slipstream serve`, without address, port and keys. Sizes are in bytes."""
+
+    words: Sequence[str]
+    drain_s: float
+    name: str = "slipstream"
+    image: str = f"slipstream:{__version__}"
+    replicas: int = 1
+    cpus: int = 4
+    gpus: int = 0
+    memory: int = 8 * 2**30
+    volume: int = 50 * 2**30
+    extras: Sequence[str] = ()
+    key_secret: str | None = None
+
+    @property
+    def command(self) -> list[str]:
+        keys = [] if self.key_secret is None else ["--api-key-file", f"{KEYS}/keys"]
+        return ["serve", *self.words, "--host", "0.0.0.0", "--port", str(PORT), *keys]
+
+    @property
+    def escaped_command(self) -> list[str]:
+        """Compose and Kubernetes would put variables in the place of `$NAME` and `$(NAME)`; to both `$$` is a `$`."""
+        return [word.replace("$", "$$") for word in self.command]
+
+    @property
+    def stop_s(self) -> int:
+        return int(self.drain_s) + GRACE_S
+
+
+def dockerfile(made: Deployment) -> str:
+    """For `docker build -f FILE .` in a clone. The compiler stays in the first stage; Triton needs one on a GPU's machine."""
+    extras = sorted({*made.extras, *(["gpu"] if made.gpus else [])})
+    compiler = "RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*\n"
+    wheel = 'slipstream @ file://$(ls /wheels/slipstream-*.whl)'
+    wheel = wheel.replace("slipstream @", f"slipstream[{','.join(extras)}] @" if extras else "slipstream @")
+    return (
+        "FROM python:3.12-slim AS build\n"
+        "RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*\n"
+        "WORKDIR /source\n"
+        "COPY pyproject.toml README.md LICENSE ./\n"
+        "COPY csrc csrc\n"
+        "COPY src src\n"
+        "RUN pip wheel --no-cache-dir --no-deps -w /wheels .\n"
+        "\n"
+        "FROM python:3.12-slim\n"
+        f"{compiler if made.gpus else ''}"
+        "COPY --from=build /wheels /wheels\n"
+        f'RUN pip install --no-cache-dir "{wheel}"\n'
+        f"RUN useradd --create-home --home-dir {HOME} --uid {USER} slipstream\n"
+        "USER slipstream\n"
+        f"WORKDIR {HOME}\n"
+        f"VOLUME {HOME}\n"
+        f"EXPOSE {PORT}\n"
+        'ENTRYPOINT ["slipstream"]\n'
+    )
+
+
+def compose(made: Deployment, *, build_from: str, dockerfile_name: str) -> dict[str, Any]:
+    """One replica. `build_from`: the clone, and the Dockerfile's place, both as seen from the file."""
+    service: dict[str, Any] = {
+        "image": made.image,
+        "build": {"context": build_from, "dockerfile": dockerfile_name},
+        "command": made.escaped_command,
+        "ports": [f"127.0.0.1:{PORT}:{PORT}"],
+        "volumes": [f"home:{HOME}"],
+        "tmpfs": ["/tmp"],
+        "read_only": True,
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "restart": "unless-stopped",
+        "stop_grace_period": f"{made.stop_s}s",
+        "healthcheck": {"test": ["CMD", *READY], "interval": "10s", "timeout": "5s", "start_period": f"{START_S}s"},
+        "cpus": made.cpus,
+        "mem_limit": made.memory,
+    }
+    found: dict[str, Any] = {"services": {made.name: service}, "volumes": {"home": {}}}
+    if made.gpus:
+        device = {"driver": "nvidia", "count": made.gpus, "capabilities": ["gpu"]}
+        service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
+    if made.gpus > 1:
+        service["shm_size"] = "2gb"
+    if made.key_secret is not None:
+        service["secrets"] = [{"source": "keys", "target": f"{KEYS}/keys"}]
+        found["secrets"] = {"keys": {"file": "./keys"}}
+    return found
+
+
+def kubernetes(made: Deployment) -> Iterator[dict[str, Any]]:
+    """Two services, the replicas, and how many of them may be away at once."""
+    labels = {"app.kubernetes.io/name": made.name}
+    port = {"name": "http", "port": PORT, "targetPort": "http"}
+    yield _object("v1", "Service", made.name, labels, {"selector": labels, "ports": [port]})
+    each = {"clusterIP": "None", "publishNotReadyAddresses": True}  # the replicas by name, to look at one of them
+    yield _object("v1", "Service", f"{made.name}-replicas", labels, {"selector": labels, "ports": [port], **each})
+    yield _object("apps/v1", "StatefulSet", made.name, labels, _replicas(made, labels))
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": labels}}
+    yield _object("policy/v1", "PodDisruptionBudget", made.name, labels, spec)
+
+
+def _object(version: str, kind: str, name: str, labels: dict[str, str], spec: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
+
+
+def _replicas(made: Deployment, labels: dict[str, str]) -> dict[str, Any]:
+    volume = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": _quantity(made.volume)}}}
+    metadata: dict[str, Any] = {"labels": labels}
+    if made.key_secret is None:  # with keys a scrape needs one, too
+        metadata["annotations"] = {"prometheus.io/scrape": "true", "prometheus.io/port": str(PORT)}
+    return {
+        "serviceName": f"{made.name}-replicas",
+        "replicas": made.replicas,
+        "podManagementPolicy": "Parallel",
+        "selector": {"matchLabels": labels},
+        "template": {"metadata": metadata, "spec": _pod(made)},
+        "volumeClaimTemplates": [{"metadata": {"name": "home"}, "spec": volume}],
+    }
+
+
+def _pod(made: Deployment) -> dict[str, Any]:
+    def probe(path: str, every: int, failures: int) -> dict[str, Any]:
+        asked = {"path": path, "port": "http"}
+        return {"httpGet": asked, "periodSeconds": every, "failureThreshold": failures, "timeoutSeconds": 5}
+
+    limits = {"cpu": made.cpus, "memory": _quantity(made.memory)}
+    if made.gpus:
+        limits["nvidia.com/gpu"] = made.gpus
+    mounts: list[dict[str, Any]] = [{"name": "home", "mountPath": HOME}, {"name": "tmp", "mountPath": "/tmp"}]
+    volumes: list[dict[str, Any]] = [{"name": "tmp", "emptyDir": {}}]
+    if made.gpus > 1:  # ranks meet in shared memory, of which a container has 64 MiB
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}})
+    if made.key_secret is not None:
+        mounts.append({"name": "keys", "mountPath": KEYS, "readOnly": True})
+        volumes.append({"name": "keys", "secret": {"secretName": made.key_secret, "defaultMode": 0o440}})
+    container = {
+        "name": "serve",
+        "image": made.image,
+        "args": made.escaped_command,
+        "ports": [{"name": "http", "containerPort": PORT}],
+        "startupProbe": probe("/ready", 5, START_S // 5),
+        "readinessProbe": probe("/ready", 5, 1),
+        "livenessProbe": probe("/live", 10, 6),
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(LEAVE_S)]}}},
+        "resources": {"requests": limits, "limits": limits},
+        "volumeMounts": mounts,
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+    }
+    return {
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": LEAVE_S + made.stop_s,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def _quantity(num_bytes: int) -> str:
+    return f"{-(-num_bytes // 2**20)}Mi"

@@ -1,0 +1,20 @@
+"""What the CPU's instruction sets have, as data. A kernel asks for a feature here, never for a name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuIsa:
+    """An instruction set that the C++ kernels are compiled for (`csrc/cpu/isa_*.cpp`)."""
+
+    expands_bytes: bool = False  # bytes go where a mask has bits, in one instruction (vpexpandb)
+
+
+CPU_ISAS: Mapping[str, CpuIsa] = {
+    **dict.fromkeys(("portable", "avx2", "avx2-vnni", "avx512", "avx512-vnni", "neon", "neon-i8mm"), CpuIsa()),
+    **dict.fromkeys(("avx512-vbmi2", "avx512-bf16"), CpuIsa(expands_bytes=True)),
+}
+"""By the name that `kernels.native.instruction_sets()` gives."""

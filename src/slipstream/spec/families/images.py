@@ -1,0 +1,94 @@
+"""Builders of image encoders and of their preprocessing, which families share. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from slipstream.spec.families.base import ConfigReader
+from slipstream.spec.families.builders import activation, attention, before, heads, layer_norm, plain
+from slipstream.spec.families.names import Theirs
+from slipstream.spec.model import LayerSpec
+from slipstream.spec.vision import FixedSize, ImageProcessing, PixelRange, TileSizes
+
+RESAMPLE: dict[int, Literal["bilinear", "bicubic", "lanczos"]] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
+"""Pillow's numbers."""
+
+HALF = (0.5, 0.5, 0.5)
+
+
+def siglip_layers(c: ConfigReader) -> tuple[LayerSpec, ...]:
+    """SigLIP's layers (arXiv:2303.15343): norms before, biases everywhere, no positions of their own."""
+    h = heads(c, num_kv_heads=None)
+    norm = layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-6))
+    mlp = plain(c.size("intermediate_size"), activation(c, "hidden_act", "gelu_pytorch_tanh"))
+    of = attention(h, None, causal=False, qkv_bias=True, out_bias=True)
+    return (LayerSpec(attention=of, mlp=mlp, block=before(norm)),) * c.size("num_hidden_layers")
+
+
+def square(c: ConfigReader, key: str, default: int) -> int:
+    """A size that is a number, or two that are the same."""
+    value = c.value(key)
+    if isinstance(value, list):
+        if len(value) != 2 or value[0] != value[1] or not isinstance(value[0], int) or value[0] < 1:
+            raise c.unsupported(key, "only squares are supported")
+        return value[0]
+    return c.size(key, default)
+
+
+def processing(
+    c: ConfigReader,
+    sizes: TileSizes | FixedSize | PixelRange,
+    *,
+    resample: int,
+    mean: tuple[float, float, float] = HALF,
+    std: tuple[float, float, float] = HALF,
+) -> ImageProcessing:
+    """The processing with `sizes`, which were read before. The rest are defaults. Call it last."""
+
+    def three(key: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
+        found = c.take(key, list, list(default))
+        if len(found) != 3 or not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in found):
+            raise c.unsupported(key, "must be three numbers")
+        return (float(found[0]), float(found[1]), float(found[2]))
+
+    for step in ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"):
+        c.require(step, True)
+    c.require("do_center_crop", False)
+    number = c.take("resample", int, resample)
+    if number not in RESAMPLE:
+        raise c.unsupported("resample", f"must be one of {', '.join(f'{k} ({v})' for k, v in RESAMPLE.items())}")
+    c.ignore(
+        *("processor_class", "image_processor_type", "feature_extractor_type", "crop_size", "data_format", "device"),
+        *("input_data_format", "return_tensors", "disable_grouping", "default_to_square", "pad_size", "image_seq_len"),
+        *("image_seq_length", "_valid_processor_keys", "video_sampling", "is_fast", "backend", "do_pad"),
+    )
+    made = ImageProcessing(
+        sizes=sizes,
+        resample=RESAMPLE[number],
+        mean=three("image_mean", mean),
+        std=three("image_std", std),
+        scale=c.take("rescale_factor", float, 1 / 255),
+    )
+    if 0.0 in made.std:
+        raise c.unsupported("image_std", "must not be 0")
+    c.finish()
+    return made
+
+
+def siglip_names(tower: str, *, out: str) -> dict[str, Theirs]:
+    """Names of a SigLIP encoder that begins with `tower`; its layers' are relative. `out`: the connector's product."""
+    layer: dict[str, Theirs] = {
+        "pre_attention": "layer_norm1",
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.out": "self_attn.out_proj",
+        "pre_mlp": "layer_norm2",
+        "mlp.up": "mlp.fc1",
+        "mlp.down": "mlp.fc2",
+    }
+    return {
+        "vision.patch": f"{tower}embeddings.patch_embedding",
+        "vision.positions": f"{tower}embeddings.position_embedding",
+        **{f"vision.{name}": theirs for name, theirs in layer.items()},
+        "vision.final_norm": f"{tower}post_layernorm",
+        "vision.connector.out": out,
+    }

@@ -1,0 +1,167 @@
+"""Qwen 2.5 VL (arXiv:2502.13923): a Qwen 2 whose tokens have three positions (M-RoPE), and an image encoder with RMS norms,
+gated MLPs, rotary positions by row and column, and windows in most layers. Films are not read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.spec.families.base import ConfigReader, Family
+from slipstream.spec.families.builders import activation, attention, before, gated, heads, model, rms, rope
+from slipstream.spec.families.images import processing, square
+from slipstream.spec.families.names import LLAMA, Theirs, table
+from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec
+from slipstream.spec.vision import (
+    AxialRopeSpec,
+    ImageProcessing,
+    MLPConnector,
+    PixelRange,
+    PromptFormat,
+    VisionSpec,
+)
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+}
+ENCODER: dict[str, Any] = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+"""Defaults of the config's two parts."""
+
+
+def read_text(c: ConfigReader) -> ModelSpec:
+    c.assume(**TEXT)
+    c.require("model_type", "qwen2_5_vl_text", "qwen2_5_vl")
+    h = heads(c)
+    max_position = c.size("max_position_embeddings")
+    norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float))
+    c.require("use_sliding_window", False)
+    c.ignore("sliding_window", "max_window_layers")  # of windows that are off
+    if set(c.take("layer_types", list, ["full_attention"])) != {"full_attention"}:
+        raise c.unsupported("layer_types", "only full_attention is supported")
+    of = attention(h, rope(c, h.head_dim, theta=1e6, max_position=max_position, sectioned=True), qkv_bias=True)
+    layer = LayerSpec(attention=of, mlp=gated(c), block=before(norm))
+    return model(c, "qwen2_5_vl", lambda i: layer, norm, max_position)
+
+
+def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
+    v = c.part("vision_config")
+    v.assume(**ENCODER)
+    v.require("model_type", "qwen2_5_vl", "qwen2_5_vl_vision")
+    hidden, depth = v.size("hidden_size"), v.size("depth")
+    h = heads(v, num_heads="num_heads", num_kv_heads=None)
+    norm, merge, patch_size = rms(hidden, 1e-6), v.size("spatial_merge_size", 2), square(v, "patch_size", 14)
+    mlp = DenseSpec(intermediate_size=v.size("intermediate_size"), activation=activation(v, "hidden_act", "silu"), bias=True)
+    layer = LayerSpec(
+        attention=attention(h, None, causal=False, qkv_bias=True, out_bias=True), mlp=mlp, block=before(norm)
+    )
+    theta = 10000.0
+    if (axial := v.value("rope_parameters")) is not None:
+        if not isinstance(axial, dict) or axial.keys() - {"rope_theta", "rope_type"} or axial.get("rope_type") != "axial":
+            raise v.unsupported("rope_parameters", "must have rope_type 'axial', and rope_theta")
+        theta = float(axial.get("rope_theta", theta))
+    if h.head_dim % 4:
+        raise v.unsupported("num_heads", f"heads of {h.head_dim} can't be rotated by rows and columns")
+    window, side = v.size("window_size", 112), patch_size * merge
+    if window % side:
+        raise v.unsupported("window_size", f"must be a multiple of {side} pixels")
+    full = v.take("fullatt_block_indexes", list)
+    if not all(isinstance(i, int) for i in full):
+        raise v.unsupported("fullatt_block_indexes", "must be whole numbers")
+    v.require("out_hidden_size", text.hidden_size)
+    if v.value("out_hidden_size") is None and text.hidden_size != 3584:
+        raise v.unsupported("out_hidden_size", f"must be the decoder's hidden_size, {text.hidden_size}")
+    v.require("spatial_patch_size", patch_size)
+    v.ignore("tokens_per_second")  # of films
+    num_channels = v.size("in_channels" if "in_channels" in v else "in_chans", 3)
+    made = VisionSpec(
+        hidden_size=hidden,
+        num_channels=num_channels,
+        patch_size=patch_size,
+        patch_bias=False,
+        num_frames=square(v, "temporal_patch_size", 2),
+        layers=(layer,) * depth,
+        final_norm=None,
+        position=AxialRopeSpec(theta=theta, head_dim=h.head_dim),
+        merge=merge,
+        window=window // side,
+        full_layers=frozenset(full),
+        connector=MLPConnector(norm=norm, activation="gelu"),
+        token_id=c.take("image_token_id", int, 151655),
+        prompt=PromptFormat(placeholder="<|image_pad|>", token="<|image_pad|>", style="plain"),
+    )
+    v.finish()
+    c.ignore("text_config", "tie_word_embeddings", "use_cache", *OUTER)
+    if c.value("text_config") is None:  # the decoder's keys stand here, and were read
+        return made
+    c.finish()
+    return made
+
+
+def read_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
+    for key, wanted in (
+        ("patch_size", vision.patch_size),
+        ("merge_size", vision.merge),
+        ("temporal_patch_size", vision.num_frames),
+    ):
+        c.require(key, wanted)
+    # Early files have min_pixels and max_pixels, later ones a size, some both; the former go before.
+    size = c.take("size", dict, {})
+    bounds: list[int] = []
+    for key, name, default in (("min_pixels", "shortest_edge", 56 * 56), ("max_pixels", "longest_edge", 28 * 28 * 1280)):
+        value = c.value(key) or size.get(name) or size.get(key) or default
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**26:
+            raise c.unsupported("size" if name in size else key, "must be 1 to 67108864 pixels")
+        bounds.append(value)
+    if bounds[0] > bounds[1]:
+        raise c.unsupported("size", f"the fewest pixels ({bounds[0]}) are more than the most ({bounds[1]})")
+    c.ignore("max_frames", "min_frames", "fps")
+    sizes = PixelRange(factor=vision.patch_size * vision.merge, min_pixels=bounds[0], max_pixels=bounds[1])
+    return processing(c, sizes, resample=3, mean=CLIP_MEAN, std=CLIP_STD)
+
+
+OUTER = (
+    *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("vision_token_id", "model_type"),
+)
+
+VISION: dict[str, Theirs] = {
+    "vision.patch": "visual.patch_embed.proj",
+    "vision.pre_attention": "norm1",
+    "vision.attention.qkv": "attn.qkv",
+    "vision.attention.out": "attn.proj",
+    "vision.pre_mlp": "norm2",
+    "vision.mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "vision.mlp.down": "mlp.down_proj",
+    "vision.connector.norm": "visual.merger.ln_q",
+    "vision.connector.up": "visual.merger.mlp.0",
+    "vision.connector.out": "visual.merger.mlp.2",
+}
+
+FAMILIES = (
+    Family(
+        model_type="qwen2_5_vl",
+        architectures=("Qwen2_5_VLForConditionalGeneration",),
+        read=read_text,
+        names=table({**LLAMA, **VISION}, vision_layer="visual.blocks.{i}."),
+        nested_config="text_config",
+        flat_config=True,
+        prefixes=("model.", "language_model.", "model.language_model."),
+        ignored=(r"(model\.)?visual\..*",),  # with max_images=0
+        vision=read_vision,
+        processing=read_processing,
+    ),
+)

@@ -1,0 +1,352 @@
+"""Layer specs: attention, MLPs and mixtures of experts, and how a layer norms and adds them. No torch.
+
+Each spec gives the names and shapes of its parameters. `spec/model.py` puts layers together to a model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
+
+from slipstream.spec.functions import Activation, NormSpec, Shape
+from slipstream.spec.positions import AlibiSpec, BucketSpec, RopeSpec
+
+
+class WeightShape(NamedTuple):
+    """The shape [rows, inner] of a layer's weight that schemes quantise. Experts have `copies` of it, stacked."""
+
+    part: Literal["attention", "mlp"]
+    rows: int
+    inner: int
+    copies: int = 1
+
+
+ROUNDED = frozenset(("qkv", "q", "kv", "q_latent", "latent", "out", "up", "down"))
+"""The products of a layer that schemes quantise. Routers are not quantised, and neither is `expand`, which is split by
+heads."""
+
+
+def linear_shapes(name: str, rows: int, inner: int, bias: bool = False) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{name}.weight": (rows, inner)}
+    return {**weight, f"{name}.bias": (rows,)} if bias else weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QKNormSpec:
+    """A norm of q and k before the rotation. `over` says what is normed:
+
+    1. `head`: each head, with one weight for all heads, RMS (Qwen 3, Gemma 3).
+    2. `row`: all heads together, RMS (OLMo 2).
+    3. `each`: each head, with a weight of its own, layer norm (Command R+).
+    """
+
+    over: Literal["head", "row", "each"]
+    eps: float
+    weight_offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Attention with `num_heads` query heads over `num_kv_heads` key/value heads: MHA, MQA and GQA.
+
+    `window`: a token attends to itself and the window − 1 tokens before it; if not `causal`, to as many after it, too.
+    `softcap`: scores become tanh(s / cap) · cap.
+    `clip_qkv`: q, k and v are clamped to ± this number (MPT).
+    `sinks`: each head has a learned score without a value, which its softmax counts in the denominator (gpt-oss).
+    `of_heads`: if this is a rank's part (`spec.parallel`), the query and kv heads of all ranks together, without
+    those of zeros.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    position: RopeSpec | AlibiSpec | BucketSpec | None
+    causal: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    clip_qkv: float | None = None
+    qk_norm: QKNormSpec | None = None
+    sinks: bool = False
+    of_heads: tuple[int, int] | None = None
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """The numbers of weights in q's norm and in k's."""
+        if self.qk_norm is None:
+            return 0, 0
+        return (self.head_dim, self.head_dim) if self.qk_norm.over == "head" else (self.q_size, self.kv_size)
+
+    @property
+    def cached_size(self) -> int:
+        """Numbers in the cache for each token."""
+        return 2 * self.kv_size
+
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        found = linear_shapes("attention.qkv", self.q_size + 2 * self.kv_size, hidden_size, self.qkv_bias)
+        for x, size in zip("qk", self.qk_norm_sizes, strict=True):
+            if size:
+                each = self.qk_norm is not None and self.qk_norm.over == "each"
+                found[f"attention.{x}_norm.weight"] = (size // self.head_dim, self.head_dim) if each else (size,)
+        if isinstance(self.position, BucketSpec) and self.position.own:
+            found["attention.distances.weight"] = (self.position.num_buckets, self.num_heads)
+        if self.sinks:
+            found["attention.sinks.weight"] = (self.num_heads,)
+        return found | linear_shapes("attention.out", hidden_size, self.q_size, self.out_bias)
+
+    def cross_shapes(self, hidden_size: int) -> dict[str, Shape]:
+        """The shapes of cross attention, over an encoder's states."""
+        q = linear_shapes("cross.q", self.q_size, hidden_size, self.qkv_bias)
+        kv = linear_shapes("cross.kv", 2 * self.kv_size, hidden_size, self.qkv_bias)
+        return q | kv | linear_shapes("cross.out", hidden_size, self.q_size, self.out_bias)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    1. A token has an RMS-normed latent of `kv_rank` numbers. Keys and values of all heads are products of it.
+    2. A token has one rotated key of `rotary_dim` numbers, which all heads share.
+    3. Only these two are cached, as one kv head: its keys are [rotated, latent], its values are the latents.
+    4. A query head has `nope_dim` numbers for the key from the latent and `rotary_dim` for the rotated key. Its output has
+       `value_dim` numbers.
+    5. With `q_rank`, queries are products of a latent too.
+
+    `bias` is for the products into latents and for the output product.
+    """
+
+    num_heads: int
+    nope_dim: int
+    value_dim: int
+    kv_rank: int
+    q_rank: int | None
+    scale: float
+    position: RopeSpec
+    eps: float
+    bias: bool = False
+
+    num_kv_heads: ClassVar[int] = 1
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.position.rotary_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a cached key."""
+        return self.rotary_dim + self.kv_rank
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * (self.nope_dim + self.rotary_dim)
+
+    @property
+    def cached_size(self) -> int:
+        return self.head_dim
+
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        """The shapes of all parameters. `expand` maps a latent, for each head, to the unrotated part of the key and the
+        value."""
+        found: dict[str, Shape] = {}
+        if self.q_rank is not None:
+            found |= linear_shapes("attention.q_latent", self.q_rank, hidden_size, self.bias)
+            found["attention.q_norm.weight"] = (self.q_rank,)
+        found |= linear_shapes("attention.q", self.q_size, self.q_rank or hidden_size)
+        found |= linear_shapes("attention.latent", self.head_dim, hidden_size, self.bias)
+        found["attention.k_norm.weight"] = (self.kv_rank,)
+        found |= linear_shapes("attention.expand", self.num_heads * (self.nope_dim + self.value_dim), self.kv_rank)
+        return found | linear_shapes("attention.out", hidden_size, self.num_heads * self.value_dim, self.bias)
+
+
+AttentionKind: TypeAlias = AttentionSpec | LatentAttentionSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSpec:
+    """An MLP. `gated`: down(act(gate(x)) · up(x)); otherwise down(act(up(x))). `bias`: of both products, or of `down` alone
+    (GTE)."""
+
+    intermediate_size: int
+    activation: Activation
+    gated: bool = True
+    bias: bool | Literal["down"] = False
+
+    @property
+    def up_rows(self) -> int:
+        return self.intermediate_size * (2 if self.gated else 1)
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token between the two products: gates and ups, and as many without a gate."""
+        return 2 * self.intermediate_size
+
+    def shapes(self, hidden_size: int, name: str = "mlp", copies: int = 1) -> dict[str, Shape]:
+        """The shapes of its parameters; of `copies` experts, stacked."""
+        up = linear_shapes(f"{name}.up", copies * self.up_rows, hidden_size, self.bias is True)
+        return up | linear_shapes(f"{name}.down", copies * hidden_size, self.intermediate_size, bool(self.bias))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExpertSpec:
+    """An MLP for every token, added to the chosen experts. `weighed`: its output is multiplied by the sigmoid of a gate (Qwen
+    2)."""
+
+    mlp: DenseSpec
+    weighed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLimit:
+    """Group-limited routing. Experts form `num_groups` groups of equal size, and a token's experts come from its `num_chosen`
+    best groups. A group's score is that of its best expert (DeepSeek V2), or the sum of its best two (V3)."""
+
+    num_groups: int
+    num_chosen: int
+    by: Literal["best", "best_two"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoESpec:
+    """A mixture of experts (Shazeer et al. 2017).
+
+    1. The router, a product (`router_bias`: with a bias), gives a logit for each of `num_experts`. `scores` makes scores of
+       them: the softmax over all experts, or each one's sigmoid.
+    2. The `num_experts_per_token` experts with the highest scores are chosen. `correction` adds a learned number to each
+       score for this choice alone (DeepSeek V3, arXiv:2412.19437, section 2.1.2).
+    3. The experts' outputs are summed with their scores as weights. `normalize`: the chosen weights are divided by their sum.
+       `weight_scale` multiplies them at the end.
+
+    `held`: (first, number) of the experts whose weights are here, if other ranks have the others. All are routed to.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    expert: DenseSpec
+    normalize: bool
+    router_bias: bool = False
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    correction: bool = False
+    groups: GroupLimit | None = None
+    weight_scale: float = 1.0
+    shared: SharedExpertSpec | None = None
+    held: tuple[int, int] | None = None
+
+    @property
+    def num_held(self) -> int:
+        """Experts whose weights are here."""
+        return self.num_experts if self.held is None else self.held[1]
+
+    @property
+    def width(self) -> int:
+        return self.num_experts_per_token * self.expert.width + (self.shared.mlp.width if self.shared else 0)
+
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        found = linear_shapes("router", self.num_experts, hidden_size, self.router_bias)
+        if self.correction:
+            found["correction.weight"] = (self.num_experts,)
+        found |= self.expert.shapes(hidden_size, "experts", self.num_held)
+        if self.shared is not None:
+            found |= self.shared.mlp.shapes(hidden_size, "shared")
+            if self.shared.weighed:
+                found |= linear_shapes("shared_weight", 1, hidden_size)
+        return found
+
+
+MLPSpec: TypeAlias = DenseSpec | MoESpec
+
+
+class Block:
+    """How a layer's attention and MLP are normed and added to the residual."""
+
+    __slots__ = ()
+
+    @property
+    def norms(self) -> dict[str, NormSpec | None]:
+        """By name, in the order of computation."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequentialBlock(Block):
+    """h += post_attention(attention(pre_attention(h))); h += post_mlp(mlp(pre_mlp(h))), where any of the norms may be None.
+
+    Most models have the two `pre` norms, OLMo 2 the two `post` norms, Gemma 2 all four. `pre_cross` is for cross attention,
+    which comes between attention and MLP (T5).
+    """
+
+    pre_attention: NormSpec | None = None
+    post_attention: NormSpec | None = None
+    pre_cross: NormSpec | None = None
+    pre_mlp: NormSpec | None = None
+    post_mlp: NormSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PostNormBlock(Block):
+    """h = attention_norm(h + attention(h)); h = mlp_norm(h + mlp(h)), as in Vaswani et al. 2017 (BERT, OPT 350M)."""
+
+    attention_norm: NormSpec
+    mlp_norm: NormSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelBlock(Block):
+    """h += attention(norm(h)) + mlp(mlp_norm(h)). Without `mlp_norm` both read norm(h) (GPT-J)."""
+
+    norm: NormSpec
+    mlp_norm: NormSpec | None = None
+
+
+BlockSpec: TypeAlias = SequentialBlock | PostNormBlock | ParallelBlock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer. `residual_scale` multiplies what attention and MLP add to the residual (Granite). `cross` is attention over
+    the encoder's last states; its heads are those of `attention`."""
+
+    attention: AttentionKind
+    mlp: MLPSpec
+    block: BlockSpec
+    residual_scale: float = 1.0
+    cross: AttentionSpec | None = None
+
+    @property
+    def norms(self) -> dict[str, NormSpec]:
+        """The norms that the block has, by name."""
+        return {name: norm for name, norm in self.block.norms.items() if norm is not None}
+
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        """The shape of every parameter, in the order of computation."""
+        found: dict[str, Shape] = {}
+        for name, norm in self.norms.items():
+            found |= norm.shapes(name)
+        found |= self.attention.shapes(hidden_size)
+        if self.cross is not None:
+            found |= self.cross.cross_shapes(hidden_size)
+        return found | self.mlp.shapes(hidden_size)
+
+    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
+        """The shapes of the weights that schemes quantise."""
+        found = []
+        for name, shape in self.shapes(hidden_size).items():
+            *stem, product, kind = name.split(".")
+            if stem and kind == "weight" and product in ROUNDED:
+                copies = self.mlp.num_held if isinstance(self.mlp, MoESpec) and stem == ["experts"] else 1
+                part: Literal["attention", "mlp"] = "attention" if stem[0] in ("attention", "cross") else "mlp"
+                found.append(WeightShape(part, shape[0] // copies, shape[1], copies))
+        return tuple(found)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        return sum(map(math.prod, self.shapes(hidden_size).values()))

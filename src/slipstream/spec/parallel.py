@@ -1,0 +1,459 @@
+"""How a model is split over the ranks of a group: the one place that says which rank holds what. No torch.
+
+The split is Megatron-LM's (Shoeybi et al. 2019, arXiv:1909.08053), read from the `ModelSpec`:
+
+| parameters | a rank has |
+| --- | --- |
+| q, k, v; `up` (gate and up) | the rows of its heads, or of its share of the inner dimension |
+| `out`; `down` | the columns that go with them; its result is a part of a sum |
+| experts | its share of each one's inner dimension, or whole experts (`Shard.experts`) |
+| embeddings, output head | its share of the vocabulary |
+| norms, routers, latents, position tables, biases of parts of a sum | all of it; such a bias counts on rank 0 |
+
+A query head needs its kv head on the same rank (`heads_of`). Where heads don't divide, several ranks have the same kv head, or
+the last ranks have heads of zeros, whichever is less. Inner dimensions that don't divide end in zeros, too. A head of zeros
+adds nothing, since the output's columns for it are zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+from slipstream.errors import ConfigError
+from slipstream.spec.model import (
+    AlibiSpec,
+    AttentionKind,
+    AttentionSpec,
+    BucketSpec,
+    DenseSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+    Shape,
+    parameters,
+)
+from slipstream.spec.parameters import Placement
+
+Range: TypeAlias = tuple[int, int]
+"""[first, last + 1); (−n, 0) stands for n zeros, which the model has not got."""
+
+VOCAB_MULTIPLE = 16
+"""A rank's share of the vocabulary is a multiple of this, as 8-bit products need their rows. Rows beyond the last token are
+zeros."""
+
+INNER_MULTIPLE = 16
+"""So is a share of an inner dimension that has to end in zeros."""
+
+
+class Units(NamedTuple):
+    """A rank's inputs of attention's output product, and of an MLP's second product, are multiples of these, since so many
+    share a scale."""
+
+    attention: int = 1
+    mlp: int = 1
+
+
+ONE_UNIT = Units()
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of `size` ranks that compute a model's layers together. `tensor`: attention, dense MLPs and the vocabulary are split.
+    `experts`: each rank has whole experts; otherwise a part of every expert. `layers`: those that these ranks compute, if
+    others (a pipeline's other stages) compute the others."""
+
+    rank: int
+    size: int
+    tensor: bool = True
+    experts: bool = False
+    units: Units = ONE_UNIT
+    layers: Range | None = None
+
+    def dealt(self, total: int) -> Range:
+        """This rank's of `total` things that stay whole."""
+        return self.rank * total // self.size, (self.rank + 1) * total // self.size
+
+    def width(self, total: int) -> int:
+        """A rank's share of an inner dimension, zeros among the last ones'."""
+        each, unit = -(-total // self.size), self.units.mlp
+        if total % self.size == 0 and each % unit == 0:
+            return each
+        step = math.lcm(unit, INNER_MULTIPLE)
+        return -(-each // step) * step
+
+    def inner(self, total: int, offset: int = 0) -> tuple[Range, ...]:
+        """The part of an inner dimension that this rank has, which begins at `offset`."""
+        each = self.width(total)
+        return _filled((min(self.rank * each, total), min((self.rank + 1) * each, total)), each, offset)
+
+    def splits_mlp(self, mlp: DenseSpec | MoESpec) -> bool:
+        """Whether the MLP's result is a part of a sum."""
+        return self.tensor or isinstance(mlp, MoESpec)
+
+    def vocabulary(self, size: int) -> int:
+        """Rows of the embedding table and of the output head that each rank holds, zeros among the last rank's."""
+        return -(-size // (VOCAB_MULTIPLE * self.size)) * VOCAB_MULTIPLE if self.tensor else size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The part of a parameter that a rank holds: of `count` copies (experts) from `first` on the rows `rows` and the columns
+    `columns`. None: all. `keep` is False for a bias that another rank adds; here it is zeros."""
+
+    rows: tuple[Range, ...] | None = None
+    columns: tuple[Range, ...] | None = None
+    copies: int = 1
+    first: int = 0
+    count: int = 1
+    keep: bool = True
+
+    def within(self, start: int, stop: int) -> tuple[Range, ...]:
+        """Rows of a copy that lie in [start, stop), counted from `start`, and the zeros between two of them."""
+        if self.rows is None:
+            return ((0, stop - start),)
+        at = [i for i, (a, b) in enumerate(self.rows) if max(a, start) < min(b, stop)]
+        own = self.rows[at[0] : at[-1] + 1] if at else ()
+        return tuple((a, b) if a < 0 else (max(a, start) - start, min(b, stop) - start) for a, b in own)
+
+    def held(self, num_rows: int) -> int:
+        """Rows of a copy of `num_rows` that are here, with zeros."""
+        return num_rows if self.rows is None else sum(b - a for a, b in self.rows)
+
+    def _before(self, start: int) -> int:
+        """Rows here that come before the first from `start` on."""
+        count = 0
+        for a, b in self.rows or ((0, start),):
+            if a >= 0 and b > start:
+                return count + max(0, start - a)
+            count += b - a
+        return count
+
+    def placed(self, place: Placement, num_rows: int) -> tuple[Placement, tuple[Range, ...]] | None:
+        """Where a tensor's part goes, of a parameter of `num_rows` rows, and which of its rows (of each copy) that part is.
+        None: this rank has nothing of it."""
+        size = num_rows // self.copies
+        held = self.held(size)
+        copy, start = (0, place.start) if place.copies is not None else divmod(place.start, size)
+        stop = size if place.rows is None else start + place.rows
+        own = self.within(start, stop)
+        if not own or (place.copies is None and not self.first <= copy < self.first + self.count):
+            return None
+        before = self._before(start)
+        at = before if place.copies is not None else (copy - self.first) * held + before
+        copies = None if place.copies is None else self.count
+        return Placement(place.target, at, sum(b - a for a, b in own), None, copies), own
+
+
+def _filled(part: Range, size: int, offset: int = 0) -> tuple[Range, ...]:
+    """The range, moved by `offset`, and zeros up to `size`."""
+    first, last = part
+    own = ((first + offset, last + offset),) if first < last else ()
+    missing = size - (last - first)
+    return (*own, (-missing, 0)) if missing else own
+
+
+# --- Which heads ------------------------------------------------------------------------------------------------------
+
+
+class Heads(NamedTuple):
+    """A rank's heads: query heads [first, last) and the kv heads that they read, in their order. It holds `num_heads` and
+    `num_kv_heads`; those beyond the model's own are zeros. Each kv head is held `copies` times in all."""
+
+    query: Range
+    kv: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    copies: int
+
+    def rows(self, width: int, offset: int = 0) -> tuple[Range, ...]:
+        """Rows, or columns, of the query heads of `width` each."""
+        first, last = self.query
+        return _filled((first * width, last * width), self.num_heads * width, offset)
+
+    def kv_rows(self, width: int, offset: int = 0) -> tuple[Range, ...]:
+        """Of the kv heads; neighbours are one range."""
+        found: list[Range] = []
+        for begin in (offset + head * width for head in self.kv):
+            if found and found[-1][1] == begin:
+                found[-1] = found[-1][0], begin + width
+            else:
+                found.append((begin, begin + width))
+        missing = (self.num_kv_heads - len(self.kv)) * width
+        return (*found, (-missing, 0)) if missing else tuple(found)
+
+
+def heads_of(a: AttentionKind, shard: Shard) -> Heads:
+    """The heads of a rank."""
+    if not shard.tensor or shard.size == 1:
+        return Heads((0, a.num_heads), tuple(range(a.num_kv_heads)), a.num_heads, a.num_kv_heads, 1)
+    latent = isinstance(a, LatentAttentionSpec)
+    width = a.value_dim if isinstance(a, LatentAttentionSpec) else a.head_dim
+    slots, group = _slots(a.num_heads, 1 if latent else a.num_kv_heads, width, shard.size, shard.units.attention)
+    per_kv = -(-(a.num_heads // a.num_kv_heads) // group)  # slots of a kv head
+    total, whole = a.num_kv_heads * per_kv, a.num_heads // a.num_kv_heads
+    own = range(shard.rank * slots, min((shard.rank + 1) * slots, total))
+    first, last = own.start // per_kv * whole + own.start % per_kv * group, 0
+    if own:
+        end = own[-1]
+        last = min(end // per_kv * whole + (end % per_kv + 1) * group, (end // per_kv + 1) * whole)
+    query = (first, last) if own else (a.num_heads, a.num_heads)
+    if latent:
+        return Heads(query, (0,), slots * group, 1, shard.size)
+    return Heads(query, tuple(slot // per_kv for slot in own), slots * group, slots, per_kv)
+
+
+@lru_cache(maxsize=1024)
+def _slots(num_heads: int, num_kv_heads: int, width: int, size: int, unit: int) -> tuple[int, int]:
+    """(slots of a rank, query heads of a slot). A slot has a kv head, and as many of its query heads as every other slot. Of
+    the ways to do so the one with the fewest rows of q, k and v. A rank's query heads have a multiple of `unit` numbers."""
+    whole, found = num_heads // num_kv_heads, []
+    for group in range(1, whole + 1):
+        slots = -(-num_kv_heads * -(-whole // group) // size)
+        while slots * group * width % unit:
+            slots += 1
+        if whole % group == 0 or slots == 1:  # otherwise there would be zeros between heads
+            found.append((slots * (group + 2), slots, group))
+    _, slots, group = min(found)
+    return slots, group
+
+
+def uneven_parts(spec: ModelSpec, shard: Shard) -> list[str]:
+    """What does not divide by the number of ranks, for a person."""
+    found: dict[str, None] = {}  # in order, each once
+    n = shard.size
+    for layer in spec.all_layers if shard.tensor else ():
+        a, heads = layer.attention, heads_of(layer.attention, shard)
+        if (held := n * heads.num_heads) > a.num_heads:
+            found[f"{a.num_heads} query heads on {n} ranks: {heads.num_heads} each, {held - a.num_heads} of them zeros"] = None
+        if isinstance(a, AttentionSpec):
+            if heads.copies > 1:
+                found[f"kv heads don't divide by {n}: {heads.copies} copies of each"] = None
+            if (missing := n * heads.num_kv_heads - heads.copies * a.num_kv_heads) > 0:
+                found[f"{a.num_kv_heads} kv heads on {n} ranks: {heads.num_kv_heads} each, {missing} of them zeros"] = None
+    for layer in spec.all_layers:
+        m = layer.mlp
+        inner = [m] if isinstance(m, DenseSpec) and shard.tensor else []
+        if isinstance(m, MoESpec):
+            inner = [m.expert] * (not shard.experts) + ([] if m.shared is None else [m.shared.mlp])
+            if shard.experts and m.num_experts % n:
+                found[f"{m.num_experts} experts on {n} ranks: {m.num_experts // n} or one more each"] = None
+        for size, width in ((x.intermediate_size, shard.width(x.intermediate_size)) for x in inner):
+            if n * width > size:
+                found[f"an inner dimension of {size} on {n} ranks: {width} each, {n * width - size} of them zeros"] = None
+    if shard.tensor and (rows := n * shard.vocabulary(spec.vocab_size)) > spec.vocab_size:
+        found[f"a vocabulary of {spec.vocab_size:,} on {n} ranks: {rows // n:,} rows each"] = None
+    return list(found)
+
+
+# --- A rank's spec ----------------------------------------------------------------------------------------------------
+
+
+def split_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
+    """What a rank computes. Its `vocab_size` stays the whole one: logits are gathered. So do its `layers`: `stage` says which
+    are here."""
+    if shard.layers is not None:
+        spec = dataclasses.replace(spec, stage=shard.layers)
+    if shard.size == 1:
+        return spec
+    encoder = spec.encoder
+    if encoder is not None:
+        encoder = dataclasses.replace(encoder, layers=tuple(_split_layer(x, shard) for x in encoder.layers))
+    return dataclasses.replace(spec, layers=tuple(_split_layer(x, shard) for x in spec.layers), encoder=encoder)
+
+
+def _split_layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
+    cross = None if layer.cross is None else _split_attention(layer.cross, shard)
+    assert not isinstance(cross, LatentAttentionSpec)
+    attention = _split_attention(layer.attention, shard)
+    return dataclasses.replace(layer, attention=attention, mlp=_split_mlp(layer.mlp, shard), cross=cross)
+
+
+def _split_attention(a: AttentionKind, shard: Shard) -> AttentionKind:
+    if not shard.tensor:
+        return a
+    heads = heads_of(a, shard)
+    if isinstance(a, LatentAttentionSpec):
+        return dataclasses.replace(a, num_heads=heads.num_heads)
+    position = a.position
+    if isinstance(position, AlibiSpec):
+        position = dataclasses.replace(position, part=(heads.query[0], a.num_heads))
+    whole = a.num_heads, heads.copies * a.num_kv_heads
+    part = dataclasses.replace(a, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
+    return dataclasses.replace(part, position=position, of_heads=whole)
+
+
+def _split_mlp(m: DenseSpec | MoESpec, shard: Shard) -> DenseSpec | MoESpec:
+    if isinstance(m, DenseSpec):
+        return _split_dense(m, shard) if shard.tensor else m
+    shared = None if m.shared is None else dataclasses.replace(m.shared, mlp=_split_dense(m.shared.mlp, shard))
+    if not shard.experts:
+        return dataclasses.replace(m, expert=_split_dense(m.expert, shard), shared=shared)
+    first, last = shard.dealt(m.num_experts)
+    return dataclasses.replace(m, shared=shared, held=(first, last - first))
+
+
+def _split_dense(m: DenseSpec, shard: Shard) -> DenseSpec:
+    return dataclasses.replace(m, intermediate_size=shard.width(m.intermediate_size))
+
+
+def split_shapes(spec: ModelSpec, shard: Shard) -> dict[str, Shape]:
+    """The shapes of a rank's parameters, by the names of `parameters`."""
+    found = parameters(split_spec(spec, shard))
+    for name in ("embed.weight", "head.weight", "head.bias") if shard.size > 1 else ():
+        if name in found:
+            found[name] = (shard.vocabulary(spec.vocab_size), *found[name][1:])
+    return found
+
+
+# --- Which part of each parameter -------------------------------------------------------------------------------------
+
+
+def cuts(spec: ModelSpec, shard: Shard) -> dict[str, Cut]:
+    """The part of each parameter that a rank does not hold whole."""
+    found: dict[str, Cut] = {}
+    if shard.size == 1:
+        return found
+    if shard.tensor:
+        each = shard.vocabulary(spec.vocab_size)
+        own = Cut(rows=((min(shard.rank * each, spec.vocab_size), min((shard.rank + 1) * each, spec.vocab_size)),))
+        found |= {name: own for name in ("embed.weight", "head.weight", "head.bias") if name in parameters(spec)}
+    stacks = [("", spec.layers)] + ([] if spec.encoder is None else [("encoder.", spec.encoder.layers)])
+    for prefix, layers in stacks:
+        position = layers[0].attention.position
+        if shard.tensor and isinstance(position, BucketSpec) and not position.own:
+            found[f"{prefix}distances.weight"] = Cut(columns=heads_of(layers[0].attention, shard).rows(1))
+        for i, layer in enumerate(layers):
+            own_cuts = _of_layer(layer, shard)
+            names = layer.shapes(spec.hidden_size)
+            found |= {f"{prefix}layers.{i}.{name}": cut for name, cut in own_cuts.items() if name in names}
+    return found
+
+
+def _of_layer(layer: LayerSpec, shard: Shard) -> dict[str, Cut]:
+    """By the layer's names; some that it hasn't are among them."""
+    found: dict[str, Cut] = {}
+    elsewhere = Cut(keep=shard.rank == 0)
+
+    def product(name: str, cut: Cut) -> None:
+        found[f"{name}.weight"] = found[f"{name}.bias"] = cut
+
+    def sum_of_parts(name: str, columns: tuple[Range, ...]) -> None:
+        found[f"{name}.weight"], found[f"{name}.bias"] = Cut(columns=columns), elsewhere
+
+    def dense(name: str, m: DenseSpec) -> None:
+        product(f"{name}.up", Cut(rows=_inner_rows(m, shard)))
+        sum_of_parts(f"{name}.down", shard.inner(m.intermediate_size))
+
+    if shard.tensor:
+        found |= _of_attention(layer.attention, shard, sum_of_parts, product)
+        if (c := layer.cross) is not None:
+            heads, dim = heads_of(c, shard), c.head_dim
+            product("cross.q", Cut(rows=heads.rows(dim)))
+            product("cross.kv", Cut(rows=heads.kv_rows(dim) + heads.kv_rows(dim, c.kv_size)))
+            sum_of_parts("cross.out", heads.rows(dim))
+        if isinstance(layer.mlp, DenseSpec):
+            dense("mlp", layer.mlp)
+    if isinstance(layer.mlp, MoESpec):
+        m = layer.mlp
+        if m.shared is not None:
+            dense("shared", m.shared.mlp)
+        if shard.experts:
+            first, last = shard.dealt(m.num_experts)
+            own = Cut(copies=m.num_experts, first=first, count=last - first)
+            product("experts.up", own)
+            product("experts.down", own)
+        else:
+            every = Cut(copies=m.num_experts, count=m.num_experts)
+            product("experts.up", dataclasses.replace(every, rows=_inner_rows(m.expert, shard)))
+            columns = shard.inner(m.expert.intermediate_size)
+            found["experts.down.weight"] = dataclasses.replace(every, columns=columns)
+            found["experts.down.bias"] = dataclasses.replace(every, keep=shard.rank == 0)
+    return found
+
+
+def _of_attention(
+    a: AttentionKind,
+    shard: Shard,
+    sum_of_parts: Callable[[str, tuple[Range, ...]], None],
+    product: Callable[[str, Cut], None],
+) -> dict[str, Cut]:
+    """`product` and `sum_of_parts` note the cuts of a product's weight and bias."""
+    found: dict[str, Cut] = {}
+    heads = heads_of(a, shard)
+    if isinstance(a, LatentAttentionSpec):
+        product("attention.q", Cut(rows=heads.rows(a.nope_dim + a.rotary_dim)))
+        product("attention.expand", Cut(rows=heads.rows(a.nope_dim + a.value_dim)))
+        sum_of_parts("attention.out", heads.rows(a.value_dim))
+        return found
+    dim = a.head_dim
+    k_rows, v_rows = heads.kv_rows(dim, a.q_size), heads.kv_rows(dim, a.q_size + a.kv_size)
+    product("attention.qkv", Cut(rows=heads.rows(dim) + k_rows + v_rows))
+    sum_of_parts("attention.out", heads.rows(dim))
+    if a.qk_norm is not None and a.qk_norm.over != "head":
+        width = dim if a.qk_norm.over == "row" else 1
+        found["attention.q_norm.weight"] = Cut(rows=heads.rows(width))
+        found["attention.k_norm.weight"] = Cut(rows=heads.kv_rows(width))
+    found["attention.sinks.weight"] = Cut(rows=heads.rows(1))
+    found["attention.distances.weight"] = Cut(columns=heads.rows(1))
+    return found
+
+
+def _inner_rows(m: DenseSpec, shard: Shard) -> tuple[Range, ...]:
+    """Rows of `up`: the gates of this rank's share, and its ups."""
+    return tuple(part for i in range(1 + m.gated) for part in shard.inner(m.intermediate_size, i * m.intermediate_size))
+
+
+# --- Stages -----------------------------------------------------------------------------------------------------------
+
+
+def even_stages(spec: ModelSpec, count: int) -> tuple[int, ...]:
+    """Numbers of layers of `count` stages, such that the stage that reads most weights for a token reads as few as can be. The
+    output head counts as the last stage's."""
+    sizes = [_read(layer, spec.hidden_size) for layer in spec.layers]
+    sizes[-1] += spec.vocab_size * spec.embed_width if spec.generates else 0
+    ends = [0, *itertools.accumulate(sizes)]
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}  # layers before: (the largest stage so far, the stages)
+    for stage in range(count):
+        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for end in range(stage + 1, len(sizes) - (count - stage) + 2):
+            before = [(at, *known) for at, known in best.items() if at < end]
+            found[end] = min((max(most, ends[end] - ends[at]), (*own, end - at)) for at, most, own in before)
+        best = found
+    return best[len(sizes)][1]
+
+
+def _read(layer: LayerSpec, hidden_size: int) -> int:
+    """Parameters that a token's step reads."""
+    total, m = layer.num_parameters(hidden_size), layer.mlp
+    if isinstance(m, MoESpec):
+        one = sum(map(math.prod, m.expert.shapes(hidden_size).values()))
+        total -= (m.num_held - min(m.num_held, m.num_experts_per_token)) * one
+    return total
+
+
+# --- What can't be split ----------------------------------------------------------------------------------------------
+
+
+def check_split(spec: ModelSpec, *, tensor: int, experts: int) -> None:
+    """ConfigError if `tensor` ranks are more than the model has heads, or `experts` ranks more than it has experts."""
+    for layer in spec.all_layers if tensor > 1 else ():
+        _check_enough("num_attention_heads", layer.attention.num_heads, tensor, "tensor_parallel_size")
+    mixtures = [layer.mlp for layer in spec.all_layers if isinstance(layer.mlp, MoESpec)]
+    if experts > 1 and not mixtures:
+        raise ConfigError(
+            f"expert_parallel_size={experts}: the model has no experts; use tensor_parallel_size", field="expert_parallel_size"
+        )
+    for m in mixtures if experts > 1 else ():
+        _check_enough("num_experts", m.num_experts, experts, "expert_parallel_size")
+
+
+def _check_enough(name: str, total: int, size: int, setting: str) -> None:
+    if total < size:
+        raise ConfigError(f"{setting}={size} is more than the model's {name} ({total}); lower it", field=setting)

@@ -1,0 +1,301 @@
+"""Image encoders: the part of a model spec that turns pictures into embeddings of placeholder tokens. No torch.
+
+    patches = rows of pixels · patch (+ positions)
+    states  = layers(patches)                    a transformer that is not causal
+    tokens  = connector(groups of merge × merge neighbouring patches)
+
+Patches are numbered group by group, and row by row within a group. So all three connectors read the patches of a token behind
+one another. `size` of a picture is in pixels; `grid` is in patches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+from slipstream.errors import UnsupportedModelError
+from slipstream.spec.functions import Activation, NormSpec, Shape
+
+if TYPE_CHECKING:
+    from slipstream.spec.model import LayerSpec
+
+
+class Grid(NamedTuple):
+    """Patches of a picture."""
+
+    height: int
+    width: int
+
+    @property
+    def num_patches(self) -> int:
+        return self.height * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridPositionSpec:
+    """A table of `side` × `side` learned positions is added to the patches' embeddings. `by_fraction`: it is read at the
+    same fractions of a picture's height and width (Idefics 3; Patch n' Pack, arXiv:2307.06304). Otherwise all pictures have
+    its grid."""
+
+    side: int
+    by_fraction: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxialRopeSpec:
+    """Rotary embedding by a patch's row in the first half of a head's frequencies, and by its column in the second (Qwen 2
+    VL, arXiv:2409.12191)."""
+
+    theta: float
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConcatConnector:
+    """One product, without a bias, of a group's states side by side (Idefics 3's pixel shuffle, arXiv:2408.12637)."""
+
+    def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
+        return {"vision.connector.out.weight": (text, merge * merge * hidden)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConnector:
+    """One product, without a bias, of the normed mean of a group's states (Gemma 3)."""
+
+    norm: NormSpec
+
+    def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
+        return self.norm.shapes("vision.connector.norm") | {"vision.connector.out.weight": (text, hidden)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLPConnector:
+    """An MLP with biases, as wide as a group, of a group's normed states side by side (Qwen 2 and 2.5 VL)."""
+
+    norm: NormSpec
+    activation: Activation
+
+    def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
+        width = merge * merge * hidden
+        return {
+            **self.norm.shapes("vision.connector.norm"),
+            "vision.connector.up.weight": (width, width),
+            "vision.connector.up.bias": (width,),
+            "vision.connector.out.weight": (text, width),
+            "vision.connector.out.bias": (text,),
+        }
+
+
+Connector: TypeAlias = ConcatConnector | PoolConnector | MLPConnector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFormat:
+    """How pictures stand in a prompt's text.
+
+    `placeholder`: what a chat template writes for a picture. `token`: the token whose embeddings are replaced. The rest names
+    how the former becomes a run of the latter:
+
+    1. `plain`: the token as often as there are embeddings (Qwen).
+    2. `surrounded`: `begin`, the tokens, `end`, with empty lines around (Gemma 3).
+    3. `tiles`: a run for each tile, in rows with names, and one for the whole picture (Idefics 3, SmolVLM).
+    """
+
+    placeholder: str
+    token: str
+    style: Literal["plain", "surrounded", "tiles"]
+    begin: str = ""
+    end: str = ""
+
+    def text(self, num_tokens: int, rows: int = 0, columns: int = 0) -> str:
+        """What stands for a picture whose tiles, if it has some, and whole have `num_tokens` embeddings each."""
+        run = self.token * num_tokens
+        if self.style == "plain":
+            return run
+        if self.style == "surrounded":
+            return f"\n\n{self.begin}{run}{self.end}\n\n"
+        whole = f"{self.begin}<global-img>{run}{self.begin}"
+        if not rows and not columns:
+            return whole
+        lines = (
+            "".join(f"{self.begin}<row_{row}_col_{column}>{run}" for column in range(1, columns + 1)) + "\n"
+            for row in range(1, rows + 1)
+        )
+        return "".join(lines) + "\n" + whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionSpec:
+    """An image encoder.
+
+    `patch_size`: pixels on a patch's side. `num_frames`: a patch's pixels are repeated so often (Qwen's, made for films);
+    None: the weights have no such dimension.
+    `merge`: patches on the side of a group, which becomes one token.
+    `window`: groups on the side of a square whose patches see one another; layers in `full_layers` see the whole picture.
+    `token_id`: the placeholder, in whose place an embedding stands.
+    `bidirectional`: the decoder's tokens of a picture see all of that picture (Gemma 3), so none can be computed without the
+    others.
+    """
+
+    hidden_size: int
+    num_channels: int
+    patch_size: int
+    patch_bias: bool
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec | None
+    position: GridPositionSpec | AxialRopeSpec
+    merge: int
+    connector: Connector
+    token_id: int
+    prompt: PromptFormat
+    num_frames: int | None = None
+    window: int | None = None
+    full_layers: frozenset[int] = frozenset()
+    bidirectional: bool = False
+
+    @property
+    def whole_tokens(self) -> int:
+        """Tokens of a picture that a step must hold together; 0: none."""
+        if not self.bidirectional or not isinstance(self.position, GridPositionSpec):
+            return 0
+        return (self.position.side // self.merge) ** 2
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """The shape of a patch's numbers."""
+        frames = () if self.num_frames is None else (self.num_frames,)
+        return (self.num_channels, *frames, self.patch_size, self.patch_size)
+
+    @property
+    def patch_numbers(self) -> int:
+        """Numbers of a patch."""
+        return math.prod(self.kernel)
+
+    def grid(self, height: int, width: int) -> Grid:
+        """Of a picture of so many pixels, which are multiples of a group's."""
+        return Grid(height // self.patch_size, width // self.patch_size)
+
+    def num_tokens(self, grid: Grid) -> int:
+        return grid.num_patches // self.merge**2
+
+    def shapes(self, text_size: int) -> dict[str, Shape]:
+        """The shapes of all parameters. `text_size` is the decoder's hidden size."""
+        found: dict[str, Shape] = {"vision.patch.weight": (self.hidden_size, self.patch_numbers)}
+        if self.patch_bias:
+            found["vision.patch.bias"] = (self.hidden_size,)
+        if isinstance(self.position, GridPositionSpec):
+            found["vision.positions.weight"] = (self.position.side**2, self.hidden_size)
+        for i, layer in enumerate(self.layers):
+            found |= {f"vision.layers.{i}.{name}": shape for name, shape in layer.shapes(self.hidden_size).items()}
+        if self.final_norm is not None:
+            found |= self.final_norm.shapes("vision.final_norm")
+        return found | self.connector.shapes(self.hidden_size, self.merge, text_size)
+
+    def check(self, vocab_size: int) -> None:
+        """UnsupportedModelError for what can't be."""
+        if not 0 <= self.token_id < vocab_size:
+            raise UnsupportedModelError(f"the image token {self.token_id} is none of {vocab_size}", field="image_token_id")
+        if len(self.layers) == 0:
+            raise UnsupportedModelError("the image encoder has no layers", field="num_hidden_layers")
+        if self.hidden_size % self.layers[0].attention.num_heads:
+            message = f"hidden_size ({self.hidden_size}) is no multiple of the encoder's heads"
+            raise UnsupportedModelError(message, field="num_attention_heads")
+        if isinstance(self.position, GridPositionSpec) and self.position.side % self.merge:
+            message = f"{self.position.side} patches on a side can't be merged {self.merge} by {self.merge}"
+            raise UnsupportedModelError(message, field="image_size")
+
+
+# --- Preprocessing ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileSizes:
+    """A picture is scaled so that its longer side has `longest` pixels, then to multiples of `tile`, and cut into tiles; the
+    whole picture, scaled to one tile, follows (Idefics 3, SmolVLM). `splits` False: the whole picture alone."""
+
+    longest: int
+    tile: int
+    splits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedSize:
+    """A picture is scaled to one size, whatever its proportions (SigLIP)."""
+
+    height: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelRange:
+    """A picture keeps its proportions; its sides become multiples of `factor`, and its pixels lie between the two numbers
+    (Qwen 2 VL)."""
+
+    factor: int
+    min_pixels: int
+    max_pixels: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageProcessing:
+    """How a picture becomes what the encoder reads: RGB, scaled, (value · `scale` − mean) / std."""
+
+    sizes: TileSizes | FixedSize | PixelRange
+    resample: Literal["bilinear", "bicubic", "lanczos"]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    scale: float = 1 / 255
+
+
+MAX_SIDE = 4096
+"""Of a scaled picture that is cut into tiles."""
+
+
+def scaled_for_tiles(height: int, width: int, longest: int) -> tuple[int, int]:
+    """(height, width) with the longer side `longest`; the other, if it is not, becomes even. At most MAX_SIDE."""
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        height, width = longest, int(longest * ratio)
+        width += width % 2
+    height, width = max(height, 1), max(width, 1)
+    ratio = width / height
+    if width >= height and width > MAX_SIDE:
+        width, height = MAX_SIDE, int(MAX_SIDE / ratio)
+    elif height > width and height > MAX_SIDE:
+        height, width = MAX_SIDE, int(MAX_SIDE * ratio)
+    return max(height, 1), max(width, 1)
+
+
+def whole_tiles(height: int, width: int, tile: int) -> tuple[int, int]:
+    """(height, width) as multiples of `tile`: the longer side is rounded up, the other follows and is rounded up."""
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / tile) * tile
+        height = math.ceil(int(width / ratio) / tile) * tile
+    else:
+        height = math.ceil(height / tile) * tile
+        width = math.ceil(int(height * ratio) / tile) * tile
+    return height, width
+
+
+MAX_RATIO = 200
+"""Of a picture's sides."""
+
+
+def within_pixels(height: int, width: int, sizes: PixelRange) -> tuple[int, int]:
+    """(height, width) as multiples of the factor, with as many pixels as `sizes` allows, in about the same proportions."""
+    factor = sizes.factor
+    to_height, to_width = round(height / factor) * factor, round(width / factor) * factor
+    if to_height * to_width > sizes.max_pixels:
+        shrink = math.sqrt((height * width) / sizes.max_pixels)
+        to_height = max(factor, math.floor(height / shrink / factor) * factor)
+        to_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif to_height * to_width < sizes.min_pixels:
+        grow = math.sqrt(sizes.min_pixels / (height * width))
+        to_height = math.ceil(height * grow / factor) * factor
+        to_width = math.ceil(width * grow / factor) * factor
+    return to_height, to_width

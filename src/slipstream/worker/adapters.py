@@ -1,0 +1,131 @@
+"""The adapters that a worker has: those on the device in slots, and beside them more on the host. Both are bounded.
+
+1. `load` reads an adapter into the host's memory; the least recently used one that nobody needs gives way.
+2. `place` brings adapters that a step needs into slots; the least recently used slots give way. Copies are queued before the
+   step, on its stream. (Pinned memory is torch's: it is used anew once its copies have ended.)
+3. Products that no adapter so far has weights for run as without adapters, and such parts of products are left out (`parts`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slipstream.config import LoRASettings
+from slipstream.errors import AdapterError, EngineOverloadedError
+from slipstream.kernels.adapters import LoRAWeights
+from slipstream.model.adapters import HostAdapter, Layout
+from slipstream.model.decoder import Decoder
+from slipstream.platform import platform_of
+from slipstream.spec.adapters import CONFIG_NAME, WEIGHTS_NAME
+from slipstream.spec.description import ModelDescription
+from slipstream.stats import AdapterStats
+from slipstream.types import LoRARequest
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    request: LoRARequest
+    adapter: HostAdapter
+    version: str  # of its files
+
+
+class Adapters:
+    def __init__(self, settings: LoRASettings, description: ModelDescription, decoder: Decoder) -> None:
+        self.settings = settings
+        self.decoder = decoder
+        self.layout = Layout(description, decoder, settings.max_lora_rank)
+        device = decoder.device
+        self._platform = platform_of(device)
+        self._slots = torch.zeros(settings.max_loras, self.layout.slot_size, dtype=decoder.dtype, device=device)
+        self._host: OrderedDict[int, Loaded] = OrderedDict()  # by id, the least recently used first
+        self._placed: OrderedDict[int, int] = OrderedDict()  # id → slot, the least recently used first
+        self._free = list(range(settings.max_loras - 1, -1, -1))
+        self._num_reads = self._num_placements = 0
+        self.parts: frozenset[tuple[str, int]] = frozenset()
+        """Stems of products, and their parts, that some adapter so far has weights for."""
+        self.weights: dict[int, LoRAWeights] = {}
+        """Of the products that some adapter has weights for, by the `id` of their `Linear`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        return self._slots.nbytes
+
+    def load(self, request: LoRARequest, keep: Callable[[], Collection[int]] = tuple) -> str:
+        """Have the adapter in the host's memory; its files' version. `keep` gives the ids that must stay. AdapterError: it
+        can't be read, or the id is another's. EngineOverloadedError: all that are there must stay."""
+        known = self._host.get(request.id)
+        if known is not None:
+            if known.request.path != request.path:
+                message = f"id {request.id} is the adapter {known.request.name!r} of {known.request.path}; take another id"
+                raise AdapterError(message, field="id")
+            self._host.move_to_end(request.id)
+            return known.version
+        if len(self._host) >= self.settings.max_cpu_loras:
+            kept = keep()
+            victim = next((i for i in self._host if i not in kept), None)
+            if victim is None:
+                raise EngineOverloadedError(
+                    f"requests need {len(self._host)} other adapters, as many as max_cpu_loras allows; try again later, or "
+                    "start with more"
+                )
+            self.unload(victim)
+        folder = Path(request.path)
+        version = _version(folder)
+        adapter = self.layout.read(folder, self._slots.dtype, pinned=self._platform.is_asynchronous)
+        self._num_reads += 1
+        self._host[request.id] = Loaded(request, adapter, version)
+        if not adapter.parts <= self.parts:
+            self.parts |= adapter.parts
+            found = [(p.linear, self.layout.weights(self._slots, p, self.parts)) for p in self.layout.places.values()]
+            self.weights = {id(linear): w for linear, w in found if w.live}
+        return version
+
+    def unload(self, adapter_id: int) -> None:
+        """Forget it. No request may need it. An unknown id is nothing to do."""
+        self._host.pop(adapter_id, None)
+        if (slot := self._placed.pop(adapter_id, None)) is not None:
+            self._free.append(slot)
+
+    def place(self, wanted: Iterable[LoRARequest], in_use: Collection[int]) -> dict[int, int]:
+        """The slots of the `wanted` adapters, by id. Those in the slots `in_use` stay; there are enough others."""
+        found = dict[int, int]()
+        for request in wanted:
+            slot = self._placed.get(request.id)
+            if slot is None:
+                slot = self._free.pop() if self._free else self._evict({*in_use, *found.values()})
+                self.load(request)  # it is there, unless it was unloaded
+                self._host[request.id].adapter.copy_to(self._slots[slot])
+                self._placed[request.id] = slot
+                self._num_placements += 1
+            self._placed.move_to_end(request.id)
+            self._host.move_to_end(request.id)
+            found[request.id] = slot
+        return found
+
+    def _evict(self, in_use: Collection[int]) -> int:
+        """A slot that nobody uses, the least recently used."""
+        victim = next(i for i, slot in self._placed.items() if slot not in in_use)
+        return self._placed.pop(victim)
+
+    def stats(self) -> AdapterStats:
+        return AdapterStats(
+            num_on_device=len(self._placed),
+            num_on_host=len(self._host),
+            reads_total=self._num_reads,
+            placements_total=self._num_placements,
+        )
+
+
+def _version(folder: Path) -> str:
+    """Another one, as far as the file system tells, for files that were written anew."""
+    try:
+        found = [(folder / name).stat() for name in (CONFIG_NAME, WEIGHTS_NAME)]
+    except OSError:
+        return ""  # reading says what is wrong
+    return ":".join(f"{s.st_mtime_ns}.{s.st_size}.{s.st_ino}" for s in found)

@@ -1,0 +1,52 @@
+"""The tensors of a KV cache on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.config.settings import CacheConfig
+from slipstream.kernels.metadata import LayerKV, cache_tensors
+from slipstream.kernels.ops import OpSet
+from slipstream.platform import Platform
+from slipstream.spec.model import ModelSpec
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCache:
+    """Makes caches for the layers that `spec` says this device holds."""
+
+    spec: ModelSpec
+    ops: OpSet
+    platform: Platform
+    config: CacheConfig
+
+    def shared(self, num_blocks: int, scales: Sequence[tuple[Tensor, Tensor]] | None) -> list[LayerKV]:
+        """Zeros for the layers' keys and values, and an 8-bit cache's `scales`. Layers at the same place in different groups
+        share a tensor."""
+        places = {i: self.spec.cache_places[i] for i in self.spec.held}
+        dtype = TORCH_DTYPES[self.config.dtype]
+        made = {place: self._layer(i, num_blocks, dtype) for i, place in reversed(places.items())}
+        if scales is None:
+            return [LayerKV(*made[place]) for place in places.values()]
+        return [LayerKV(*made[place], *own) for place, own in zip(places.values(), scales, strict=True)]
+
+    def of_each_layer(self, num_blocks: int, dtype: torch.dtype) -> list[LayerKV]:
+        """The same without scales, a tensor for each layer."""
+        return [LayerKV(*self._layer(i, num_blocks, dtype)) for i in self.spec.held]
+
+    def _layer(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        attention, by_dim = self.spec.layers[layer].attention, self.ops.values_by_dim(dtype)
+        zeros = self.platform.zeros
+        return cache_tensors(attention, num_blocks, self.config.block_size, lambda s: zeros(s, dtype), values_by_dim=by_dim)

@@ -1,0 +1,27 @@
+"""`DraftMemory` of torch's tensors on a device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.metadata import LayerKV, cache_tensors
+from slipstream.kernels.ops import OpSet
+from slipstream.platform import platform_of
+from slipstream.spec.model import LayerSpec
+
+
+class DeviceMemory:
+    def __init__(self, ops: OpSet, device: torch.device, dtype: torch.dtype) -> None:
+        self.ops, self.dtype, self.itemsize = ops, dtype, dtype.itemsize
+        self.platform = platform_of(device)
+
+    def zeros(self, shape: tuple[int, ...]) -> Tensor:
+        return self.platform.zeros(shape, self.dtype)
+
+    def layer(self, layer: LayerSpec, num_blocks: int, block_size: int) -> LayerKV:
+        by_dim = self.ops.values_by_dim(self.dtype)
+        return LayerKV(*cache_tensors(layer.attention, num_blocks, block_size, self.zeros, values_by_dim=by_dim))
+
+    def copy_blocks(self, layer: LayerKV, source: Tensor, target: Tensor) -> None:
+        self.ops.copy_blocks(layer, source, target)

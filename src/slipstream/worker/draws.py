@@ -1,0 +1,97 @@
+"""The end of a step, whatever runs it: logits become tokens and log-probabilities. Values are tensors or arrays. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from slipstream.kernels.metadata import SamplingTensors
+from slipstream.kernels.sampling import Floats
+from slipstream.types import Extra, PromptLogprobs, StepPlan, TokenLogprobs, TokenMask
+from slipstream.worker.input_batch import SampledRows
+from slipstream.worker.rows import RowTable
+from slipstream.worker.sampler import PROMPT_LOGPROB_ROWS, as_logprobs, prompt_positions, sampling_tensors
+from slipstream.worker.sampler_chain import draw_chained, places
+
+BestLogprobs: TypeAlias = tuple[list[int], tuple[Any, ...], list[int]]
+"""Which of the tokens have log-probabilities, the values of `best_logprobs`, and how many are wanted of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """What a runner has for its kind of values."""
+
+    sample: Callable[[Any, SamplingTensors], Any]
+    """`OpSet.sample`"""
+    mask: Callable[[Any, TokenMask], None]
+    """Writes −∞ to logits that are not allowed."""
+    best_logprobs: Callable[[Any, Any, int], tuple[Any, ...]]
+    to_host: Callable[[Any], Any]
+    """A copy that may still be on its way when this returns."""
+    as_array: Callable[[Any], Floats]
+    """Logits as an array float32 on the host, once they are there."""
+
+
+@dataclass(slots=True)
+class Drawn:
+    tokens: Any  # int64 [N], where the runner computes
+    logprobs: BestLogprobs | None = None
+    extras: list[Extra] = field(default_factory=list)
+
+
+def draw(
+    by: Sampler,
+    rows: RowTable,
+    sampled: SampledRows,
+    logits: Any,
+    mask: TokenMask | None,
+    params: SamplingTensors | None = None,
+) -> Drawn:
+    """Draw a token of each row of `logits` [N, V], which may be overwritten. Log-probabilities are those of the model's own
+    distribution: before the mask and the sampler. `params`: what `sampling_tensors` has given already."""
+    which: list[int] = []
+    if rows.wanted("logprobs", sampled.names):
+        wanted = [rows.rows[i].sampling.logprobs for i in sampled.request_ids]
+        which = [i for i, k in enumerate(wanted) if k is not None]
+        counts = [wanted[i] or 0 for i in which]
+    index = rows.upload(np.array(which, np.int64)) if which else None
+    kept = None if index is None else logits[index]
+    if mask is not None and mask.positions:
+        by.mask(logits, mask)
+    chained = places(rows, sampled)
+    at = rows.upload(np.array(chained, np.int64)) if chained else None
+    own = None if at is None else logits[at]  # a copy
+    drawn = Drawn(by.sample(logits, sampling_tensors(rows, sampled) if params is None else params))
+    if at is not None:
+        tokens, drawn.extras = draw_chained(rows, sampled, chained, by.as_array(own))
+        drawn.tokens[at] = rows.upload(tokens)
+    if kept is not None:
+        best = by.best_logprobs(kept, drawn.tokens[index], max(counts))
+        drawn.logprobs = which, tuple(by.to_host(x) for x in best), counts
+    return drawn
+
+
+def prompt_logprobs(
+    by: Sampler, rows: RowTable, plan: StepPlan, logits_of: Callable[[int, int, int], Any]
+) -> list[PromptLogprobs]:
+    """The log-probability of each prompt token that follows a position of this step, for sequences that asked.
+    `logits_of(start, i, n)`: of the n positions from the i-th on of the sequence whose tokens begin at `start` of the step."""
+    found: list[PromptLogprobs] = []
+    start = 0
+    for s in plan.scheduled:
+        row = rows.rows[s.request_id]
+        count = row.sampling.prompt_logprobs
+        if count is not None and (num := prompt_positions(row, s)):
+            entries: list[TokenLogprobs] = []
+            first = s.num_computed_tokens + 1
+            for i in range(0, num, PROMPT_LOGPROB_ROWS):
+                n = min(PROMPT_LOGPROB_ROWS, num - i)
+                tokens = rows.tokens[row.index, first + i : first + i + n]
+                best: Any = by.best_logprobs(logits_of(start, i, n), tokens, count)
+                entries += as_logprobs(tokens.tolist(), best, [count] * n)
+            found.append(PromptLogprobs(s.request_id, s.num_computed_tokens, tuple(entries)))
+        start += s.num_tokens
+    return found

@@ -1,0 +1,123 @@
+"""A draft head's whole chain on a CPU, for greedy requests.
+
+A pass of a small head takes a few hundred µs. With inputs gathered as a step's are (`gather_pairs`, torch's tensors) it took
+twice that. So:
+
+1. The places of all passes are found at once, by NumPy.
+2. The first pass computes the pairs that the head has not seen. Each further one is one call of the C++ program and its argmax,
+   whose buffers stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.model.draft_heads import Passes
+from slipstream.spec.draft_heads import HeadDescription, MTPSpec
+from slipstream.spec.scheme import SCHEMES, Scheme
+from slipstream.types import ScheduledRequest
+from slipstream.worker.input_batch import laid_out
+from slipstream.worker.rows import RowTable
+
+if TYPE_CHECKING:
+    from slipstream.worker.draft_head import ChainDrafter
+    from slipstream.worker.host_drafter import HostChainDrafter
+
+Array = npt.NDArray[Any]
+
+
+def check_num_drafts(config: EngineConfig, description: HeadDescription) -> None:
+    """ConfigError if more drafts are wanted than the head has."""
+    assert config.speculation is not None
+    wanted, most = config.speculation.num_speculative_tokens, description.spec.most_drafts
+    if most is not None and wanted is not None and wanted > most:
+        raise ConfigError(
+            f"speculative_config: num_speculative_tokens={wanted}, but {description.path} has {most} heads; lower it",
+            field="speculative_config",
+        )
+
+
+def head_scheme(config: EngineConfig, description: HeadDescription, default: str | None) -> Scheme | None:
+    """What a head's products are rounded by. If nobody says, by `default`: a pass takes as long as its weights take to be read,
+    and 8 bits cost a head hardly a right guess. An MTP layer is as it came."""
+    assert config.speculation is not None
+    spec, chosen = description.spec, config.speculation.quantization
+    if chosen is not None:
+        return SCHEMES.get(chosen)
+    if default is None or isinstance(spec, MTPSpec):
+        return None
+    scheme = SCHEMES[default]
+    fits = all(shape[-1] % scheme.multiple == 0 for shape in spec.shapes.values() if len(shape) > 1)
+    return scheme if fits else None
+
+
+class HostChain:
+    """For a head whose pass and argmax are C++ programs (`ChainHead.is_compiled`)."""
+
+    def __init__(self, drafter: ChainDrafter | HostChainDrafter) -> None:
+        self.drafter, self.head, self.size = drafter, drafter.head, drafter.block_size
+        ids = drafter.target_ids
+        self.target_ids: npt.NDArray[np.int64] | None = None if ids is None else _array(ids)
+
+    def covers(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:
+        """Whether the requests are greedy, and the pairs that the head has not seen fit into a step."""
+        unseen = sum(s.num_computed_tokens + 1 - self._first(s, rows) for s in drafted)
+        return unseen <= self.drafter.max_tokens and rows.is_greedy([s.request_id for s in drafted])
+
+    def run(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        """Propose, and write the drafts to the requests' rows."""
+        # Those with one unseen pair come first, as attention wants it.
+        drafted = sorted(drafted, key=lambda s: s.num_computed_tokens + 1 - self._first(s, rows) > 1)
+        tokens, tables = _array(rows.tokens), _array(rows.block_tables[0])
+        which = np.array([rows.rows[s.request_id].index for s in drafted], np.int64)
+        last = np.array([s.num_computed_tokens for s in drafted], np.int64)  # the position of each request's last token
+        unseen = last + 1 - np.array([self._first(s, rows) for s in drafted], np.int64)
+        wanted = np.array([len(s.drafts) for s in drafted], np.int64)
+
+        # A pair stands one position before its token.
+        token_rows, positions, starts = laid_out(which, last - unseen, unseen)
+        slots = tables[token_rows, positions // self.size] * np.int64(self.size) + positions % self.size
+        given: dict[str, Any] = {"positions": positions, "slot_mapping": slots, "query_start_loc": starts.astype(np.int32)}
+        given |= {"block_table": tables[which], "seq_lens": last.astype(np.int32)}
+        given |= {"num_decodes": int((unseen == 1).sum()), "max_query_len": int(unseen.max()), "max_seq_len": int(last.max())}
+        meta = AttentionMetadata(**given)
+        states = self.drafter.states.read_array(slots)
+        hidden, states = self.head.run(tokens[token_rows, positions + 1], states, self.drafter.kv, meta)
+        ends = starts[1:] - 1
+        found, states = self._own(self.head.argmax(hidden[ends])), states[ends]
+        tokens[which, last + 1] = found
+
+        if wanted.max() > 1:
+            order = np.argsort(-wanted, kind="stable")  # those that go on are always the first
+            which, last, wanted = which[order], last[order], wanted[order]
+            passes = self._passes(tables[which], last, wanted)
+            further = self.head.go_on(found[order].astype(np.int32), states[order], self.drafter.kv, passes, self._own)
+            for i, drafts in enumerate(further, 2):
+                n = len(drafts)
+                tokens[which[:n], last[:n] + i] = drafts
+
+    def _passes(self, table: Array, last: Array, wanted: Array) -> Passes:
+        """Of the further passes, one fewer than drafts. A request has no blocks beyond its own drafts."""
+        number = np.arange(1, wanted[0])[:, None]
+        goes_on, positions = number < wanted, last + number - 1
+        slots = table[np.arange(len(last)), positions // self.size * goes_on] * np.int64(self.size) + positions % self.size
+        return Passes(table, positions, slots, (positions + 1).astype(np.int32), goes_on.sum(1).tolist())
+
+    def _first(self, s: ScheduledRequest, rows: RowTable) -> int:
+        """The first token that the head has not seen."""
+        return max(self.drafter.first, rows.rows[s.request_id].num_drafted)
+
+    def _own(self, found: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return found if self.target_ids is None else self.target_ids[found]
+
+
+def _array(x: Any) -> Array:
+    """The same memory, of a tensor or an array."""
+    return x if isinstance(x, np.ndarray) else x.numpy()

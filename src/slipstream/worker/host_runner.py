@@ -1,0 +1,467 @@
+"""Runs steps on a CPU without torch: `ModelRunner` for models whose step is one C++ program. Values are NumPy's arrays.
+
+`host_refusal` is the table of what it does not cover. The scheduler's rows, a step's inputs, the sampler's parameters and what
+a step gives are the code that `ModelRunner` runs, too (`rows.py`, `input_batch.py`, `sampler.py`, `in_flight.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.config import MOST_DRAFTS, EngineConfig
+from slipstream.errors import OutOfMemoryError
+from slipstream.kernels import sampling
+from slipstream.kernels.host_ops import HostOps
+from slipstream.kernels.host_texts import HostTextOps
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
+from slipstream.kernels.native import CACHES, ThreadPool, has_cpu_kernels
+from slipstream.kernels.programs import Argmax
+from slipstream.model.decoder import Decoder
+from slipstream.model.encoder import pool
+from slipstream.model.host_compressed import rounded_refusal
+from slipstream.model.host_model import load_host_model
+from slipstream.model.loaded import LoadedModel
+from slipstream.model.step_program import StepProgram, compile_step
+from slipstream.plan.hardware import host_memory
+from slipstream.spec.description import ModelDescription
+from slipstream.spec.draft_heads import HeadDescription
+from slipstream.spec.pooling import PoolingSpec
+from slipstream.spec.reason import NotCovered, Reason
+from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
+from slipstream.stats import ExpertTokens
+from slipstream.types import Extra, Plan, StepPlan, TextsPlan, TokenMask
+from slipstream.worker.block_store import BlockStore, block_arrays
+from slipstream.worker.constrained import AwaitingMask, mask_bits
+from slipstream.worker.disk_tier import DiskTier
+from slipstream.worker.draws import Sampler, draw, prompt_logprobs
+from slipstream.worker.in_flight import RUN_AHEAD, InFlightStep
+from slipstream.worker.input_batch import GatheredInputs, SampledRows, gather, text_batch
+from slipstream.worker.rows import RowTable
+from slipstream.worker.thread_governor import ThreadGovernor
+
+if TYPE_CHECKING:
+    from slipstream.worker.drafter import Drafter
+    from slipstream.worker.host_drafter import HostStates
+
+Array = npt.NDArray[Any]
+
+CALIBRATION_TOKENS = 1024
+"""Random tokens whose keys and values set the scales of an int8 cache."""
+
+
+def host_refusal(config: EngineConfig, description: ModelDescription) -> Reason | None:
+    """Why torch is needed to run this model with these settings; None if it is not. What the program lacks for a model is only
+    known when it is compiled (`model.trace.covered`)."""
+    device, kept = config.device, config.cache.dtype
+    table: tuple[tuple[bool, str], ...] = (
+        (device.info.is_cuda, "the device is a GPU"),
+        (device.kernels not in ("auto", "cpu"), f"kernels={device.kernels!r} are torch's"),
+        (not has_cpu_kernels(), "the C++ kernels are not built"),
+        (config.parallel.num_ranks > 1, "several ranks sum up their parts by torch"),
+        (device.deterministic, "deterministic=True is for GPUs"),
+        (kept not in CACHES, f"kv_cache_dtype: the C++ program has no cache of {kept}"),
+        (config.model.weights_bytes is not None, "weights_bytes: layers that are read as they are needed run op by op"),
+        (config.lora is not None, "enable_lora: adapters are run by torch"),
+    )
+    found = next((Reason(text) for refused, text in table if refused), None)
+    return found or _model_refusal(description, config.model.load_format)
+
+
+def _model_refusal(description: ModelDescription, load_format: str) -> Reason | None:
+    """Why torch is needed to load a model, or to run its prompts."""
+    spec, rounded = description.spec, rounded_refusal(description)
+    table: tuple[tuple[bool, str], ...] = (
+        (spec.encoder is not None, f"the model is {spec.kind}, whose prompts go through torch"),
+        (spec.vision is not None, "the model has an image encoder, which torch runs (max_images=0 leaves it out)"),
+        (
+            load_format == "dummy" and description.quantization is not None,
+            "load_format='dummy': random weights are rounded as a checkpoint's by torch",
+        ),
+        (rounded is not None, f"quantization_config: {rounded} is put together by torch"),
+    )
+    return next((Reason(text) for refused, text in table if refused), None)
+
+
+class HostPlatform:
+    """What `ModelRunner.platform` is asked for on a CPU."""
+
+    is_asynchronous = False
+
+    def memory(self) -> tuple[int, int]:
+        """(free, all) bytes"""
+        total, free = host_memory()
+        return free, total
+
+    def release_unused(self) -> None:
+        pass
+
+
+class HostForward:
+    """The model's steps."""
+
+    def __init__(self, decoder: Decoder, program: StepProgram, pool: ThreadPool) -> None:
+        self.program = program
+        text_ops: Any = HostTextOps(pool)
+        self.decoder = decoder.with_ops(text_ops)  # what the program leaves out of an encoder, a classifier, pooling
+
+    def hidden(self, token_ids: Array, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Array:
+        """token_ids [T] → [T, E]"""
+        given: Any = self.decoder.embedded(token_ids, meta) if self.decoder.spec.is_encoder else None  # type: ignore[arg-type]
+        return self.program.forward(token_ids, kv, meta, given)[0]
+
+    def logits(self, hidden: Array) -> Array:
+        return self.program.logits(hidden)
+
+    def vectors(self, hidden: Any, starts: Any, how: PoolingSpec) -> Array:
+        """`texts.vectors_of`"""
+        if how.score_tokens is not None:
+            logits, (yes, no) = self.logits(hidden), how.score_tokens
+            return logits[:, [yes]] - (np.float32(0.0) if no is None else logits[:, [no]])
+        if self.decoder.classifier is not None:
+            scores: Any = self.decoder.classifier(self.decoder.ops, hidden, starts)
+            return scores  # type: ignore[no-any-return]
+        found: Any = pool(self.decoder.ops, hidden, starts, how.kind)
+        if not how.normalize:
+            return found  # type: ignore[no-any-return]
+        return found / np.maximum(np.linalg.norm(found, axis=-1, keepdims=True), np.float32(1e-12))  # type: ignore[no-any-return]
+
+
+class HostRunner:
+    """Loads the model at once; `allocate` must come before `launch`. `weights_folder`: where rounded weights are kept.
+    NotCovered if the program lacks something for this model."""
+
+    partition = None
+    adapters = None
+    graph_sizes = ()
+    platform = HostPlatform()
+
+    def __init__(self, config: EngineConfig, description: ModelDescription, *, weights_folder: Path) -> None:
+        self.config, model, device = config, config.model, config.device
+        self.phases: dict[str, float] = {}
+        with self._phase("weights"):
+            self.ops = HostOps(device.num_threads, device.info.isa, dense_copies=device.dense_copies)
+            self.model: LoadedModel = load_host_model(
+                description,
+                ops=self.ops,
+                dtype=model.dtype,
+                max_model_len=model.max_model_len,
+                load_format=model.load_format,
+                seed=model.seed,
+                scheme=SCHEMES[model.quantization] if model.quantization else None,
+                weights_folder=None if model.weights_cache == "off" else weights_folder,
+            )
+        with self._phase("program"):
+            decoder = self.model.decoder
+            self._expert_counts: dict[int, Any] = decoder.count_experts()
+            self._compile()
+            fixed = device.fixed_threads or device.num_threads == 1
+            self._governor = None if fixed else ThreadGovernor(self.ops.pool)
+            self._argmax = Argmax(self.ops.pool, description.spec.vocab_size)
+        self.kv_scales: list[tuple[Array, Array]] | None = None
+        if config.cache.dtype in FORMAT_MAX:
+            with self._phase("calibrate"):
+                self.kv_scales = self._calibrate()
+                self.reset_expert_load()
+        self.kv: list[LayerKV] = []
+        self.rows: RowTable | None = None
+        self._under_way: InFlightStep | None = None
+        self._states: tuple[Array, Array] | None = None  # of the step under way, and their slots, for the draft head
+        self.draft: Drafter | None = None
+        self._kept_states: HostStates | None = None  # the draft head's
+
+    def _compile(self) -> None:
+        decoder = self.model.decoder
+        program = compile_step(decoder, self.ops.pool)
+        if isinstance(program, Reason):
+            raise NotCovered(program)
+        self.program, self.forwards = program, HostForward(decoder, program, self.ops.pool)
+
+    def load_head(self, description: HeadDescription) -> None:
+        """`ModelRunner.load_head`"""
+        from slipstream.worker.host_drafter import load_host_drafter  # late: most starts need none
+
+        with self._phase("draft head"):
+            self.draft = head = load_host_drafter(self.config, description, self.model.decoder, self.ops, self._sampler.sample)
+            self._kept_states, self.model.decoder.tap = head.states, head.head.tap
+            self._compile()
+            if self.config.speculation is not None and (most := description.spec.most_drafts) is not None:
+                speculation = dataclasses.replace(self.config.speculation, most_drafts=min(most, MOST_DRAFTS))
+                self.config = dataclasses.replace(self.config, speculation=speculation)
+
+    def load_draft(self, description: ModelDescription, weights_folder: Path) -> None:
+        """`ModelRunner.load_draft`"""
+        if (reason := _model_refusal(description, self.config.model.load_format)) is not None:
+            raise NotCovered(reason)
+        from slipstream.worker.host_drafter import HostDraftModel
+
+        with self._phase("draft model"):
+            self.draft = HostDraftModel(
+                self.config,
+                description,
+                self.model.spec,
+                ops=self.ops,
+                sample=self._sampler.sample,
+                weights_folder=None if self.config.model.weights_cache == "off" else weights_folder,
+            )
+
+    # --- Start --------------------------------------------------------------------------------------------------------
+
+    def profile(self) -> int:
+        """Bytes that activations take at the largest step: a whole budget of prefill, and every row sampled. They follow from
+        the program's buffers, so nothing is run."""
+        config, spec = self.config, self.model.spec
+        sampled = (2 * config.max_num_sampled + 8) * spec.vocab_size  # logits, a copy; the row that is drawn
+        if spec.is_encoder:
+            sampled = 2 * config.scheduling.max_num_batched_tokens * spec.hidden_size  # embeddings while they are summed
+        per_token = self.program.token_bytes + (0 if self.draft is None else self.draft.token_bytes)
+        return config.scheduling.max_num_batched_tokens * per_token + 4 * sampled
+
+    def rows_bytes(self) -> int:
+        """What `allocate` takes beside the cache."""
+        if self.model.spec.is_encoder:
+            return 0
+        tables = len(self.config.cache.groups) * self.config.max_blocks_per_seq
+        per_row = (self.config.model.max_model_len + 1 + tables) * 4
+        return (self.config.scheduling.max_num_seqs + 1) * per_row
+
+    def graph_reserve_bytes(self, activation_bytes: int) -> int:
+        return 0
+
+    def allocate(self, config: EngineConfig, num_blocks: int) -> int:
+        """The KV cache of `num_blocks` blocks (block 0 is the null block), and the rows. 0: there are no graphs. `config` is
+        the engine's final one: its context may have been lowered to what fits."""
+        self.config, cache = config, config.cache
+        try:
+            with self._phase("cache"):
+                self.kv = self._make_cache(num_blocks)
+                if self.draft is not None:
+                    self.draft.allocate(num_blocks)
+                sizes = config.scheduling.max_num_seqs, config.model.max_model_len, cache.block_size
+                if not self.model.spec.is_encoder:
+                    self.rows = RowTable(*sizes, None, None, config.model.seed, groups=cache.groups)
+        except MemoryError as error:
+            raise OutOfMemoryError(f"the KV cache of {num_blocks} blocks does not fit: {error}") from error
+        return 0
+
+    def release(self) -> None:
+        """Give back what `allocate` took. No step is in flight, and `allocate` comes before the next."""
+        self._take_tokens()
+        self.kv.clear()  # in place: the program looks at the same list
+        if self.draft is not None:
+            self.draft.release()
+        self.rows = None
+
+    def open_store(self, disk: DiskTier | None, num_slots: int, num_staged: int) -> BlockStore:
+        """The tiers below the cache. A CPU has the disk alone."""
+        assert not num_slots
+        return BlockStore(block_arrays(self._caches()), disk, self._take_tokens)
+
+    def _caches(self) -> list[Array]:
+        """The cache's arrays, those that groups share once."""
+        return list({id(x): x for layer in self.kv for x in ((layer.k,) if layer.latent else (layer.k, layer.v))}.values())  # type: ignore[arg-type]
+
+    def capture_next(self) -> bool:
+        return False
+
+    def _make_cache(self, num_blocks: int) -> list[LayerKV]:
+        """The layers' keys and values, of zeros, whose pages take no memory before they are written. Layers at one place of
+        different groups share arrays."""
+        places = self.model.spec.cache_places
+        made = {place: self._layer_cache(i, num_blocks, self.config.cache.dtype) for i, place in reversed([*enumerate(places)])}
+        if self.kv_scales is None:
+            return [LayerKV(*made[place]) for place in places]
+        return [LayerKV(*made[place], *own) for place, own in zip(places, self.kv_scales, strict=True)]  # type: ignore[arg-type]
+
+    def _layer_cache(self, layer: int, num_blocks: int, dtype: str) -> tuple[Any, Any]:
+        attention, size = self.model.spec.layers[layer].attention, self.config.cache.block_size
+        new: Any = lambda shape: np.zeros(shape, np.dtype(dtype))
+        return cache_tensors(attention, num_blocks, size, new)
+
+    def _calibrate(self) -> list[tuple[Array, Array]]:
+        """Scales of an int8 cache: for each layer, float32 [K] for keys and for values, such that the largest magnitude that
+        random text puts into a head, times a margin, falls on the end of the range."""
+        spec, size = self.model.spec, self.config.cache.block_size
+        length = min(CALIBRATION_TOKENS, self.config.model.max_model_len)
+        tokens = np.random.default_rng(0).integers(0, spec.vocab_size, length, dtype=np.int32)
+        num_blocks = -(-length // size)
+        kv = [LayerKV(*self._layer_cache(i, num_blocks + 1, self.config.model.dtype)) for i in range(len(spec.layers))]
+        self.forwards.hidden(tokens, kv, alone(0, length, block_size=size))
+        top = np.float32(FORMAT_MAX["int8"] / 1.1)
+
+        def scale(cache: Any) -> Array:
+            largest: Array = np.abs(cache.astype(np.float32)).max(axis=(0, 2, 3))
+            return np.maximum(largest, np.float32(1e-6)) / top
+
+        return [(scale(layer.k), scale(layer.v)) for layer in kv]
+
+    # --- Steps --------------------------------------------------------------------------------------------------------
+
+    def launch(self, plan: Plan) -> InFlightStep | AwaitingMask:
+        """Run one step. A step of a few greedy decodes is under way when this returns; any other is done, and so is what was
+        under way before."""
+        if isinstance(plan, TextsPlan):
+            return self._launch_texts(plan)
+        rows = self._prepared(plan)
+        drafts = None if self.draft is None else self.draft.propose(plan, rows)
+        given = gather(rows, plan)
+        ids, sampled = given.token_ids, given.sampled
+        assert sampled is not None
+        if given.sample_index is None and rows.is_greedy(sampled.names):
+            begun = self.program.begin_greedy(ids, self.kv, given.meta)
+            if begun is not None:
+                found: Any = begun[0]
+                self._under_way = step = InFlightStep(plan, sampled, found, begun[2], drafts=drafts)
+                self._states = begun[1], given.meta.slot_mapping  # type: ignore[assignment]
+                if len(plan.scheduled) > RUN_AHEAD or self.ops.pool.num_used == 1:
+                    self._take_tokens()
+                    step.done = None
+                return step
+        hidden, states = self.program.forward(ids, self.kv, given.meta)
+        if self._governor is not None and given.meta.max_query_len == 1:
+            self._governor.note(len(ids), self.ops.pool.last_s)
+        if self._kept_states is not None:
+            self._kept_states.write(states, given.meta.slot_mapping)  # type: ignore[arg-type]
+
+        def drawn(mask: TokenMask | None = None) -> InFlightStep:
+            step = self._sample(plan, given, sampled, hidden, mask)
+            step.drafts = drafts
+            return step
+
+        return AwaitingMask(plan, drawn, drafts, None) if rows.wanted("grammar", sampled.names) else drawn()
+
+    def max_in_flight(self, plan: Plan) -> int:
+        """`ModelRunner.max_in_flight`"""
+        return 1 if isinstance(plan, TextsPlan) or plan.scheduled[-1].num_tokens > 1 else 2
+
+    def _launch_texts(self, plan: TextsPlan) -> InFlightStep:
+        """An encoder's step."""
+        token_ids, meta = text_batch(plan, self.config.cache.block_size, None)
+        hidden, tokens = self.forwards.hidden(token_ids, self.kv, meta), np.empty(0, np.int64)  # type: ignore[arg-type]
+        vectors: Any = self.forwards.vectors(hidden, meta.query_start_loc, self.model.description.pooling)
+        return InFlightStep(plan, None, tokens, None, vectors=vectors)  # type: ignore[arg-type]
+
+    def forget_rows(self) -> None:
+        """Every sequence is gone, after a step failed."""
+        self._under_way = self._states = None
+        if self.rows is not None:
+            self.rows.forget()
+
+    def _prepared(self, plan: StepPlan) -> RowTable:
+        """The rows, brought up to date; shared blocks are copied."""
+        assert self.rows is not None, "allocate() comes first"
+        self._take_tokens()
+        self.rows.apply(plan)
+        if plan.block_copies:
+            source, target = np.array(plan.block_copies, np.int64).T
+            for cache in self._caches():
+                cache[target] = cache[source]
+            if self.draft is not None:
+                self.draft.copy_blocks(source, target)
+        return self.rows
+
+    def _take_tokens(self) -> None:
+        """What the step under way has sampled goes where the next step reads it."""
+        if self._under_way is not None:
+            step, self._under_way = self._under_way, None
+            assert self.rows is not None
+            assert step.sampled is not None
+            if step.done is not None:
+                step.done.synchronize()
+                if self._governor is not None:
+                    self._governor.note(len(step.tokens), self.ops.pool.last_s)
+            self.rows.write(step.sampled.rows, step.sampled.positions, step.tokens)
+            if self._states is not None and self._kept_states is not None:
+                self._kept_states.write(*self._states)
+            self._states = None
+
+    def _sample(
+        self, plan: StepPlan, given: GatheredInputs, sampled: SampledRows, hidden: Array, mask: TokenMask | None
+    ) -> InFlightStep:
+        """Tokens of the sequences that want one, log-probabilities and vectors of those that want these."""
+        assert self.rows is not None
+
+        def logits_of(start: int, i: int, n: int) -> Array:
+            return self.program.logits(hidden[start + i : start + i + n])
+
+        extras: list[Extra] = [*prompt_logprobs(self._sampler, self.rows, plan, logits_of)]
+        pooled = self._pooled(plan, hidden)
+        tokens: Any = np.empty(0, np.int64)
+        if not sampled.requests:
+            return InFlightStep(plan, None, tokens, None, None, extras, pooled)
+        index: Any = given.sample_index
+        own, logprobs = hidden if index is None else hidden[index], None
+        tokens = self.program.greedy(own) if self.rows.is_greedy(sampled.names) else None
+        if tokens is None:
+            drawn = draw(self._sampler, self.rows, sampled, self.program.logits(own), mask)
+            tokens, logprobs = drawn.tokens, drawn.logprobs
+            extras += drawn.extras
+        self.rows.write(sampled.rows, sampled.positions, tokens)
+        return InFlightStep(plan, sampled, tokens, None, logprobs, extras, pooled)
+
+    @cached_property
+    def _sampler(self) -> Sampler:
+        return Sampler(
+            lambda logits, params: sampling.sample(logits, params, self._argmax),
+            lambda logits, mask: sampling.mask_logits(logits, *mask_bits(mask)),
+            sampling.best_logprobs,
+            lambda x: x,
+            lambda logits: logits,
+        )
+
+    def _pooled(self, plan: StepPlan, hidden: Array) -> tuple[tuple[str, ...], Any] | None:
+        """The vectors (or scores) of pooled sequences whose last token is in this step: its state stands for the whole."""
+        assert self.rows is not None
+        rows, wanted, end = self.rows.rows, self.rows.wanting["vector"], 0
+        ends, ids = [], []
+        for s in plan.scheduled if wanted else ():
+            end += s.num_tokens
+            whole = s.num_computed_tokens + s.num_tokens
+            if s.request_id in wanted and whole == rows[s.request_id].num_prompt_tokens:
+                ends.append(end - 1)
+                ids.append(s.request_id)
+        if not ids:
+            return None
+        starts = np.arange(len(ids) + 1)
+        return tuple(ids), self.forwards.vectors(hidden[ends], starts, self.model.description.pooling)
+
+    def expert_load(self) -> ExpertTokens:
+        """Tokens by expert since the start, of each layer with experts."""
+        return tuple((layer, tuple(counts.tolist())) for layer, counts in self._expert_counts.items())
+
+    def reset_expert_load(self) -> None:
+        """Forget what was counted so far: it was no request's."""
+        for counts in self._expert_counts.values():
+            counts[:] = 0
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.phases[name] = time.perf_counter() - begin
+
+
+def alone(start: int, num_tokens: int, *, block_size: int, num_groups: int = 1) -> AttentionMetadata:
+    """`AttentionMetadata.alone`, of arrays."""
+    length = start + num_tokens
+    own = np.arange(-(-length // block_size), dtype=np.int32)[None] * np.int32(num_groups) + np.int32(1)
+    positions = np.arange(start, length)
+    slots = own[0, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    arrays: dict[str, Any] = dict(
+        query_start_loc=np.array([0, num_tokens], np.int32), seq_lens=np.array([length], np.int32), positions=positions
+    )
+    sizes = dict(num_decodes=int(num_tokens == 1), max_query_len=num_tokens, max_seq_len=length)
+    first = AttentionMetadata(**arrays, **sizes, block_table=own, slot_mapping=slots, from_start=start == 0)  # type: ignore[arg-type]
+    others: Any = (
+        dataclasses.replace(first, block_table=own + np.int32(g), slot_mapping=slots + g * block_size)  # type: ignore[arg-type]
+        for g in range(1, num_groups)
+    )
+    return first.with_groups(*others)

@@ -1,0 +1,182 @@
+"""Pictures in the worker: their embeddings, kept within a bound, and what is different in a step that has some.
+
+1. `ImageEncoder` gives a picture's embeddings, from its cache or from the image encoder. A picture that two chunks of a prompt
+   share is encoded once, unless the cache let it go in between.
+2. `step_images` says where the placeholders of a step are.
+3. `ImageOps` is the op set of such a step: rotations by three positions (M-RoPE), and attention among a picture's tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.kernels.layouts import AttentionParams, QKVLayout
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.model.vision import MOST_PATCHES, ImageTower
+from slipstream.spec.vision import GridPositionSpec, VisionSpec
+from slipstream.types import ImageSpan, StepPlan
+from slipstream.worker.rows import IntArray, LongArray, RowTable, upload
+
+if TYPE_CHECKING:
+    from slipstream.kernels.ops import OpSet
+
+PROBE_GROUPS = 16
+"""Groups of patches on the side of a picture whose memory is measured."""
+
+
+class ImageEncoder:
+    """The encoder with its cache of at most `max_bytes`. What was used longest ago goes first."""
+
+    def __init__(self, tower: ImageTower, max_bytes: int) -> None:
+        self.tower, self.max_bytes = tower, max_bytes
+        self.num_bytes = 0
+        self.num_encoded = self.num_hits = 0  # pictures since the start
+        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+
+    @property
+    def spec(self) -> VisionSpec:
+        return self.tower.spec
+
+    def embeddings(self, images: StepImages) -> list[Tensor]:
+        """Those of the picture of each part [num_tokens, E]."""
+        spans = [span for span, _, _ in images.parts]
+        found = {span.key: self._kept[span.key] for span in spans if span.key in self._kept}
+        self.num_hits += len(found)
+        if missing := list({span.key: span for span in spans if span.key not in found}.values()):
+            made = self.tower([self._pixels(span) for span in missing])
+            self.num_encoded += len(made)
+            # A picture's own memory: a part of what its neighbours are in would keep all of it.
+            found |= {span.key: x.clone() for span, x in zip(missing, made, strict=True)}
+        for key in found:
+            self._keep(key, found[key])
+        return [found[span.key] for span in spans]
+
+    def probe(self) -> int:
+        """Encode a picture, so that its memory can be measured. Returns how many times that memory a pass may take."""
+        s = self.spec
+        side = s.patch_size * (s.position.side if isinstance(s.position, GridPositionSpec) else PROBE_GROUPS * s.merge)
+        self.tower([torch.zeros(side, side, s.num_channels, dtype=torch.uint8, device=self.tower.device)])
+        return -(-MOST_PATCHES // s.grid(side, side).num_patches)
+
+    def _pixels(self, span: ImageSpan) -> Tensor:
+        raw = np.frombuffer(span.pixels, np.uint8).reshape(span.height, span.width, self.spec.num_channels)
+        return upload(raw.copy(), self.tower.device)
+
+    def _keep(self, key: bytes, value: Tensor) -> None:
+        if key not in self._kept:
+            self._kept[key] = value
+            self.num_bytes += value.numel() * value.element_size()
+        self._kept.move_to_end(key)
+        while self.num_bytes > self.max_bytes:
+            _, gone = self._kept.popitem(last=False)
+            self.num_bytes -= gone.numel() * gone.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class StepImages:
+    """The placeholders of a step's T tokens."""
+
+    parts: list[tuple[ImageSpan, int, int]]  # pictures, with the first and last + 1 of their tokens that are in the step
+    tokens: LongArray  # [N]: the step's tokens that are placeholders, part by part
+    sequences: IntArray  # of each part the sequence
+    places: tuple[tuple[int, LongArray], ...]  # with three positions a token: a token of the step, and those [3, n] from it on
+
+
+def step_images(plan: StepPlan, table: RowTable) -> StepImages:
+    parts, sequences, places = list[tuple[ImageSpan, int, int]](), list[int](), list[tuple[int, LongArray]]()
+    tokens = [np.empty(0, np.int64)]
+    start = 0
+    for i, s in enumerate(plan.scheduled):
+        row = table.rows[s.request_id]
+        if row.needs_images(s):
+            for span, first, end in row.image_parts(s):
+                at = start + span.offset + first - s.num_computed_tokens
+                parts.append((span, first, end))
+                sequences.append(i)
+                tokens.append(np.arange(at, at + end - first))
+            if row.places is not None:
+                places.append((start, row.places[:, s.num_computed_tokens : s.num_computed_tokens + s.num_tokens]))
+        start += s.num_tokens
+    return StepImages(parts, np.concatenate(tokens), np.array(sequences, np.int32), tuple(places))
+
+
+class ImageOps:
+    """The op set `ops` for a step with pictures. `meta` is the step's."""
+
+    def __init__(
+        self, ops: OpSet, images: StepImages, meta: AttentionMetadata, spec: VisionSpec, sections: tuple[int, ...] | None
+    ) -> None:
+        """`sections`: the decoder's `RopeSpec.sections`."""
+        self._ops, self._images, self._sections = ops, images, sections
+        self._among = spec.bidirectional and bool(images.parts)
+        self._positions: Tensor | None = None  # int64 [3, T]
+        if images.places:
+            positions = meta.positions.expand(3, -1).clone()
+            for start, own in images.places:
+                positions[:, start : start + own.shape[1]] = upload(np.ascontiguousarray(own), positions.device)
+            self._positions = positions
+            self._each = torch.arange(positions.shape[1], device=positions.device)
+        self._tables: dict[int, Tensor] = {}
+        self._turned: dict[int, AttentionMetadata] = {}
+        self._pictures: dict[int, AttentionMetadata] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
+        if self._positions is None or heads.cos_sin is None or self._sections is None:
+            return self._ops.rope_and_cache(qkv, kv, meta, heads)
+        # Each token has a row of its own in a table made for the step.
+        table = self._tables.get(id(heads.cos_sin))
+        if table is None:
+            table = self._tables[id(heads.cos_sin)] = sectioned(heads.cos_sin, self._positions, self._sections)
+        if id(meta) not in self._turned:
+            self._turned[id(meta)] = dataclasses.replace(meta, positions=self._each)
+        return self._ops.rope_and_cache(qkv, kv, self._turned[id(meta)], dataclasses.replace(heads, cos_sin=table))
+
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
+        out = self._ops.attention(q, kv, meta, params)
+        if not self._among:
+            return out
+        # A picture's tokens once more, as a sequence that ends with them and is not causal.
+        index = upload(self._images.tokens, q.device)
+        own = self._pictures.get(id(meta))
+        if own is None:
+            own = self._pictures[id(meta)] = self._picture_meta(meta, index)
+        seen = self._ops.attention(q[index], kv, own, dataclasses.replace(params, causal=False))
+        return out.index_copy(0, index, seen)
+
+    def _picture_meta(self, meta: AttentionMetadata, index: Tensor) -> AttentionMetadata:
+        parts = self._images.parts
+        counts = [end - first for _, first, end in parts]
+        ends = [span.offset + end for span, _, end in parts]
+        sequences = upload(self._images.sequences, index.device).long()
+        return AttentionMetadata(
+            query_start_loc=upload(np.cumsum([0, *counts]).astype(np.int32), index.device),
+            seq_lens=upload(np.array(ends, np.int32), index.device),
+            block_table=meta.block_table[sequences],
+            positions=meta.positions[index],
+            slot_mapping=meta.slot_mapping[index],
+            num_decodes=0,
+            max_query_len=max(counts),
+            max_seq_len=max(ends),
+        )
+
+
+def sectioned(cos_sin: Tensor, positions: Tensor, sections: Sequence[int]) -> Tensor:
+    """Rotations of tokens with the three `positions` [3, T], from a table [P, rotary_dim] of one: so many frequencies, in turn,
+    go by each. [T, rotary_dim]"""
+    halves = cos_sin.unflatten(1, (2, -1))  # [P, 2, rotary_dim / 2]
+    ends = np.cumsum(sections).tolist()
+    parts = [
+        halves[positions[axis], :, end - size : end] for axis, (size, end) in enumerate(zip(sections, ends, strict=True))
+    ]
+    return torch.cat(parts, dim=2).flatten(1)

@@ -1,0 +1,84 @@
+"""A step that was launched, whatever runs it: its values are tensors on their way to the host, or arrays. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from slipstream.kernels.native import Running
+from slipstream.types import (
+    Extra,
+    Plan,
+    PooledVector,
+    SampledLogprobs,
+    StepResult,
+    TextVectors,
+    TokenLogprobs,
+)
+from slipstream.worker.input_batch import SampledRows
+from slipstream.worker.sampler import as_logprobs, verified
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slipstream.platform import Event
+
+RUN_AHEAD = 8
+"""Most sequences of a step on a CPU that is left under way while the host looks at the one before and plans the next. The
+host's work, a tenth of a step of one sequence, is hidden so, but a request that comes waits a step longer. Steps of 16 and more
+gained nothing (benchmarks/CPU_NOTES.md)."""
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """A step that was launched. `result()` waits for the device and may be called once."""
+
+    awaits_mask = False
+
+    plan: Plan
+    sampled: SampledRows | None
+    tokens: Tensor  # int64 [N], on the host once `done`
+    done: Event | Running | None  # None: it is
+    logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = None  # which samples, values, how many wanted
+    extras: Sequence[Extra] = ()
+    pooled: tuple[tuple[str, ...], Tensor] | None = None  # which are complete, and their vectors float32 [N, E] on the host
+    drafts: Tensor | None = None  # int64 [N] on the host, which the draft model proposed
+    vectors: Tensor | None = None  # of a TextsPlan, float32 [S, E] on the host
+
+    @property
+    def is_done(self) -> bool:
+        """The launch itself computed it."""
+        return self.done is None
+
+    @property
+    def is_ready(self) -> bool:
+        """`result()` does not wait."""
+        return self.done is None or (not isinstance(self.done, Running) and self.done.query())
+
+    def proposed(self) -> Sequence[int]:
+        return () if self.drafts is None else self.drafts.tolist()
+
+    def result(self) -> StepResult:
+        if self.done is not None:
+            self.done.synchronize()
+        tokens: list[int] = self.tokens.tolist()
+        extras: list[Extra] = [*self.extras]
+        if self.pooled is not None:
+            extras += [PooledVector(i, v.tobytes()) for i, v in zip(self.pooled[0], np.asarray(self.pooled[1]), strict=True)]
+        if self.vectors is not None:
+            extras.append(TextVectors(np.asarray(self.vectors).tobytes()))
+        if self.logprobs is not None and self.sampled is not None:
+            which, best, counts = self.logprobs
+            values = as_logprobs([tokens[i] for i in which], best, counts)  # type: ignore[arg-type]
+            ids, found = self.sampled.request_ids, dict[str, list[TokenLogprobs]]()
+            for i, value in zip(which, values, strict=True):
+                found.setdefault(ids[i], []).append(value)
+            extras += [SampledLogprobs(request_id, tuple(own)) for request_id, own in found.items()]
+        num_tokens = None if self.sampled is None else self.sampled.num_tokens
+        if num_tokens is not None and self.sampled is not None:
+            drafts = () if self.drafts is None else self.drafts.tolist()
+            tokens, num_tokens = verified(self.sampled.requests, tokens, drafts)
+        return StepResult(self.plan.step_id, tokens, num_tokens, tuple(extras))

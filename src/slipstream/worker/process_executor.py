@@ -1,0 +1,466 @@
+"""An executor over worker processes, one a rank of a model that is split. No torch here.
+
+    ProcessExecutor ── plan, encoded once ──> rank 0, rank 1, …   (each a `LocalExecutor` with its part)
+                    <─────── results ──────── rank 0
+
+1. A rank is a child process with a Unix socket pair to this one. There is nothing to remove from the file system. To encode a
+   plan of 256 decodes takes 19 µs, to send its 4 KB to a rank 8; shared memory would save these 8, while the device works.
+2. A launch is a message and returns at once, so the next step is planned while the ranks compute.
+3. When a rank ends, all are killed at once. The next call, or one that waits, raises EngineError with the reason of the
+   first; this object is then of no more use.
+4. A rank ends when its standard input closes. So none outlives this process, however that ends.
+5. A thread reads what the ranks send as it comes (`Mailbox`). So no rank waits with a full socket while this process waits to
+   send to it, and a question keeps no result from who waits for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import NoReturn, TypeVar
+
+from slipstream.config import DeviceInfo, EngineArgs, ParallelConfig, num_ranks, resolve, split_setting
+from slipstream.errors import AdapterError, ConfigError, EngineError, SlipstreamError
+from slipstream.hub import machine_folder, resolve_model
+from slipstream.plan.estimate import this_device
+from slipstream.plan.fit import check_weights_fit
+from slipstream.plan.hardware import available_cores, gpus
+from slipstream.plan.memory import MemoryLedger
+from slipstream.spec.description import ModelDescription, read_spec
+from slipstream.spec.parallel import uneven_parts
+from slipstream.stats import AdapterStats, ExpertTokens
+from slipstream.types import LoRARequest, Plan, StepPlan, StepResult, TextsPlan, TokenMask
+from slipstream.worker.base import Executor, Launched
+from slipstream.worker.device import detect
+from slipstream.worker.rank_joining import accept_ranks, parse_address
+from slipstream.worker.rank_messages import (
+    Answer,
+    Begin,
+    CaptureNext,
+    Constrain,
+    End,
+    Forget,
+    FromRank,
+    GetExpertLoad,
+    Launch,
+    LaunchTexts,
+    Link,
+    Meeting,
+    RankFailed,
+    Result,
+    Sampled,
+    ToRank,
+    WarmUp,
+)
+from slipstream.worker.start_messages import Phase, Started
+
+_logger = logging.getLogger("slipstream.engine")
+
+T = TypeVar("T")
+
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""NVLink multicast stays off: a program that ends while it uses it can put GPUs that others share out of service."""
+
+LAST_WORDS_S = 0.2
+"""Once a rank has ended, the others have so long to say why they do too. Of several reasons the one is told that is no other's
+consequence."""
+
+REASONS_S = 0.6
+
+END_S = 5.0
+"""How long ranks have to end when they are told to."""
+
+
+@dataclass(slots=True)
+class Rank:
+    """`process` is None on another host, where `at` says."""
+
+    number: int
+    process: subprocess.Popen[bytes] | None
+    link: Link
+    at: str = ""
+
+
+@dataclass(slots=True)
+class RemoteStep:
+    """A step that the ranks were told to launch."""
+
+    executor: ProcessExecutor
+    plan: Plan
+    awaits_mask: bool
+    is_done = False
+
+    def proposed(self) -> Sequence[int]:
+        return ()  # no draft model runs on several ranks
+
+    def result(self) -> StepResult:
+        return self.executor.result_of(self.plan.step_id)
+
+
+class ProcessExecutor(Executor):
+    """`ledgers`: each rank's; `ledger` is that of the one with the most weights."""
+
+    def __init__(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
+        progress("model")
+        path = resolve_model(args.model, download_dir=args.download_dir)  # once, and not by all at the same time
+        self.description = read_spec(path).taking_images(args.max_images)
+        self._device, self._parallel = _check(args, self.description)
+        self._ranks: list[Rank] = []
+        self._dead: SlipstreamError | None = None
+        self._sending, self._asking = threading.Lock(), threading.Lock()  # all ranks get all messages in one order
+        self._grammars: set[str] = set()  # requests that sample by one
+        self._group = Processes()
+        self._finalizer = weakref.finalize(self, self._group.kill)
+        size, own = num_ranks(args), args.local_ranks or num_ranks(args)
+        if args.rank_address is not None:
+            progress("ranks")
+        joined = [] if args.rank_address is None else accept_ranks(args.rank_address, size, size - own)
+        for number in range(own):
+            self._ranks.append(_spawn(number))
+            process = self._ranks[-1].process
+            assert process is not None
+            self._group.all.append(process)
+        self._ranks += [Rank(own + i, None, link, at) for i, (link, _, at) in enumerate(joined)]
+        self._host = "127.0.0.1" if args.rank_address is None else parse_address(args.rank_address)[0]
+        self._mail = Mailbox(self._ranks)
+        self._group.watch()
+        try:
+            self._start(args, progress)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @classmethod
+    def build(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> ProcessExecutor:
+        """Start the ranks, and load. `progress` is told each phase as it begins. Errors are those of `LocalExecutor.build`."""
+        return cls(args, progress)
+
+    def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
+        size = len(self._ranks)
+        self._send(self._ranks[0], Begin(args, 0, size, 0, self._device, self._host))
+        started: dict[int, Started] = {}
+        while len(started) < size:
+            rank, message = self._await(self._mail.next_of_start)
+            if isinstance(message, Meeting):
+                for other in self._ranks[1:]:
+                    self._send(other, Begin(args, other.number, size, message.port, self._device, self._host))
+            elif isinstance(message, Phase):
+                progress(message.name)
+            else:
+                started[rank.number] = message
+        first, last = started[0], started[size - self._parallel.ranks_of_stage]
+        self.ledgers: tuple[MemoryLedger, ...] = tuple(started[i].ledger for i in range(size))
+        largest = max(self.ledgers, key=lambda ledger: ledger.weights_bytes)
+        self.ledger, self.phases, self.tiles, self.canary = largest, first.phases, first.tiles, last.canary
+        config = resolve(args, self.description, first.device)
+        self.config = config.with_memory_limits(self.ledger.num_blocks - 1, self.ledger.block_bytes)
+        for number, ledger in enumerate(self.ledgers):
+            _logger.info(
+                "rank %d: weights %.2f GiB, KV cache %.2f GiB of %s",
+                *(number, ledger.weights_bytes / 2**30, ledger.kv_bytes / 2**30, ledger.device),
+            )
+
+    # --- The executor's calls -----------------------------------------------------------------------------------------
+
+    def launch(self, plan: Plan) -> RemoteStep:
+        self._mail.expect(plan.step_id)
+        if isinstance(plan, TextsPlan):
+            self._broadcast(LaunchTexts(plan))
+            return RemoteStep(self, plan, awaits_mask=False)
+        self._broadcast(Launch(plan))
+        return RemoteStep(self, plan, awaits_mask=self._has_grammar(plan))
+
+    def constrain(self, step: Launched, mask: TokenMask) -> None:
+        assert isinstance(step, RemoteStep)
+        self._broadcast(Constrain(mask.positions, bytes(mask.bits)))
+        step.awaits_mask = False
+
+    def max_in_flight(self, plan: Plan) -> int:
+        return max(2, self._parallel.num_stages)
+
+    def forget(self) -> None:
+        self._grammars.clear()
+        self._mail.expect(None)
+        if self._dead is None:
+            with contextlib.suppress(EngineError):  # it is the step's error that is raised
+                self._broadcast(Forget())
+
+    def warm_up(self) -> None:
+        self._ask(WarmUp())
+
+    def capture_next(self) -> bool:
+        """It is called while there is nothing to do, so a death is seen then too."""
+        if self.config.device.enforce_eager:
+            self._raise_if_dead()
+            return False
+        return any(answer.done for answer in self._ask(CaptureNext()))
+
+    def expert_load(self) -> ExpertTokens:
+        return tuple(sorted(layer for answer in self._ask(GetExpertLoad()) for layer in answer.expert_load))
+
+    def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:
+        raise AdapterError("adapters run on one device, and this model is split over several", field="enable_lora")
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        pass  # there is none
+
+    def adapter_stats(self) -> AdapterStats | None:
+        return None
+
+    def shutdown(self) -> None:
+        """End the ranks, and wait until they have."""
+        self._dead = self._dead or EngineError("the ranks were shut down")
+        # By a thread: a rank that hangs reads nothing, and would hold us up.
+        threading.Thread(target=_tell_end, args=(self._ranks,), daemon=True).start()
+        self._group.wait(END_S)
+        self._finalizer()
+        self._group.wait(END_S)
+        self._mail.last_words()  # it has read all, so that the links can be closed
+        for rank in self._ranks:
+            if rank.process is not None:
+                assert rank.process.stdin is not None
+                rank.process.stdin.close()
+            rank.link.close()
+
+    def result_of(self, step_id: int) -> StepResult:
+        """Wait for a step's result. A pipeline's first stage is told what was drawn."""
+        result = self._await(lambda: self._mail.results.pop(step_id, None))
+        if self._parallel.num_stages > 1 and result.token_ids:
+            num_tokens = None if result.num_tokens is None else list(result.num_tokens)
+            sampled = Sampled(step_id, list(result.token_ids), num_tokens)
+            self._broadcast(sampled, self._ranks[: self._parallel.ranks_of_stage])
+        return result
+
+    # --- Messages -----------------------------------------------------------------------------------------------------
+
+    def _has_grammar(self, plan: StepPlan) -> bool:
+        """Whether some request samples by one in this step."""
+        self._grammars.difference_update(plan.released)
+        self._grammars.update(r.request_id for r in plan.new if r.sampling.structured_outputs is not None)
+        return bool(self._grammars) and any(s.num_sampled and s.request_id in self._grammars for s in plan.scheduled)
+
+    def _broadcast(self, message: ToRank, to: Sequence[Rank] | None = None) -> None:
+        """To all ranks, or to some."""
+        self._raise_if_dead()
+        encoded = self._ranks[0].link.encode(message)
+        try:
+            with self._sending:
+                for rank in self._ranks if to is None else to:
+                    rank.link.send_bytes(encoded)
+        except OSError:
+            self._die()
+        except BaseException:  # Ctrl-C: one rank may have the message and another not, and their sums would not fit
+            self._dead = EngineError("the ranks were interrupted while they were told a step; start the engine again")
+            self._group.kill()
+            raise
+
+    def _send(self, rank: Rank, message: ToRank) -> None:
+        try:
+            rank.link.send(message)
+        except OSError:
+            self._die()
+
+    def _ask(self, question: ToRank) -> list[Answer]:
+        """The answers of the stages."""
+        with self._asking:
+            self._broadcast(question)
+            return [self._await(self._mail.next_answer) for _ in range(self._parallel.num_stages)]
+
+    def _await(self, find: Callable[[], T | None]) -> T:
+        """Wait until `find` finds something in the mail. EngineError, or the error that a rank had, if one has ended."""
+        self._raise_if_dead()
+        found = self._mail.wait_for(find)
+        if found is None:
+            self._die()
+        return found
+
+    def _raise_if_dead(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+        if self._mail.is_over or any(process.returncode is not None for process in self._group.all):  # a thread waits for each
+            self._die()
+
+    def _die(self) -> NoReturn:
+        """A rank has ended, or is about to: end all, and say why."""
+        self._group.wait(REASONS_S)
+        self._group.kill()
+        for rank in self._ranks:
+            if rank.process is None:
+                rank.link.cut()  # it ends when it sees that
+        failures = sorted(self._mail.last_words(), key=lambda failed: failed.of_peer)
+        ended = self._group.describe_first()
+        if failures and not (failures[0].of_peer and ended):
+            self._dead = failures[0].as_error
+        else:
+            gone = ended or next((f"rank {rank.number} at {rank.at} is gone" for rank in self._mail.gone if rank.at), "")
+            self._dead = EngineError(f"{gone or 'the ranks ended'}, and the others with it")
+        raise self._dead
+
+
+def _check(args: EngineArgs, description: ModelDescription) -> tuple[DeviceInfo | None, ParallelConfig]:
+    """ConfigError if the settings are wrong, or this machine has not got so many devices, before a process is started. Returns
+    the ranks' CPU (None: they have GPUs), and how they share the model."""
+    size, info = num_ranks(args), this_device(args.device)
+    field = split_setting(args)
+    config = resolve(args, description, info)
+    check_weights_fit(config, description)
+    own = args.local_ranks or size
+    have, what = (len(gpus()), "GPU") if info.is_cuda else (available_cores(), "core")
+    if own > have:
+        raise ConfigError(f"{field}: {own} ranks need a {what} each, and there are {have}; lower it", field=field)
+    for line in uneven_parts(description.spec, config.parallel.shard(0)):
+        _logger.info("%s", line)
+    cpu = None if info.is_cuda else detect("cpu", machine_folder(), num_threads=args.num_threads)
+    return cpu, config.parallel
+
+
+class Mailbox:
+    """What the ranks have sent and nobody has taken yet. A thread reads their links until all are closed."""
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self.results: dict[int, StepResult] = {}
+        self._start: deque[tuple[Rank, Meeting | Phase | Started]] = deque()
+        self._answers: deque[Answer] = deque()
+        self._failures: list[RankFailed] = []
+        self._expected: set[int] = set()  # steps whose results somebody will want
+        self._arrived = threading.Condition()
+        self._is_over = False  # a rank has failed or ended
+        self.gone: list[Rank] = []  # whose links have ended, the first first
+        self._reader = threading.Thread(target=self._read, args=(tuple(ranks),), daemon=True)
+        self._reader.start()
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
+
+    def expect(self, step_id: int | None) -> None:
+        """A step is launched. None: those that were launched are forgotten."""
+        with self._arrived:
+            if step_id is None:
+                self._expected.clear()
+                self.results.clear()
+            else:
+                self._expected.add(step_id)
+
+    def next_of_start(self) -> tuple[Rank, Meeting | Phase | Started] | None:
+        return self._start.popleft() if self._start else None
+
+    def next_answer(self) -> Answer | None:
+        return self._answers.popleft() if self._answers else None
+
+    def wait_for(self, find: Callable[[], T | None]) -> T | None:
+        """What `find` finds, as soon as it does. None: a rank has failed or ended before."""
+        with self._arrived:
+            while (found := find()) is None and not self._is_over:
+                self._arrived.wait()
+            return found
+
+    def last_words(self) -> list[RankFailed]:
+        """Why ranks have ended, once all have."""
+        self._reader.join(REASONS_S)
+        return list(self._failures)
+
+    def _read(self, ranks: Sequence[Rank]) -> None:
+        poll, open_links = select.poll(), {rank.link.fileno(): rank for rank in ranks}
+        for descriptor in open_links:
+            poll.register(descriptor, select.POLLIN | select.POLLHUP)
+        while open_links:
+            for descriptor, _ in poll.poll():
+                try:
+                    message: FromRank | None = open_links[descriptor].link.receive()
+                except (EOFError, OSError):
+                    message = None
+                    poll.unregister(descriptor)
+                with self._arrived:
+                    self._take(open_links[descriptor], message)
+                    self._arrived.notify_all()
+                if message is None:
+                    del open_links[descriptor]
+
+    def _take(self, rank: Rank, message: FromRank | None) -> None:
+        if isinstance(message, Result):
+            if message.step_id in self._expected:
+                self._expected.discard(message.step_id)
+                self.results[message.step_id] = message.step
+        elif isinstance(message, Answer):
+            self._answers.append(message)
+        elif isinstance(message, Meeting | Phase | Started):
+            self._start.append((rank, message))
+        else:
+            self._is_over = True
+            if isinstance(message, RankFailed):
+                self._failures.append(message)
+            else:
+                self.gone.append(rank)
+
+
+class Processes:
+    """The ranks' processes. When one ends, a thread kills the others, so that none waits for it."""
+
+    def __init__(self) -> None:
+        self.all: list[subprocess.Popen[bytes]] = []
+        self._killed: set[int] = set()  # by us
+        self._lock = threading.Lock()
+
+    def watch(self) -> None:
+        """All processes were started."""
+        for number in range(len(self.all)):
+            threading.Thread(target=self._watch, args=(number,), daemon=True).start()
+
+    def _watch(self, number: int) -> None:
+        self.all[number].wait()
+        time.sleep(LAST_WORDS_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Those that run still."""
+        with self._lock:
+            for number, process in enumerate(self.all):
+                if process.poll() is None:
+                    self._killed.add(number)
+                    process.kill()
+
+    def wait(self, seconds: float) -> None:
+        """Until all have ended, or so long."""
+        end = time.monotonic() + seconds
+        for process in self.all:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+
+    def describe_first(self) -> str:
+        """How a rank ended that was not killed by us, one by a signal before others. Empty: there is none."""
+        with self._lock:
+            codes = [(p.poll(), n) for n, p in enumerate(self.all) if n not in self._killed]
+        ended = sorted((code >= 0, n, code) for code, n in codes if code is not None)
+        if not ended:
+            return ""
+        _, number, code = ended[0]
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"rank {number} {how}"
+
+
+def _spawn(number: int) -> Rank:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "slipstream.worker.rank_process", str(theirs.fileno())]
+        environment = {**os.environ, **NO_MULTICAST}
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=environment)
+    return Rank(number, process, Link(Connection(ours.detach()), FromRank))
+
+
+def _tell_end(ranks: Sequence[Rank]) -> None:
+    for rank in ranks:
+        with contextlib.suppress(OSError):
+            rank.link.send(End())

@@ -1,0 +1,190 @@
+"""What an executor and its ranks say to each other: msgpack over a Unix socket pair to each rank. No torch.
+
+To a rank: Begin, Launch, Constrain, Sampled, Forget, WarmUp, CaptureNext, GetExpertLoad, End. From rank 0: Meeting, Phase.
+From the first rank of each stage: Answer. From the first of the last stage: Result. From any rank: Started, RankFailed. Answers
+come in the order of the questions; results in that of the launches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+import msgspec
+
+from slipstream.config import DeviceInfo, EngineArgs
+from slipstream.stats import ExpertTokens
+from slipstream.types import (
+    Extra,
+    PooledVector,
+    PromptLogprobs,
+    RequestFailure,
+    SampledLogprobs,
+    SamplerState,
+    StepPlan,
+    StepResult,
+    TextsPlan,
+    TextVectors,
+)
+from slipstream.worker.start_messages import Failed, Phase, Started
+
+
+class Begin(msgspec.Struct, tag=True):
+    """`port`: where rank 0 listens for the others. Rank 0 is given 0, chooses one and says it (Meeting). `device`: the CPU of
+    all ranks, whose type and kernels were chosen once. None: a GPU each, which the ranks look up."""
+
+    args: EngineArgs
+    rank: int
+    size: int
+    port: int
+    device: DeviceInfo | None = None
+    host: str = "127.0.0.1"  # where rank 0 is
+
+
+class Refused(msgspec.Struct, tag=True):
+    """To a rank of another host that can't take part."""
+
+    why: str
+
+
+class Launch(msgspec.Struct, tag=True):
+    plan: StepPlan
+
+
+class LaunchTexts(msgspec.Struct, tag=True):
+    plan: TextsPlan
+
+
+class Constrain(msgspec.Struct, tag=True):
+    """Of the newest launch: a `TokenMask`."""
+
+    positions: tuple[int, ...]
+    bits: bytes
+
+
+class Sampled(msgspec.Struct, tag=True):
+    """To a pipeline's first stage: what the last has drawn in a step, a `StepResult` without its extras."""
+
+    step_id: int
+    token_ids: list[int]
+    num_tokens: list[int] | None
+
+
+class Forget(msgspec.Struct, tag=True):
+    pass
+
+
+class WarmUp(msgspec.Struct, tag=True):
+    pass
+
+
+class CaptureNext(msgspec.Struct, tag=True):
+    pass
+
+
+class GetExpertLoad(msgspec.Struct, tag=True):
+    pass
+
+
+class End(msgspec.Struct, tag=True):
+    pass
+
+
+ToRank: TypeAlias = (
+    Begin | Refused | Launch | LaunchTexts | Constrain | Sampled | Forget | WarmUp | CaptureNext | GetExpertLoad | End
+)
+
+
+class Join(msgspec.Struct, tag=True):
+    """The first words of a rank on another host. `local_rank`: which of its host's GPUs it takes. `world_size`: of how
+    many ranks it is to be one, if it was told."""
+
+    version: str
+    local_rank: int
+    world_size: int | None
+
+
+class Meeting(msgspec.Struct, tag=True):
+    port: int
+
+
+class Result(msgspec.Struct, tag=True):
+    """A `StepResult`, its extras by kind."""
+
+    step_id: int
+    token_ids: list[int]
+    num_tokens: list[int] | None
+    sampled: list[SampledLogprobs] = []
+    prompts: list[PromptLogprobs] = []
+    vectors: list[PooledVector] = []
+    texts: list[TextVectors] = []
+    states: list[SamplerState] = []
+    failures: list[RequestFailure] = []
+
+    @classmethod
+    def of(cls, step: StepResult) -> Result:
+        def those(kind: type) -> list[Any]:
+            return [extra for extra in step.extras if isinstance(extra, kind)]
+
+        of_tokens = those(SampledLogprobs), those(PromptLogprobs)
+        kinds = *of_tokens, those(PooledVector), those(TextVectors), those(SamplerState), those(RequestFailure)
+        num_tokens = None if step.num_tokens is None else list(step.num_tokens)
+        return cls(step.step_id, list(step.token_ids), num_tokens, *kinds)
+
+    @property
+    def step(self) -> StepResult:
+        of_tokens: tuple[Extra, ...] = (*self.sampled, *self.prompts)
+        extras = (*of_tokens, *self.vectors, *self.texts, *self.states, *self.failures)
+        return StepResult(self.step_id, self.token_ids, self.num_tokens, extras)
+
+
+class Answer(msgspec.Struct, tag=True):
+    """To WarmUp, CaptureNext (whether there was one) and GetExpertLoad."""
+
+    done: bool = True
+    expert_load: ExpertTokens = ()
+
+
+class RankFailed(Failed, tag=True):
+    """`of_peer`: it failed since another rank was gone."""
+
+    of_peer: bool = False
+
+
+FromRank: TypeAlias = Join | Meeting | Phase | Started | Result | Answer | RankFailed
+
+
+class Link:
+    """An end of the socket between the executor and a rank."""
+
+    def __init__(self, connection: Connection, takes: Any) -> None:
+        self._connection = connection
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(takes)
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def encode(self, message: ToRank | FromRank) -> bytes:
+        return self._encoder.encode(message)
+
+    def send(self, message: ToRank | FromRank) -> None:
+        """OSError if the other end is closed."""
+        self.send_bytes(self.encode(message))
+
+    def send_bytes(self, encoded: bytes) -> None:
+        self._connection.send_bytes(encoded)
+
+    def receive(self) -> Any:
+        """Wait for a message. EOFError or OSError when the other end is closed."""
+        return self._decoder.decode(self._connection.recv_bytes())
+
+    def cut(self) -> None:
+        """End the connection, whatever reads from it."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._connection.close()

@@ -1,0 +1,206 @@
+"""One rank of a model that is split over processes: `python -m slipstream.worker.rank_process DESCRIPTOR`.
+
+It has a `LocalExecutor` with its part of the model, and makes the calls that the messages say, in their order. The first rank
+(of a pipeline's last stage) sends the results. All ranks of a stage compute the same tokens: logits are gathered, the same bits
+on every rank, and the sampler depends on nothing but them and the requests.
+
+It ends when its standard input closes, so it never outlives who started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+from collections import deque
+from multiprocessing.connection import Connection
+
+import torch
+
+from slipstream import __version__
+from slipstream.errors import EngineError, SlipstreamError
+from slipstream.hub import machine_folder
+from slipstream.plan.hardware import bound_spinning
+from slipstream.platform import Rendezvous
+from slipstream.types import StepPlan, StepResult, TextsPlan, TokenMask
+from slipstream.worker.constrained import AwaitingMask
+from slipstream.worker.device import detect
+from slipstream.worker.executor import LocalExecutor
+from slipstream.worker.host_runner import HostRunner
+from slipstream.worker.in_flight import InFlightStep
+from slipstream.worker.rank_joining import JOIN_S, join
+from slipstream.worker.rank_messages import (
+    Answer,
+    Begin,
+    CaptureNext,
+    Constrain,
+    End,
+    Forget,
+    GetExpertLoad,
+    Join,
+    Launch,
+    LaunchTexts,
+    Link,
+    Meeting,
+    RankFailed,
+    Refused,
+    Result,
+    Sampled,
+    ToRank,
+    WarmUp,
+)
+from slipstream.worker.start_messages import Failed, Phase, Started
+
+_logger = logging.getLogger("slipstream.engine")
+
+
+class RankProcess:
+    def __init__(self, link: Link, local_rank: int | None = None) -> None:
+        """`local_rank`: which of its host's devices this rank takes, if it is not on the executor's host."""
+        self._link, self._local_rank = link, local_rank
+        self._poll = select.poll()
+        self._poll.register(link.fileno(), select.POLLIN | select.POLLHUP)
+        self._steps: deque[InFlightStep | AwaitingMask] = deque()  # of who sends results: those not sent yet
+        self._newest: InFlightStep | AwaitingMask | None = None
+
+    def run(self) -> int:
+        """Serve until told to end. Returns the exit code: 0, or 1 after a failure that was reported."""
+        try:
+            begin = self._link.receive()
+            if isinstance(begin, Refused):
+                raise EngineError(f"the executor sent this rank away: {begin.why}")
+            assert isinstance(begin, Begin)
+            self._start(begin)
+            while self._serve():
+                pass
+            return 0
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return 1  # who started it is gone
+        except Exception as error:
+            of_peer = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+            failed = Failed.of(error)
+            if self._local_rank is not None:
+                print(f"error: {error}", file=sys.stderr)
+            self._link.send(RankFailed(failed.error, failed.message, failed.field, of_peer))
+            if not isinstance(error, SlipstreamError) and not of_peer:
+                import traceback
+
+                traceback.print_exc()
+            return 1
+
+    def _start(self, begin: Begin) -> None:
+        self._rank, ranks_of_stage = begin.rank, begin.size // begin.args.pipeline_parallel_size
+        self._sends_results = begin.rank == begin.size - ranks_of_stage
+        self._answers = begin.rank % ranks_of_stage == 0
+        if self._rank:
+            logging.getLogger("slipstream").setLevel(logging.ERROR)  # rank 0 says it for all
+        device, on_host = begin.device, (begin.rank, begin.args.local_ranks or begin.size)
+        if self._local_rank is not None:
+            on_host = self._local_rank, self._local_rank + 1
+            if device is not None:  # of the executor's host; the type is the same on all
+                here = detect("cpu", machine_folder(), num_threads=begin.args.num_threads)
+                device = dataclasses.replace(here, best_dtype=device.best_dtype, dtype_reason=device.dtype_reason)
+        ranks = Rendezvous(begin.rank, begin.size, begin.port, host=begin.host, on_host=on_host)
+        if not self._rank:
+            self._link.send(Meeting(ranks.port))
+        tell = (lambda phase: None) if self._rank else (lambda phase: self._link.send(Phase(phase)))
+        self._executor = own = LocalExecutor.build(begin.args, progress=tell, ranks=ranks, device=device)
+        self._link.send(Started(own.config.device.info, own.ledger, own.phases, own.tiles, own.canary))
+        gc.freeze()
+        gc.disable()  # a step leaves no cycles, and to look for some stops it for 50 ms
+
+    def _serve(self) -> bool:
+        """Take a message, or send a result that is there. False: it is to end."""
+        while self._steps and self._steps[0].is_ready:
+            self._link.send(Result.of(self._steps.popleft().result()))
+        waits = not any(not step.awaits_mask for step in self._steps)
+        # A GPU's event has nothing that one could wait for beside a message.
+        if not self._poll.poll(None if waits else 0):
+            return True
+        message: ToRank = self._link.receive()
+        if isinstance(message, End):
+            return False
+        with torch.inference_mode():
+            self._handle(message)
+        return True
+
+    def _handle(self, message: ToRank) -> None:
+        executor, answer = self._executor, None
+        if isinstance(message, Launch | LaunchTexts):
+            self._launch(message.plan)
+        elif isinstance(message, Constrain):
+            if isinstance(self._newest, AwaitingMask):  # else another stage draws
+                self._newest.constrain(TokenMask(message.positions, message.bits))
+        elif isinstance(message, Sampled):
+            assert not isinstance(executor.runner, HostRunner)
+            executor.runner.take_sampled(StepResult(message.step_id, message.token_ids, message.num_tokens))
+        elif isinstance(message, Forget):
+            self._steps.clear()
+            executor.forget()
+        elif isinstance(message, WarmUp):
+            executor.warm_up()
+            answer = Answer()
+        elif isinstance(message, CaptureNext):
+            answer = Answer(executor.capture_next())
+        elif isinstance(message, GetExpertLoad):
+            answer = Answer(expert_load=executor.expert_load())
+        if answer is not None and self._answers:
+            self._link.send(answer)
+
+    def _launch(self, plan: StepPlan | TextsPlan) -> None:
+        self._newest = step = self._executor.runner.launch(plan)
+        if self._sends_results:
+            self._steps.append(step)
+
+
+def end_with_parent() -> None:
+    """Exit when the parent's end of our standard input closes, whatever the main thread waits for."""
+    while os.read(0, 1):
+        pass
+    os._exit(0)
+
+
+def join_executor(words: list[str]) -> int:
+    """As a rank on a host of its own: come to the executor, and serve until it ends."""
+    parser = argparse.ArgumentParser(prog="python -m slipstream.worker.rank_process")
+    parser.add_argument("--join", required=True, metavar="HOST:PORT", help="the executor's rank_address")
+    parser.add_argument("--local-rank", type=int, default=0, help="which of this host's GPUs to take (default: 0)")
+    parser.add_argument("--world-size", type=int, help="refuse to be one of another number of ranks")
+    parser.add_argument("--wait-s", type=float, default=JOIN_S, help=f"seconds to try to reach it (default: {JOIN_S:.0f})")
+    args = parser.parse_args(words)
+    try:
+        link = join(args.join, Join(__version__, args.local_rank, args.world_size), wait_s=args.wait_s)
+    except SlipstreamError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    try:
+        return RankProcess(link, args.local_rank).run()
+    except OSError:
+        return 1  # the executor is gone
+
+
+def main() -> int:
+    bound_spinning()
+    if not sys.argv[1].isdecimal():
+        logging.basicConfig(format="%(levelname)s: %(message)s")
+        code = join_executor(sys.argv[1:])
+        sys.stderr.flush()
+        os._exit(code)
+    # Ctrl-C and a service manager's SIGTERM reach the whole process group. The parent decides when its ranks end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    code = RankProcess(Link(Connection(int(sys.argv[1])), ToRank)).run()
+    sys.stderr.flush()
+    os._exit(code)  # peers may be gone already, for whom the libraries' own ends would wait
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""The worker's permanent rows.
+
+Each request has a row for as long as it runs. A row's tokens and block tables live on the device. A step only says which rows
+compute which positions, so that a token sampled in step N feeds step N + 1 without ever visiting the host.
+
+1. Row `capacity` is the null row (token 0, block 0), which padding reads.
+2. The host writes a row's tokens once, when it is made. Every later token is written by the sampler on the device.
+3. Without a device (`device=None`) there is no torch: NumPy's arrays are in the place of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.kernels.metadata import NO_ADAPTER
+from slipstream.kernels.positions import sectioned_positions
+from slipstream.spec.model import CacheGroup
+from slipstream.types import FROM_MODEL, ImageSpan, NewRequest, SamplingParams, ScheduledRequest, StepPlan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from slipstream.kernels.ops import OpSet
+
+LongArray = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int32]
+
+
+Want: TypeAlias = Literal[
+    "adapter", "images", "vector", "grammar", "logprobs", "draw",
+    "penalties", "bias", "allowed", "top_k", "top_p", "min_p", "chain",
+]
+"""Options of a request beyond the most likely token."""
+
+NEEDS_LOGITS: tuple[Want, ...] = ("grammar", "logprobs", "draw", "penalties", "bias", "allowed", "chain")
+"""Options that need the logits, not only the index of the largest."""
+
+
+@dataclass(slots=True)
+class Row:
+    """The host's state of one running request."""
+
+    index: int
+    sampling: SamplingParams
+    num_prompt_tokens: int
+    seed: int
+    forbidden_early: tuple[int, ...]  # end tokens, which are forbidden before min_tokens
+    num_encoder_tokens: int = 0
+    adapter: int = NO_ADAPTER  # its slot
+    mirostat_mu: float = 0.0
+    num_drafted: int = 0  # tokens that the drafter has computed, without wrong drafts
+    num_kept: int = 0  # drafts of the last chain that a graph has run (`worker/chain_graphs.py`)
+    ahead: range = range(0)  # a chain is launched already, for when so many tokens are computed
+    num_blocks: int = 0  # in its first group
+    images: tuple[ImageSpan, ...] = ()
+    places: LongArray | None = None  # its tokens' three positions [3, n] up to the end of the last picture, if it has three
+    allowed: LongArray | None = field(init=False)  # the only tokens that can be drawn, without duplicates
+
+    def __post_init__(self) -> None:
+        allowed = self.sampling.allowed_token_ids
+        self.allowed = None if allowed is None else np.unique(np.array(allowed, np.int64))
+
+    def image_parts(self, share: ScheduledRequest) -> list[tuple[ImageSpan, int, int]]:
+        """Of pictures whose placeholders are in a step: (picture, first, last + 1) of the tokens of the picture."""
+        begin, end = share.num_computed_tokens, share.num_computed_tokens + share.num_tokens
+        return [
+            (image, max(begin - image.offset, 0), min(end, image.end) - image.offset)
+            for image in self.images
+            if image.offset < end and begin < image.end
+        ]
+
+    def needs_images(self, share: ScheduledRequest) -> bool:
+        """Whether a step's part of the request is no plain text: it has placeholders, or three positions a token."""
+        if not self.images or share.num_computed_tokens >= self.images[-1].end:
+            return False
+        return self.places is not None or bool(self.image_parts(share))
+
+    def wants(self) -> Iterator[Want]:
+        s = self.sampling
+        asked: dict[Want, object] = {
+            "grammar": s.structured_outputs,
+            "logprobs": s.logprobs is not None,
+            "draw": s.temperature > 0.0,
+            "penalties": s.has_penalties,
+            "bias": s.logit_bias or self.forbidden_early or s.bad_words_token_ids,
+            "allowed": self.allowed is not None,
+            "top_k": s.top_k,
+            "top_p": s.top_p < 1.0,
+            "min_p": s.min_p > 0.0,
+            "chain": s.by_chain,
+        }
+        return (want for want, value in asked.items() if value)
+
+
+class RowTable:
+    """Rows for up to `capacity` requests of up to `max_model_len` tokens, each with a block table in every one of `groups`."""
+
+    def __init__(
+        self,
+        capacity: int,
+        max_model_len: int,
+        block_size: int,
+        ops: OpSet | None,
+        device: torch.device | None,
+        seed: int,
+        *,
+        groups: Sequence[CacheGroup] = (CacheGroup(kind="full"),),
+        sectioned: bool = False,
+    ) -> None:
+        """`sectioned`: tokens of pictures have three positions, and text behind them counts fewer than there are tokens."""
+        self.capacity = capacity
+        self.block_size = block_size
+        self.ops = ops
+        self.device = device
+        self.cross = next((g for g, group in enumerate(groups) if group.kind == "cross"), None)
+        self.num_own = len(groups) - (self.cross is not None)  # groups of the requests' own tokens, which come first
+        max_blocks = -(-max_model_len // block_size)
+        # One column more than the context: the last sampled token has a place though it is never computed.
+        self.tokens = self._zeros("int32", capacity + 1, max_model_len + 1)
+        self.block_tables = self._zeros("int32", len(groups), capacity + 1, max_blocks)
+        self.encoder_lens = self._zeros("int32", capacity + 1)
+        self.position_shifts = self._zeros("int64", capacity + 1) if sectioned else None  # behind a row's pictures
+        self.rows: dict[str, Row] = {}
+        # Of each row [C + 1]: temperature, top_p, min_p and the penalties; top_k, tokens of its prompt, seed.
+        self.sampling_floats = self._zeros("float32", 6, capacity + 1)
+        self.sampling_ints = self._zeros("int64", 3, capacity + 1)
+        self.wanting: dict[Want, set[str]] = {want: set() for want in get_args(Want)}
+        self._free = list(range(capacity - 1, -1, -1))
+        self._seed = seed
+
+    @cached_property
+    def _seeds(self) -> np.random.Generator:
+        return np.random.default_rng(self._seed)  # late: numpy.random takes 12 ms of a start
+
+    def _next_seed(self, sampling: SamplingParams) -> int:
+        return int(self._seeds.integers(2**62)) if sampling.temperature > 0.0 else 0
+
+    def forget(self) -> None:
+        """Drop every row."""
+        self.rows.clear()
+        for wanting in self.wanting.values():
+            wanting.clear()
+        self._free = list(range(self.capacity - 1, -1, -1))
+
+    def apply(self, plan: StepPlan, adapters: Mapping[int, int] = MappingProxyType({})) -> None:
+        """Drop released rows, make new ones, update block tables: two small uploads whatever the number of rows. `adapters`:
+        the slots of those that new requests have, by id."""
+        for request_id in plan.released:
+            for wanting in self.wanting.values():
+                wanting.discard(request_id)
+            row = self.rows.pop(request_id, None)
+            if row is not None:
+                self._free.append(row.index)
+        if plan.new:
+            self._add(plan.new, adapters)
+        self._update(plan.scheduled)
+        if drafted := [s for s in plan.scheduled if s.drafts and FROM_MODEL not in s.drafts]:
+            self._put_drafts(drafted)
+
+    def _add(self, new: Sequence[NewRequest], adapters: Mapping[int, int]) -> None:
+        width = self.tokens.shape[1]
+        where: list[npt.NDArray[np.int64]] = []
+        for request in new:
+            sampling = request.sampling
+            seed = sampling.seed if sampling.seed is not None else self._next_seed(sampling)
+            early = (*request.eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
+            row = Row(self._free.pop(), sampling, request.num_prompt_tokens, seed, early, request.num_encoder_tokens)
+            row.mirostat_mu = 2.0 * sampling.mirostat_tau if request.mirostat_mu is None else request.mirostat_mu
+            self.rows[request.request_id] = row
+            if request.lora is not None:
+                row.adapter = adapters[request.lora.id]
+                self.wanting["adapter"].add(request.request_id)
+            for want in (*row.wants(), *(("vector",) if request.pooled else ())):
+                self.wanting[want].add(request.request_id)
+            if request.images:
+                row.images = request.images
+                self.wanting["images"].add(request.request_id)
+            start = row.index * width
+            where.append(np.arange(start, start + len(request.token_ids), dtype=np.int64))
+        tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int32) for s in new])
+        self._put(self.tokens, np.concatenate(where), tokens)
+        self._put_sampling([self.rows[s.request_id] for s in new])
+        if self.position_shifts is not None:
+            self._put_shifts([self.rows[s.request_id] for s in new])
+        if self.cross is not None:
+            found = [(self.rows[s.request_id].index, s.num_encoder_tokens) for s in new]
+            indices, lens = self.upload(np.array(found, np.int32).T.copy()).unbind(0)
+            self.encoder_lens[indices.long()] = lens
+
+    def _put_sampling(self, rows: Sequence[Row]) -> None:
+        """Upload the rows' sampling parameters. They do not change while a row lives."""
+        where = np.array([row.index for row in rows], np.int64)
+        floats = [
+            (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            for p in (row.sampling for row in rows)
+        ]
+        ints = [(row.sampling.top_k, row.num_prompt_tokens, row.seed) for row in rows]
+        for into, given in ((self.sampling_floats, floats), (self.sampling_ints, ints)):
+            values = np.array(given, np.float32 if into is self.sampling_floats else np.int64)
+            places = where + into.shape[1] * np.arange(len(into))[:, None]
+            self._put(into, places.reshape(-1), values.T.reshape(-1))
+
+    def _put_shifts(self, rows: Sequence[Row]) -> None:
+        """Three positions a token for rows with pictures, and how far the text behind them is shifted."""
+        shifts = np.zeros(len(rows), np.int64)
+        for i, row in enumerate(rows):
+            if row.images:
+                end = row.images[-1].end
+                row.places = sectioned_positions(end, [(x.offset, x.rows, x.columns) for x in row.images])
+                shifts[i] = row.places.max() + 1 - end
+        assert self.position_shifts is not None
+        self._put(self.position_shifts, np.array([row.index for row in rows], np.int64), shifts)
+
+    def is_greedy(self, request_ids: Sequence[str]) -> bool:
+        """Whether the requests want only the index of the largest logit."""
+        return not any(self.wanted(want, request_ids) for want in NEEDS_LOGITS)
+
+    def wanted(self, want: Want, request_ids: Sequence[str]) -> bool:
+        """Whether one of the requests asks for it."""
+        wanting = self.wanting[want]
+        return bool(wanting) and not wanting.isdisjoint(request_ids)
+
+    def adapters_of(self, scheduled: Sequence[ScheduledRequest]) -> IntArray:
+        """The adapters' slots of requests [S]."""
+        return np.array([self.rows[s.request_id].adapter for s in scheduled], np.int32)
+
+    def _update(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        _, num_rows, width = self.block_tables.shape
+        blocks: dict[int, int] = {}  # by place: of two updates of one, the later holds
+        for s in scheduled:
+            for update in s.table_updates:
+                if update.group == 0:
+                    row = self.rows[s.request_id]
+                    row.num_blocks = max(row.num_blocks, update.index + len(update.block_ids))
+                first = (update.group * num_rows + self.rows[s.request_id].index) * width + update.index
+                blocks.update(zip(range(first, first + len(update.block_ids)), update.block_ids, strict=True))
+        if blocks:
+            self._put(self.block_tables, np.fromiter(blocks, np.int64), np.fromiter(blocks.values(), np.int32))
+
+    def _put_drafts(self, drafted: Sequence[ScheduledRequest]) -> None:
+        """Write drafts to their rows. They are the last tokens that their requests compute in this step."""
+        width, where = self.tokens.shape[1], list[int]()
+        for s in drafted:
+            end = self.rows[s.request_id].index * width + s.num_computed_tokens + s.num_tokens
+            where.extend(range(end - len(s.drafts), end))
+        tokens = np.array([token for s in drafted for token in s.drafts], np.int32)
+        self._put(self.tokens, np.array(where, np.int64), tokens)
+
+    def write(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """Write the sampled tokens [N] to the rows, where the next step reads them."""
+        self.write_into(self.tokens, rows, positions, tokens)
+
+    def write_into(self, table: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:
+        """Write tokens [N] to a table [C + 1, n]."""
+        if self.device is None:
+            table[rows, columns] = tokens
+        elif self.device.type == "cpu":
+            table.numpy()[rows.numpy(), columns.numpy()] = tokens.numpy()
+        else:
+            assert self.ops is not None
+            self.ops.write_tokens(table, rows, columns, tokens)
+
+    def columns(self, table: Tensor, which: Tensor) -> Tensor:
+        """Of `table` [n, C + 1] those of the rows `which` [N]: [n, N]"""
+        return table[:, which] if self.device is None else table.index_select(1, which)
+
+    def history(self, which: Tensor, longest: int) -> Tensor:
+        """The first `longest` tokens of the rows `which`, int32 [N, longest]"""
+        first = self.tokens[:, :longest]
+        return first[which] if self.device is None else first.index_select(0, which)
+
+    def upload(self, array: npt.NDArray[Any]) -> Tensor:
+        return upload(array, self.device)
+
+    def _zeros(self, dtype: str, *shape: int) -> Tensor:
+        """An array, or a tensor on the device."""
+        if self.device is None:
+            return np.zeros(shape, dtype)  # type: ignore[return-value]
+        import torch
+
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
+
+    def _put(self, into: Any, where: LongArray, values: npt.NDArray[Any]) -> None:
+        """To the places `where` of what lies flat."""
+        if self.device is None:
+            into.reshape(-1)[where] = values
+        else:
+            into.view(-1).index_copy_(0, self.upload(where), self.upload(values))
+
+
+def upload(array: npt.NDArray[Any], device: torch.device | None) -> Tensor:
+    """A host array on the device; on a GPU through pinned memory, so that the copy does not wait for the stream.
+
+    torch's caching host allocator keeps the pinned memory until the copy that reads it is done. Without a device the array is
+    returned.
+    """
+    if device is None:
+        return array  # type: ignore[return-value]
+    import torch
+
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,44 @@
+"""What a process that runs a model, or a part of one, says as it starts and when it fails: an engine core to who started it,
+a rank to its executor. No torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from slipstream.config import DeviceInfo
+from slipstream.errors import SlipstreamError, as_error
+from slipstream.plan.memory import MemoryLedger
+from slipstream.stats import CanaryResult
+
+
+class Phase(msgspec.Struct, tag=True):
+    """A phase of the start begins."""
+
+    name: str
+
+
+class Started(msgspec.Struct, tag=True):
+    """The model is loaded. `phases`: seconds of each phase. `tiles`: the tile table of a GPU."""
+
+    device: DeviceInfo
+    ledger: MemoryLedger
+    phases: dict[str, float]
+    tiles: str = ""
+    canary: CanaryResult | None = None
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The process ends after it."""
+
+    error: str
+    message: str
+    field: str | None
+
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        return cls(type(error).__name__, str(error), getattr(error, "field", None))
+
+    @property
+    def as_error(self) -> SlipstreamError:
+        """The same error, in this process."""
+        return as_error(self.error, self.message, self.field)

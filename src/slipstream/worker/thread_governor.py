@@ -1,0 +1,83 @@
+"""How many of a CPU's threads compute steps, changed while running.
+
+A step ends when its slowest thread does. Where another program takes a core, the thread that shares it holds the others up, and
+one thread fewer can be faster. So decode steps are timed. A step counts by its time over the least of steps with as many
+tokens, and a window of steps by the median, so that single interruptions do not matter:
+
+1. A window above `SLOWER` gets a trial: a window with one thread fewer. That number is kept if it is faster by `MARGIN`.
+2. With fewer threads than there are, one more gets a trial now and then, and is kept if it is faster.
+3. A trial that fails makes the wait for the next one twice as long, up to `MOST_WAIT` windows.
+
+Only speed depends on it: a step's results are the same, bit by bit, with any number (csrc/cpu/pool.h).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+WINDOW = 8
+"""Steps of a window."""
+
+SLOWER, MARGIN = 1.3, 0.93
+
+AGING = 1.0005
+"""By which a least time grows with each step: sequences grow, and so do their steps."""
+
+FIRST_WAIT, MOST_WAIT = 4, 64
+"""Windows between two trials."""
+
+
+class Threads(Protocol):
+    num_threads: int
+    num_used: int
+
+    def use(self, num_threads: int) -> None: ...
+
+
+class ThreadGovernor:
+    """Chooses among 1 to `threads.num_threads`."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._least: dict[int, float] = {}  # by tokens of a step: its least seconds
+        self._window: list[float] = []
+        self._before: tuple[int, float] | None = None  # during a trial: the number of threads to beat, and its window
+        self._wait = self._next_wait = FIRST_WAIT
+        self._down = True  # where both may help: whether fewer come next; they take turns
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """A decode step of so many tokens took so long."""
+        least = self._least.get(num_tokens)
+        self._least[num_tokens] = seconds if least is None else min(seconds, least * AGING)
+        if least is not None:
+            self._window.append(seconds / least)
+        if len(self._window) == WINDOW:
+            found = sorted(self._window)[WINDOW // 2]
+            self._window.clear()
+            self._judge(found)
+
+    def _judge(self, found: float) -> None:
+        used = self._threads.num_used
+        if self._before is not None:
+            number, other = self._before
+            self._before = None
+            kept = found < (other if used > number else MARGIN * other)
+            if not kept:
+                self._threads.use(number)
+            self._next_wait = FIRST_WAIT if kept else min(2 * self._next_wait, MOST_WAIT)
+            self._wait = self._next_wait
+            return
+        self._wait -= 1
+        if self._wait > 0:
+            return
+        fewer = found > SLOWER and used > 1
+        if used < self._threads.num_threads and not (fewer and self._down):
+            self._down = True
+            self._try(used + 1, found)
+        elif fewer:
+            self._down = False
+            self._try(used - 1, found)
+
+    def _try(self, num_threads: int, found: float) -> None:
+        self._before = self._threads.num_used, found
+        self._threads.use(num_threads)

@@ -1,0 +1,147 @@
+"""`slipstream manifests`: what is written is valid, and starts the server with words that it takes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from slipstream.cli.main import Parser, main
+from slipstream.server.auth import OPEN_ROUTES
+from slipstream.server.manifests import PORT, READY
+
+CLONE = Path(__file__).parents[2]
+SERVE = "smollm2 --max-model-len 4096 --drain-timeout 60 --tool-call-parser 'none'"
+
+
+def write(folder, *more, serve=SERVE):
+    assert main(["manifests", str(folder), "--source", str(CLONE), "--serve", serve, *more]) == 0
+    objects = list(yaml.safe_load_all((folder / "kubernetes.yaml").read_text()))
+    return (folder / "Dockerfile").read_text(), yaml.safe_load((folder / "compose.yaml").read_text()), objects
+
+
+def replicas_of(objects):
+    (found,) = (x for x in objects if x["kind"] == "StatefulSet")
+    return found["spec"], found["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("more", [(), ("--gpus", "2", "--key-secret", "llm-keys", "--replicas", "3", "--name", "chat-1")])
+def test_kubernetes_takes_them(tmp_path, more):
+    _, _, objects = write(tmp_path, *more)
+    assert [x["kind"] for x in objects] == ["Service", "Service", "StatefulSet", "PodDisruptionBudget"]
+    for found in objects:
+        kubernetes_validate.validate(found, "1.31", strict=True)
+    selectors = [x["spec"]["selector"].get("matchLabels", x["spec"]["selector"]) for x in objects]
+    spec, _ = replicas_of(objects)
+    assert all(s == spec["template"]["metadata"]["labels"] for s in selectors)
+    assert spec["serviceName"] in [x["metadata"]["name"] for x in objects if x["kind"] == "Service"]
+
+
+def test_all_start_the_same_server(tmp_path):
+    _, composed, objects = write(tmp_path, "--key-secret", "llm-keys")
+    spec, pod = replicas_of(objects)
+    words = pod["containers"][0]["args"]
+    assert words == composed["services"]["slipstream"]["command"]
+    assert words[0] == "serve"
+    parsed = Parser(prog="slipstream serve", module="serve").parse_args(words[1:])
+    assert (parsed.model, parsed.max_model_len, parsed.tool_call_parser) == ("smollm2", 4096, "none")
+    assert (parsed.host, parsed.port) == ("0.0.0.0", PORT)
+    mounted = {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
+    assert mounted[str(Path(parsed.api_key_file).parent)] == "keys"
+    assert composed["services"]["slipstream"]["secrets"][0]["target"] == parsed.api_key_file
+    assert "annotations" not in spec["template"]["metadata"]  # a scrape without a key would be refused
+
+
+def test_words_reach_the_server_as_they_are(tmp_path):
+    """Compose puts variables in the place of `$NAME`, Kubernetes in that of `$(NAME)`; to both `$$` is a `$`."""
+    _, composed, objects = write(tmp_path, serve="smollm2 --served-model-name 'a$HOME$(PATH)$'")
+    assert composed["services"]["slipstream"]["command"][3] == "a$$HOME$$(PATH)$$"
+    assert replicas_of(objects)[1]["containers"][0]["args"][3] == "a$$HOME$$(PATH)$$"
+
+
+def test_it_stops_only_when_the_requests_had_their_time(tmp_path):
+    _, composed, objects = write(tmp_path)
+    _, pod = replicas_of(objects)
+    assert pod["terminationGracePeriodSeconds"] == 80  # of which 5 while services leave it out
+    assert pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
+    assert composed["services"]["slipstream"]["stop_grace_period"] == "75s"
+    _, pod = replicas_of(write(tmp_path, serve="smollm2")[2])
+    assert pod["terminationGracePeriodSeconds"] == 50  # the server's own 30 s
+
+
+def test_labels_are_written_out(tmp_path):  # an alias of YAML would let an edit of labels change a selector
+    write(tmp_path, "--gpus", "1")
+    assert "&" not in (tmp_path / "kubernetes.yaml").read_text()
+
+
+def test_probes_need_no_key(tmp_path):
+    _, _, objects = write(tmp_path)
+    container = replicas_of(objects)[1]["containers"][0]
+    paths = {container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
+    assert paths == {"/ready", "/live"} <= OPEN_ROUTES
+    assert f":{PORT}/ready" in READY[-1]
+
+
+def test_gpus(tmp_path):
+    docker, composed, objects = write(tmp_path, "--gpus", "2")
+    container = replicas_of(objects)[1]["containers"][0]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert "/dev/shm" in [m["mountPath"] for m in container["volumeMounts"]]
+    assert composed["services"]["slipstream"]["deploy"]["resources"]["reservations"]["devices"][0]["count"] == 2
+    assert "slipstream[gpu] @" in docker
+    docker, composed, objects = write(tmp_path)
+    assert "slipstream @" in docker
+    assert "nvidia" not in yaml.safe_dump_all(objects) + yaml.safe_dump(composed)
+
+
+def test_the_image_has_what_it_copies(tmp_path):
+    docker, composed, _ = write(tmp_path / "deploy", "--extra", "vision", "--extra", "otel")
+    copied = [line.split()[1:-1] for line in docker.splitlines() if line.startswith("COPY ") and "--from" not in line]
+    sources = [name for names in copied for name in names]
+    assert sources
+    assert all((CLONE / name).exists() for name in sources)
+    extras = tomllib.loads((CLONE / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert "slipstream[otel,vision] @" in docker
+    assert {"otel", "vision", "gpu"} <= set(extras)
+    build = composed["services"]["slipstream"]["build"]
+    context = tmp_path / "deploy" / build["context"]
+    assert context.resolve() == CLONE
+    assert (context / build["dockerfile"]).resolve() == (tmp_path / "deploy" / "Dockerfile").resolve()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--serve", "smollm2 --max-modl-len 1"), "did you mean --max-model-len"),
+        (("--serve", "smollm2 --port 80"), "publish it as another"),
+        (("--serve", "smollm2 --port 0"), "publish it as another"),
+        (("--serve", "smollm2 --api-key secret"), "--key-secret"),
+        (("--serve", "./my-model"), "a path of this machine"),
+        (("--serve", "tests"), "a path of this machine"),
+        (("--serve", "'smollm2"), "No closing quotation"),
+        (("--replicas", "0"), "--replicas must be at least 1"),
+        (("--gpus", "-1"), "must not be negative"),
+        (("--name", "Chat"), "small letters"),
+        (("--source", "/"), "no clone"),
+        (("--extra", "cuda"), "no extra"),
+    ],
+)
+def test_what_is_refused(tmp_path, capsys, monkeypatch, more, says):
+    monkeypatch.chdir(CLONE)
+    assert main(["manifests", str(tmp_path / "made"), "--source", str(CLONE), *more]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
+def test_json(tmp_path, capsys):
+    capsys.readouterr()
+    write(tmp_path / "a folder", "--json")
+    told = json.loads(capsys.readouterr().out)
+    assert [Path(f).name for f in told["files"]] == ["Dockerfile", "compose.yaml", "kubernetes.yaml"]
+    assert told["command"][:2] == ["slipstream", "serve"]
+    assert shlex.split(SERVE)[0] in told["command"]

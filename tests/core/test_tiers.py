@@ -1,0 +1,424 @@
+"""The tiers below the device's cache, against a store that knows what every block, slot and file holds.
+
+A copy may be done at any time after its order, in any order, or fail. What is copied from the device must not change
+meanwhile; what is copied to the device is full of rubbish until it has arrived, and nobody else may write it. The worker of
+`test_scheduler.py` finds every wrong number that a request reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from slipstream.core.tiers import PROBE_BLOCKS, RATE_AGE_S, Rates
+from slipstream.errors import ContextLengthError
+from slipstream.types import FinishReason
+from tests.core.configs import BLOCK, FULL, config, window
+from tests.core.test_scheduler import Engine, check_holders, request
+
+RUBBISH = -7
+
+
+class Disk:
+    num_bytes, limit_bytes, is_writer = 0, 100, True
+
+
+class Store:
+    """Copies that are done when `advance` is called."""
+
+    block_bytes = 10
+
+    def __init__(self, num_slots: int, on_disk: dict[bytes, tuple] | None) -> None:
+        self.num_slots = num_slots
+        self.disk = None if on_disk is None else Disk()
+        self.files = {} if on_disk is None else on_disk
+        self.host: dict[int, tuple] = {}
+        self.cells: dict[tuple[int, int], int] = {}  # the worker's
+        self.waiting: list[tuple] = []
+        self.done: list[tuple[int, bool]] = []
+        self.lost: set[bytes] = set()
+
+    def on_disk(self, key):
+        return key in self.files and key not in self.lost
+
+    def block(self, number):
+        return tuple(self.cells.get((number, i), -1) for i in range(BLOCK))
+
+    def submit(self, copies):
+        for copy in copies:
+            taken = None
+            if copy.source == "device":
+                taken = self.block(copy.block)
+            if copy.target == "device":
+                assert not any(other.block == copy.block and "device" in other[1:3] for other, _ in self.waiting)
+                self.cells.update({(copy.block, i): RUBBISH for i in range(BLOCK)})
+            if copy.source == "host":
+                taken = self.host[copy.slot]
+            if copy.target == "host":
+                self.host[copy.slot] = (RUBBISH,) * BLOCK
+            assert copy.source != copy.target
+            self.waiting.append((copy, taken))
+
+    def advance(self, index=0, fails=False):
+        copy, taken = self.waiting.pop(index % len(self.waiting))
+        ok = not fails
+        if copy.source == "device":
+            assert self.block(copy.block) == taken, "written while it was copied"
+            assert RUBBISH not in taken
+        if copy.source == "host":
+            assert self.host[copy.slot] == taken, "a slot was used again while it was copied"
+            assert RUBBISH not in taken
+        if copy.source == "disk":
+            ok = ok and self.on_disk(copy.key)
+            taken = self.files.get(copy.key)
+            if not ok:
+                self.lost.add(copy.key)
+        if copy.target == "device":
+            assert self.block(copy.block) == (RUBBISH,) * BLOCK, "written before it arrived"
+            if ok:
+                self.cells.update({(copy.block, i): value for i, value in enumerate(taken)})
+        elif copy.target == "host" and ok:
+            self.host[copy.slot] = taken
+        elif copy.target == "disk" and ok:
+            self.files[copy.key] = taken
+            self.lost.discard(copy.key)
+        self.done.append((copy.number, ok))
+
+    def finished(self):
+        found, self.done = self.done, []
+        return found
+
+    def clear(self):
+        self.files.clear()
+
+
+def engine(store, depth=1, **settings):
+    made = Engine({**config(**settings), "store": store}, depth)
+    store.cells = made.worker.slots
+    return made
+
+
+def settle(made):
+    """Until all copies are done."""
+    for _ in range(1000):
+        if not made.scheduler.tiers.is_busy:
+            return
+        while made.scheduler.tiers._store.waiting:
+            made.scheduler.tiers._store.advance()
+        made.scheduler.tend()
+    raise AssertionError("copies do not end")
+
+
+def run(made):
+    for _ in range(3000):
+        if not made.scheduler.has_requests and not made.in_flight:
+            return settle(made)
+        store = made.scheduler.tiers._store
+        if store.waiting:
+            store.advance()
+        if not made.step():
+            wakeup = made.scheduler.next_wakeup()
+            assert wakeup is not None
+            made.now = max(made.now + 0.001, wakeup)
+    raise AssertionError("requests starve")
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Arrivals, steps, cancels, copies that end or fail, restarts of the engine over one disk: in any order."""
+
+    @initialize(
+        num_blocks=st.integers(6, 20),
+        max_num_seqs=st.integers(1, 4),
+        depth=st.integers(1, 2),
+        tiers=st.sampled_from([(0, True), (0, True), (1, False), (3, False), (3, True), (9, True)]),
+        windows=st.sampled_from([(None,), (None,), (5,), (None, 3), (None, 4, 4)]),
+        policy=st.sampled_from(["inflight", "inflight", "dynamic"]),
+    )
+    def start(self, num_blocks, max_num_seqs, depth, tiers, windows, policy):
+        self.num_slots, has_disk = tiers
+        self.files = {} if has_disk else None
+        self.depth = depth
+        self.settings = dict(
+            num_blocks=num_blocks * len(windows),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=9,
+            groups=tuple(FULL if w is None else window(w) for w in windows),
+            policy=policy,
+        )
+        self.names = itertools.count()
+        self.make()
+
+    def make(self):
+        self.store = Store(self.num_slots, self.files)
+        self.engine = engine(self.store, self.depth, **self.settings)
+        self.added: dict[str, int] = {}
+
+    @rule(
+        start=st.integers(0, 2),
+        length=st.sampled_from([BLOCK, 2 * BLOCK + 1, 3 * BLOCK, 15, 17, 22]),
+        max_tokens=st.integers(1, 6),
+        priority=st.integers(0, 1),
+        n=st.sampled_from([1, 1, 2]),
+        deadline=st.sampled_from([None, None, 3.0]),
+    )
+    def add(self, start, length, max_tokens, priority, n, deadline):
+        name = f"q{next(self.names)}"
+        for i in range(n):
+            spec = request(
+                f"{name}/{i}",
+                range(start, start + length),
+                max_tokens,
+                priority=priority,
+                arrival=self.engine.now,
+                fork_of=f"{name}/0" if i else None,
+                deadline=None if deadline is None else self.engine.now + deadline,
+            )
+            try:
+                self.engine.scheduler.add(spec)
+            except ContextLengthError:
+                return
+            self.added[spec.request_id] = max_tokens
+
+    @rule(seconds=st.sampled_from([0.02, 0.02, 0.5]))
+    def step(self, seconds):
+        self.engine.now += seconds
+        self.engine.step()
+
+    @rule(index=st.integers(0, 9), fails=st.sampled_from([False, False, False, True]))
+    def copy(self, index, fails):
+        if self.store.waiting:
+            self.store.advance(index, fails)
+
+    @rule()
+    def finish(self):
+        run(self.engine)
+
+    @precondition(lambda self: self.added)
+    @rule(data=st.data())
+    def cancel(self, data):
+        name = data.draw(st.sampled_from(sorted(self.added)))
+        self.engine.take(self.engine.scheduler.abort([name]))
+
+    @rule()
+    def forget(self):
+        self.engine.scheduler.reset_prefix_cache()
+
+    @rule()
+    def evict(self):
+        """Other requests took all the device's blocks since."""
+        self.engine.scheduler.pool.forget_all()
+
+    @rule(data=st.data())
+    def lose_a_file(self, data):
+        if self.files:
+            del self.files[data.draw(st.sampled_from(sorted(self.files)))]
+
+    @rule()
+    def fail(self):
+        if self.engine.in_flight:
+            self.engine.in_flight.clear()
+            self.engine.take(self.engine.scheduler.fail_all(FinishReason.ERROR, "broken"))
+
+    @rule()
+    def restart(self):
+        """kill −9: only the disk is left."""
+        self.make()
+
+    @invariant()
+    def pools_are_sound(self):
+        if hasattr(self, "engine"):
+            scheduler = self.engine.scheduler
+            scheduler.pool.check()
+            check_holders(scheduler)
+            if (host := scheduler.tiers._host) is not None:
+                host.check()
+                assert sum(host.ref_counts) - 1 <= len(scheduler.tiers._after)
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        run(self.engine)
+        scheduler = self.engine.scheduler
+        assert set(self.engine.ends) == set(self.added)
+        assert scheduler.pool.num_free == scheduler.pool.num_usable, "a block leaked"
+        host = scheduler.tiers._host
+        assert host is None or host.num_free == host.num_usable, "a slot leaked"
+        assert not scheduler.tiers._loading
+        assert not scheduler.tiers._arrived
+        assert not scheduler.tiers._loads
+
+
+TestTierMachine = TierMachine.TestCase
+TestTierMachine.settings = settings(max_examples=100, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+
+
+# --- One at a time --------------------------------------------------------------------------------------------------------
+
+
+PROMPT = range(4 * BLOCK + 2)
+
+
+def stored(num_slots=0, **settings):
+    """An engine whose device has forgotten a prompt that the tiers have."""
+    store = Store(num_slots, {})
+    made = engine(store, **settings)
+    made.scheduler.add(request("p/1", PROMPT))
+    run(made)
+    made.scheduler.pool.forget_all()
+    return made, store
+
+
+@pytest.mark.parametrize("num_slots", [0, 9])
+def test_what_the_device_forgot_is_loaded(num_slots):
+    made, store = stored(num_slots)
+    assert len(store.files) == 5  # the answer's whole block as well
+    made.scheduler.add(request("p/2", PROMPT))
+    made.step()
+    assert store.waiting
+    assert made.scheduler.num_running == 0
+    run(made)
+    assert made.tokens["p/2"] == made.tokens["p/1"]
+    stats = made.scheduler.stats()
+    assert stats.prefix_hits == 4 * BLOCK
+    assert (stats.tiers.host_hit_tokens, stats.tiers.disk_hit_tokens) == ((4 * BLOCK, 0) if num_slots else (0, 4 * BLOCK))
+
+
+@pytest.mark.parametrize("num_slots", [0, 30])
+def test_a_request_that_probed_a_tier_and_loads_the_rest_gives_all_back(num_slots):
+    prompt, store = range((PROBE_BLOCKS + 6) * BLOCK + 2), Store(num_slots, {})
+    made = engine(store, num_blocks=60, max_num_batched_tokens=64)
+    made.scheduler.add(request("p/1", prompt))
+    run(made)
+    made.scheduler.pool.forget_all()
+    made.scheduler.tiers.rates.prefill.learn(1, 10.0, made.now)  # loading is not measured yet: a few blocks are tried
+    made.scheduler.add(request("p/2", prompt))
+    run(made)
+    assert made.tokens["p/2"] == made.tokens["p/1"]
+    assert made.scheduler.stats().tiers.loaded_blocks == PROBE_BLOCKS + 6
+    check_holders(made.scheduler)
+    assert made.scheduler.pool.num_free == made.scheduler.pool.num_usable
+
+
+def test_others_go_on_while_a_request_waits_for_its_blocks():
+    made, store = stored()
+    made.scheduler.add(request("p/2", PROMPT))
+    made.scheduler.add(request("other", [50, 51, 52]))
+    made.step()
+    assert [s.request_id for s in made.plans[-1].scheduled] == ["other"]
+    while store.waiting:
+        store.advance()
+    made.step()
+    assert "p/2" in [s.request_id for s in made.plans[-1].scheduled]
+    run(made)
+
+
+def test_two_requests_with_one_prompt_load_it_once():
+    made, store = stored()
+    made.scheduler.add(request("p/2", PROMPT))
+    made.scheduler.add(request("p/3", PROMPT))
+    made.step()
+    assert len(store.waiting) == 4
+    run(made)
+    assert made.tokens["p/2"] == made.tokens["p/3"] == made.tokens["p/1"]
+    assert made.scheduler.stats().tiers.loaded_blocks == 4
+
+
+def test_a_block_that_is_gone_is_computed():
+    made, store = stored()
+    made.scheduler.add(request("p/2", PROMPT))
+    made.step()
+    store.advance(1, fails=True)
+    run(made)
+    assert made.tokens["p/2"] == made.tokens["p/1"]
+    assert made.scheduler.stats().tiers.failed_blocks == 1
+
+
+def test_a_request_is_cancelled_while_its_blocks_come():
+    made, store = stored()
+    made.scheduler.add(request("p/2", PROMPT))
+    made.step()
+    store.advance()
+    made.take(made.scheduler.abort(["p/2"]))
+    assert made.scheduler.pool.num_free < made.scheduler.pool.num_usable  # they are being written
+    settle(made)
+    assert made.scheduler.pool.num_free == made.scheduler.pool.num_usable
+    assert made.scheduler.stats().tiers.loaded_blocks == 4
+
+
+def test_a_load_that_takes_too_long_is_not_waited_for():
+    made, _ = stored()
+    made.scheduler.add(request("p/2", PROMPT))
+    made.step()
+    made.now += 100
+    for _ in range(20):
+        made.step()
+    assert made.ends["p/2"] is FinishReason.LENGTH
+    assert made.tokens["p/2"] == made.tokens["p/1"]
+    assert made.scheduler.stats().tiers.late_loads == 1
+    settle(made)
+    assert made.scheduler.pool.num_free == made.scheduler.pool.num_usable
+
+
+def test_what_a_failed_step_was_to_write_is_not_stored():
+    store = Store(0, {})
+    made = engine(store)
+    made.scheduler.add(request("p/1", PROMPT))
+    made.scheduler.schedule()
+    made.scheduler.tend()
+    assert not store.waiting
+    made.scheduler.fail_all(FinishReason.ERROR, "broken")
+    made.scheduler.tend()
+    assert not store.waiting
+    assert not store.files
+
+
+def test_the_last_holder_of_a_full_host_gives_way_to_the_disk():
+    made, store = stored(num_slots=2)
+    assert len(store.files) == 5
+    made.scheduler.add(request("p/2", PROMPT))
+    run(made)
+    assert made.tokens["p/2"] == made.tokens["p/1"]
+
+
+def test_loading_is_chosen_by_what_it_took():
+    rates = Rates()
+    assert rates.pays(0, 4, 64, 0.0) is True  # nothing is known yet
+    rates.launched(1, 0.0, 100, 100)
+    rates.ended(1, 1.0)  # 10 ms a token
+    assert rates.pays(0, 4, 64, 1.0) is None  # a few are loaded
+    rates.disk.learn(4, 0.4, 1.0)
+    assert rates.pays(0, 4, 64, 2.0) is True  # 0.4 s against 0.64 s
+    assert rates.pays(0, 4, 30, 2.0) is False
+    assert rates.pays(4, 0, 30, 2.0) is None
+    rates.launched(2, 2.0, 10, 100)  # decodes
+    rates.ended(2, 9.0)
+    assert rates.prefill.seconds == 0.01
+    assert rates.pays(0, 4, 30, 2.0 + RATE_AGE_S) is None
+    assert rates.disk.seconds is None
+
+
+def test_a_slow_disk_is_left_alone_and_tried_again():
+    made, store = stored(num_blocks=40, max_model_len=128)
+    tiers, long = made.scheduler.tiers, range(100, 100 + 20 * BLOCK)
+    made.scheduler.add(request("l/1", long, 1))
+    run(made)
+    tiers.rates.prefill.learn(1000, 1.0, made.now)
+    tiers.rates.disk.learn(10, 100.0, made.now)
+    made.scheduler.pool.forget_all()
+    made.scheduler.add(request("l/2", long, 1))
+    made.step()
+    assert not store.waiting
+    run(made)
+    assert tiers.stats().declined_tokens == 19 * BLOCK
+    made.scheduler.pool.forget_all()
+    made.now += RATE_AGE_S + 1
+    made.scheduler.add(request("l/3", long, 1))
+    made.step()
+    assert len(store.waiting) == PROBE_BLOCKS
+    run(made)
+    assert tiers.stats().loaded_blocks == 19  # the measured rate says yes
+    assert made.tokens["l/3"] == made.tokens["l/2"] == made.tokens["l/1"]

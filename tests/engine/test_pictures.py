@@ -1,0 +1,189 @@
+"""Pictures as they come: scaled as transformers' processors do, in every format and mode, or refused."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from slipstream.engine import pictures
+from slipstream.engine.pictures import PictureProcessor, opened
+from slipstream.errors import RequestError
+from slipstream.spec.description import read_spec
+from tests.vision_models import build_vision, picture, their_processor
+
+FAMILIES = ("smolvlm", "gemma3", "qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def processors(tmp_path_factory) -> dict[str, PictureProcessor]:
+    made = {}
+    for family in FAMILIES:
+        path = tmp_path_factory.mktemp(family)
+        build_vision(path, family)
+        found = read_spec(path)
+        assert found.spec.vision is not None
+        assert found.images is not None
+        made[family] = PictureProcessor(found.spec.vision, found.images, 16)
+    return made
+
+
+def normalised(processor: PictureProcessor, piece: pictures.Piece) -> np.ndarray:
+    """[3, height, width], as the worker makes them."""
+    p = processor.processing
+    raw = np.frombuffer(piece.pixels, np.uint8).reshape(piece.height, piece.width, 3).astype(np.float32)
+    return ((raw * np.float32(p.scale) - np.float32(p.mean)) / np.float32(p.std)).transpose(2, 0, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(width=st.integers(1, 200), height=st.integers(1, 200), seed=st.integers(0, 9))
+def test_pixels_equal_those_of_transformers(processors, family, width, height, seed):
+    if family == "qwen2_5_vl" and max(width, height) > 200 * min(width, height):
+        return
+    ours, image = processors[family].prepare(picture(seed, width, height)), picture(seed, width, height)
+    made = their_processor(family)([[image]] if family == "smolvlm" else [image], return_tensors="np")
+    theirs = made["pixel_values"]
+    own = [normalised(processors[family], piece) for piece in ours.pieces]
+    if family == "smolvlm":
+        assert len(own) == theirs.shape[1]
+        theirs = list(theirs[0])
+    elif family == "qwen2_5_vl":
+        (piece,) = ours.pieces
+        rows, columns = piece.height // 8, piece.width // 8
+        assert made["image_grid_thw"].tolist() == [[1, rows * 2, columns * 2]]
+        patches = theirs.reshape(rows, columns, 2, 2, 3, 2, 4, 4)[:, :, :, :, :, 0]  # both frames are the same
+        theirs = [patches.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, piece.height, piece.width)]
+    for a, b in zip(own, theirs, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)  # the same bytes from Pillow; then float32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_of_a_picture_is_that_of_transformers(processors, family):
+    for width, height in ((50, 37), (64, 64), (20, 90), (200, 10)):
+        ours = processors[family].prepare(picture(1, width, height))
+        count = ours.pieces[0].num_tokens
+        if family == "gemma3":
+            assert ours.text == "\n\n<start_of_image>" + "<image_soft_token>" * count + "<end_of_image>\n\n"
+        elif family == "qwen2_5_vl":
+            assert ours.text == "<|image_pad|>" * count
+        else:
+            from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
+
+            made = their_processor(family)([[picture(1, width, height)]], return_tensors="np", return_row_col_info=True)
+
+            class Named:
+                fake_image_token, image_token, global_image_token = "<fake_token_around_image>", "<image>", "<global-img>"
+                global_image_tag, image_seq_len = "<global-img>", count
+
+            wanted = SmolVLMProcessor.replace_image_token(Named(), {"rows": made["rows"], "cols": made["cols"]}, 0)
+            assert ours.text == wanted
+
+
+def test_low_detail(processors):
+    wide = picture(1, 200, 60)
+    assert len(processors["smolvlm"].prepare(wide).pieces) > 1
+    assert len(processors["smolvlm"].prepare(wide, "low").pieces) == 1
+    assert processors["qwen2_5_vl"].prepare(wide, "low").pieces[0].height
+    with pytest.raises(RequestError, match="leave detail out"):
+        processors["gemma3"].prepare(wide, "low")
+    with pytest.raises(RequestError, match="detail must be"):
+        processors["gemma3"].prepare(wide, "middle")  # type: ignore[arg-type]
+
+
+def saved(image: Image.Image, kind: str, **more: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **more)
+    return file.getvalue()
+
+
+def test_formats_and_modes():
+    image = picture(2, 40, 30)
+    exact = np.asarray(image)
+    for kind in ("PNG", "BMP", "WEBP"):
+        found = opened(saved(image, kind, **({"lossless": True} if kind == "WEBP" else {})))
+        np.testing.assert_array_equal(np.asarray(found), exact)
+    cmyk = opened(saved(image.convert("CMYK"), "JPEG", quality=100))
+    assert cmyk.mode == "RGB"
+    assert np.abs(np.asarray(cmyk).astype(int) - exact).mean() < 12
+    palette = opened(saved(image.quantize(16), "PNG"))
+    np.testing.assert_array_equal(np.asarray(palette), np.asarray(image.quantize(16).convert("RGB")))
+    grey = opened(saved(image.convert("L"), "PNG"))
+    assert np.asarray(grey).shape == (30, 40, 3)
+    deep = Image.fromarray((np.asarray(image.convert("L")).astype(np.uint16) << 8) | 7)
+    np.testing.assert_array_equal(np.asarray(opened(saved(deep, "PNG")))[..., 0], np.asarray(image.convert("L")))
+    clear = image.convert("RGBA")
+    clear.putalpha(0)
+    assert (np.asarray(opened(saved(clear, "PNG"))) == 255).all()
+
+
+def test_a_turned_photo_is_set_upright():
+    image = picture(3, 40, 30)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held on its side
+    found = opened(saved(image, "PNG", exif=exif))
+    assert found.size == (30, 40)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(image.transpose(Image.Transpose.ROTATE_270)))
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A small PNG that says it is large."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+
+
+def test_what_can_not_be_read_is_refused():
+    frames = [picture(i, 20, 20) for i in range(3)]
+    whole = saved(picture(1, 200, 200), "PNG")
+    for data, why in (
+        (bomb(60_000, 60_000), "more than"),
+        (bomb(10_000, 8_000), "more than"),
+        (bomb(100, 100), "can't be read"),
+        (whole[: len(whole) // 2], "can't be read"),
+        (saved(frames[0], "GIF", save_all=True, append_images=frames[1:]), "moves"),
+        (saved(frames[0], "PNG", save_all=True, append_images=frames[1:]), "moves"),
+        (saved(frames[0], "TIFF"), "formats"),
+        (saved(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF"), "formats"),
+        (b"no picture", "formats"),
+        (b"", "formats"),
+        (b"GIF89a" + b"\xff" * 40, "read|formats|pixels|more than"),
+        ("text", "bytes"),
+        (np.zeros((4, 4), np.uint8), "array"),
+        (np.zeros((4, 4, 3), np.float32), "array"),
+        (Image.fromarray(np.ones((4, 4), np.float32)), "32 bits"),
+    ):
+        with pytest.raises(RequestError, match=why) as caught:
+            opened(data)
+        assert caught.value.field == "image"
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.binary(max_size=300), at=st.integers(0, 400), kind=st.sampled_from(["PNG", "JPEG", "GIF", "WEBP", "BMP"]))
+def test_broken_files_are_pictures_or_refused(data, at, kind):
+    whole = saved(picture(4, 24, 24), kind)
+    broken = whole[: at % len(whole)] + data + whole[at % len(whole) + len(data) :]
+    try:
+        found = opened(broken)
+    except RequestError:
+        return
+    assert found.mode == "RGB"
+
+
+def test_a_narrow_picture_is_refused_where_proportions_are_kept(processors):
+    with pytest.raises(RequestError, match="200 times"):
+        processors["qwen2_5_vl"].prepare(Image.new("RGB", (900, 4)))
+
+
+def test_keys_tell_pictures_apart(processors):
+    one, same, other = (processors["gemma3"].prepare(picture(i)) for i in (1, 1, 2))
+    assert one.pieces[0].key == same.pieces[0].key != other.pieces[0].key

@@ -1,0 +1,127 @@
+"""The grammar of each format against texts as the models write them: the parser's own samples."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.engine.grammar import GrammarError, Grammars
+from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.tool_formats import FORMATS
+from slipstream.engine.tool_formats.base import Tool, Writer
+from slipstream.engine.tools import Reading
+from slipstream.errors import RequestError
+from slipstream.spec.description import read_spec
+from slipstream.types import EngineRequest, SamplingParams, StructuredOutputsParams
+from tests.engine.test_tool_formats import SAMPLES, THINK, TOOLS
+
+STRICT = tuple(
+    Tool(t.name, {**t.parameters, "type": "object", "required": [*t.parameters["properties"]], "additionalProperties": False})
+    for t in TOOLS
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return Tokenizer.for_model(read_spec(tiny_model))
+
+
+@pytest.fixture
+def accepts(tokenizer):
+    grammars = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
+
+    def accepts(params, text):
+        """Whether the grammar takes the whole text, and may end there."""
+        sampling = SamplingParams(structured_outputs=params)
+        request = EngineRequest(request_id="r", prompt_token_ids=(5,), sampling=sampling, eos_token_ids=(1,), max_tokens=9)
+        if not grammars.begin(request):
+            while grammars.is_compiling:
+                assert [error for _, error in grammars.compiled() if error] == []
+        state = grammars._states["r"]
+        try:
+            state.accept(tokenizer.encode(text, add_special_tokens=False))
+        except GrammarError:
+            return False
+        return state.matcher.is_accepting()
+
+    return accepts
+
+
+def reading(name, **more):
+    return Reading(form=FORMATS[name](), **{"think": None, "offered": STRICT, "enforced": True, **more})
+
+
+def canonical(name):
+    """The sample with the whitespace that the chat templates write."""
+    text = SAMPLES[name].replace("</arg_key><arg_value>", "</arg_key>\n<arg_value>")
+    text = text.replace("true</arg_value></", "true</arg_value>\n</")
+    if name == "harmony":
+        return text.split("<|call|>")[0].replace("commentary<|message|>Let me see.<|end|><|start|>assistant<|channel|>", "")
+    return text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_models_write_is_allowed(name, tokenizer, accepts):
+    auto = reading(name).structured(None, tokenizer)
+    text = canonical(name)
+    assert accepts(auto, text)
+    assert not accepts(auto, text.replace("get_weather", "get_whether"))
+    assert not accepts(auto, text.replace("days", "day"))
+    one = reading(name, parallel=False).structured(None, tokenizer)
+    assert accepts(one, text) == (name == "harmony")  # two calls
+    must = reading(name, must_call=True).structured(None, tokenizer)
+    calls = text.removeprefix("Let me see.").strip()
+    assert accepts(must, calls)
+    assert not accepts(must, "Let me see.")
+    if name != "harmony":
+        assert accepts(auto, "Nothing to call.")
+        thinking = reading(name, must_call=True, think=THINK, opened=True).structured(None, tokenizer)
+        assert accepts(thinking, f"so <b> {{}}\n</think>\n\n{calls}")
+        assert not accepts(thinking, calls)
+        both = reading(name, must_call=True, think=THINK).structured(None, tokenizer)
+        assert accepts(both, f"<think>\nso\n</think>\n\n{calls}")
+        assert accepts(both, calls)
+        closed = reading(name, must_call=True, think=THINK, closed=True).structured(None, tokenizer)
+        assert accepts(closed, calls)
+        assert not accepts(closed, f"<think>\nso\n</think>\n\n{calls}")
+    else:
+        assert accepts(auto, "<|channel|>final<|message|>Nothing.")
+
+
+@pytest.mark.parametrize("name", [*FORMATS, None])
+def test_an_answer_with_a_schema(name, tokenizer, accepts):
+    schema = StructuredOutputsParams(json={"type": "array", "items": {"const": 1}}, disable_any_whitespace=True)
+    form = None if name is None else FORMATS[name]()
+    final = "<|channel|>final<|message|>" if name == "harmony" else ""
+    either = Reading(form=form, think=None, offered=STRICT if form else ()).structured(schema, tokenizer)
+    assert accepts(either, final + "[1,1]")
+    assert not accepts(either, final + "[2]")
+    if form is not None:
+        assert accepts(either, canonical(name).removeprefix("Let me see.").strip())
+    if name != "harmony":
+        thinking = Reading(form=form, think=THINK, opened=True).structured(schema, tokenizer)
+        assert accepts(thinking, "[2]</think>\n[1]")
+        assert not accepts(thinking, "[1]")
+
+
+def test_special_tokens_are_named_by_their_number():
+    writer = Writer({"<tool_call>": 7, "</think>": 9}.get)
+    assert writer.texts("<tool_call>", '"x"') == r'<[7]> "\"x\""'
+    name = writer.up_to("</think>")
+    assert writer.rules[name] == "ANY <[9]>"
+
+
+def test_special_markers_are_tokens(tokenizer, accepts, monkeypatch):
+    monkeypatch.setattr(FORMATS["mistral_args"], "trigger", "<|im_end|>")
+    for params in (
+        reading("mistral_args").structured(None, tokenizer),
+        reading("mistral_args", must_call=True).structured(None, tokenizer),
+    ):
+        assert accepts(params, '<|im_end|>add[ARGS]{"a": 1, "b": 2, "ok": true}')
+        assert not accepts(params, '<|im_end|>add[ARGS]{"a": 1, "b": 2, "ok": 3}')
+
+
+def test_what_cannot_be_enforced():
+    bad = Tool("f", {"type": "object", "properties": {"a": {"not": {}}}})
+    with pytest.raises(RequestError, match=r"not.*properties\.a") as error:
+        reading("hermes", offered=(STRICT[0], bad)).check()
+    assert error.value.field == "tools[1].function.parameters"

@@ -1,0 +1,259 @@
+"""Models that take pictures against transformers, through the whole engine: prompts, chunks, prefixes, preemption, the cache of
+embeddings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import LLM, SamplingParams
+from slipstream.engine.pictures import PreparedPicture
+from slipstream.errors import ConfigError, RequestError
+from slipstream.types import LoRARequest
+from tests.vision_models import IMAGE, PLACEHOLDER, build_vision, picture, their_inputs, token_id
+
+FAMILIES = ("smolvlm", "gemma3", "qwen2_5_vl")
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, tuple[Path, Any]]:
+    made = {}
+    for family in FAMILIES:
+        path = tmp_path_factory.mktemp(family)
+        made[family] = path, build_vision(path, family, seed=3)
+    return made
+
+
+@contextmanager
+def engine(path: Path, **settings: Any) -> Iterator[LLM]:
+    given = {"dtype": "float32", "block_size": 4, "max_num_seqs": 4, "kv_cache_bytes": 2**24}
+    with LLM(str(path), **{**given, **settings}) as llm:
+        yield llm
+
+
+def prompt_of(family: str, *pictures: Any, words: str = "ab ", end: str = " cd?") -> dict[str, Any]:
+    text = words + " and ".join(PLACEHOLDER[family] for _ in pictures) + end
+    return {"prompt": text, "multi_modal_data": {"image": list(pictures)}}
+
+
+def their_logprobs(family: str, model: Any, tokens: list[int], pictures: list[Any]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**their_inputs(family, tokens, pictures)).logits[0].log_softmax(-1)
+
+
+def largest_difference(answer: Any, theirs: torch.Tensor) -> float:
+    """Of the log-probabilities of the prompt's tokens."""
+    ids = answer.prompt_token_ids
+    own = [position.chosen.logprob for position in answer.prompt_logprobs[1:]]
+    return max(abs(a - theirs[i, ids[i + 1]].item()) for i, a in enumerate(own))
+
+
+@pytest.mark.parametrize(
+    "kernels", ["auto", pytest.param("reference", marks=pytest.mark.slow), pytest.param("torch", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_pictures_equal_transformers(models, family, kernels):
+    path, model = models[family]
+    pictures = [picture(1), picture(2, 30, 61), picture(3, 97, 20)]
+    wanted = dataclasses.replace(GREEDY, prompt_logprobs=0, logprobs=0)
+    with engine(path, kernels=kernels) as llm:
+        (answer,) = llm.generate(prompt_of(family, *pictures), wanted)
+    ids = answer.prompt_token_ids
+    # float32 on both sides: the tolerance is that of the families' other tests, on log-probabilities of some −20 to 0
+    assert largest_difference(answer, their_logprobs(family, model, ids, pictures)) < 2e-4
+    with torch.no_grad():
+        given = their_inputs(family, ids, pictures)
+        greedy = model.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, len(ids) :].tolist()
+    assert list(answer.outputs[0].token_ids) == greedy
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_prefixes_forks_and_batches_give_the_same(models, family):
+    path, _ = models[family]
+    pictures = [picture(4), picture(5, 64, 64)]
+    prompt = prompt_of(family, *pictures)
+    text = {"prompt": "just words, some of them"}
+    wanted = dataclasses.replace(GREEDY, logprobs=0)
+    with engine(path, enable_prefix_caching=False) as llm:
+        (whole,) = llm.generate(prompt, wanted)
+        (words,) = llm.generate(text, wanted)
+    tokens = list(whole.outputs[0].token_ids)
+    with engine(path, max_num_batched_tokens=24, max_num_seqs=4) as llm:
+        together = llm.generate([prompt, text, prompt], wanted)
+        assert [list(a.outputs[0].token_ids) for a in together] == [tokens, list(words.outputs[0].token_ids), tokens]
+        for a, b in zip(together[0].outputs[0].logprobs, whole.outputs[0].logprobs, strict=True):
+            assert a.chosen.logprob == pytest.approx(b.chosen.logprob, abs=2e-4)
+        (again,) = llm.generate(prompt, wanted)
+        assert again.num_cached_tokens > len(again.prompt_token_ids) - 8
+        assert list(again.outputs[0].token_ids) == tokens
+        (forks,) = llm.generate(prompt, dataclasses.replace(wanted, n=3))
+        assert [list(o.token_ids) for o in forks.outputs] == [tokens] * 3
+        other = prompt_of(family, pictures[0], picture(6, 64, 64))
+        (different,) = llm.generate(other, dataclasses.replace(wanted, prompt_logprobs=None))
+        last = max(i for i, t in enumerate(whole.prompt_token_ids) if t == token_id(family, IMAGE[family]))
+        # the words and the first picture, and nothing behind the last piece of the second
+        assert 0 < different.num_cached_tokens < last - 3
+    with engine(path, enable_prefix_caching=False) as llm:
+        (alone,) = llm.generate(other, wanted)
+    assert list(alone.outputs[0].token_ids) == list(different.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_small_cache_of_embeddings_only_costs_time(models, family):
+    path, _ = models[family]
+    pictures = [picture(7), picture(8, 40, 40)]
+    with engine(path, image_cache_bytes=64 * 2**20) as llm:
+        (kept,) = llm.generate(prompt_of(family, *pictures), GREEDY)
+        encoder = llm.core.executor.runner.images
+        first = encoder.num_encoded
+        assert encoder.num_bytes > 0
+        llm.core.scheduler.reset_prefix_cache()
+        llm.generate(prompt_of(family, *pictures, words="other "), GREEDY)
+        assert encoder.num_encoded == first
+        assert encoder.num_hits >= first
+    with engine(path, image_cache_bytes=0, max_num_batched_tokens=24) as llm:
+        (bare,) = llm.generate(prompt_of(family, *pictures), GREEDY)
+        assert llm.core.executor.runner.images.num_bytes == 0
+        assert llm.ledger.image_cache_bytes == 0
+    assert list(bare.outputs[0].token_ids) == list(kept.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preempted_requests_see_their_pictures_again(models, family):
+    path, _ = models[family]
+    prompts = [prompt_of(family, picture(20 + i)) for i in range(4)]
+    wanted = dataclasses.replace(GREEDY, max_tokens=24)
+    with engine(path) as llm:
+        alone = [list(llm.generate(p, wanted)[0].outputs[0].token_ids) for p in prompts]
+        length = len(llm.generate(prompts[0], GREEDY)[0].prompt_token_ids)
+        groups = len(llm.config.cache.groups)
+        block = llm.ledger.block_bytes
+    blocks = groups * (2 * -(-length // 4) + 3)  # room for two prompts, or one with its answer
+    with engine(path, kv_cache_bytes=block * blocks, max_model_len=length + 25, enable_prefix_caching=False) as llm:
+        answers = llm.generate(prompts, wanted)
+        # Gemma's windows give back what they have passed, and its answers fit.
+        assert llm.stats().num_preemptions > 0 or family == "gemma3"
+    assert [list(a.outputs[0].token_ids) for a in answers] == alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_speculation_changes_nothing(models, family):
+    path, _ = models[family]
+    prompt, wanted = prompt_of(family, picture(9)), dataclasses.replace(GREEDY, max_tokens=30)
+    with engine(path) as llm:
+        (plain,) = llm.generate(prompt, wanted)
+    with engine(path, speculative_model="ngram", num_speculative_tokens=3) as llm:
+        (guessed,) = llm.generate(prompt, wanted)
+    assert list(plain.outputs[0].token_ids) == list(guessed.outputs[0].token_ids)
+
+
+def test_adapters_and_pictures_go_together(models, tmp_path):
+    import peft
+
+    path, model = models["smolvlm"]
+    target = r".*text_model.*\.(q_proj|v_proj|down_proj)"
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=target, init_lora_weights=False))
+    try:
+        tuned.save_pretrained(tmp_path)
+        with engine(path, enable_lora=True) as llm:
+            given = prompt_of("smolvlm", picture(10))
+            plain, adapted = (
+                llm.generate(given, GREEDY, lora_request=lora)[0] for lora in (None, LoRARequest("a", 1, str(tmp_path)))
+            )
+        theirs = their_inputs("smolvlm", plain.prompt_token_ids, [picture(10)])
+        with torch.no_grad():
+            wanted = tuned.generate(**theirs, max_new_tokens=8, do_sample=False, eos_token_id=None)
+        assert list(adapted.outputs[0].token_ids) == wanted[0, len(plain.prompt_token_ids) :].tolist()
+        assert adapted.num_cached_tokens == 0  # the plain prompt's keys are another model's
+    finally:
+        tuned.unload()
+
+
+def test_prompts_that_do_not_go_with_their_pictures_are_refused(models):
+    path, _ = models["smolvlm"]
+    with engine(path, max_images=2) as llm:
+        for prompt, field in (
+            ({"prompt": "no place", "multi_modal_data": {"image": picture(1)}}, "image"),
+            (prompt_of("smolvlm", *[picture(1)] * 3), "image"),
+            ({"prompt": "<image>", "multi_modal_data": {"audio": b""}}, "multi_modal_data"),
+            ({"prompt": "<image>", "multi_modal_data": {"image": "a.png"}}, "image"),
+            ({"prompt_token_ids": [1, 2], "multi_modal_data": {"image": picture(1)}}, "prompt_token_ids"),
+        ):
+            with pytest.raises(RequestError) as caught:
+                llm.generate(prompt, GREEDY)
+            assert caught.value.field == field
+        token = token_id("smolvlm", "<image>")
+        (by_text,) = llm.generate(prompt_of("smolvlm", picture(1)), GREEDY)
+        short = [x for i, x in enumerate(by_text.prompt_token_ids) if x != token or by_text.prompt_token_ids[i - 1] != token]
+        assert short  # whole prompts of tokens are taken, too
+        given = {"prompt_token_ids": by_text.prompt_token_ids, "multi_modal_data": {"image": picture(1)}}
+        (by_tokens,) = llm.generate(given, GREEDY)
+        assert by_tokens.outputs[0].token_ids == by_text.outputs[0].token_ids
+        one = {"prompt_token_ids": [97, 98, 32, token, 63], "multi_modal_data": {"image": picture(1)}}
+        (expanded,) = llm.generate(one, GREEDY)
+        assert expanded.prompt_token_ids.count(token) == by_text.prompt_token_ids.count(token)
+
+
+def test_without_pictures_the_decoder_is_served_alone(models):
+    path, _ = models["gemma3"]
+    with engine(path) as with_encoder, engine(path, max_images=0) as text_only:
+        answers = [llm.generate("some words", GREEDY)[0] for llm in (with_encoder, text_only)]
+        assert answers[0].outputs[0].token_ids == answers[1].outputs[0].token_ids
+        assert text_only.ledger.weights_bytes < with_encoder.ledger.weights_bytes
+        with pytest.raises(RequestError, match="max_images=0"):
+            text_only.generate(prompt_of("gemma3", picture(1)), GREEDY)
+
+
+def test_settings_that_do_not_go_with_pictures(models):
+    path, _ = models["gemma3"]
+    for settings, field in (
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"max_num_batched_tokens": 18}, "max_num_batched_tokens"),
+        ({"max_images": -1}, "max_images"),
+    ):
+        with pytest.raises(ConfigError) as caught, engine(path, **settings):
+            pass
+        assert caught.value.field == field
+
+
+def test_a_chat_with_pictures(models):
+    import base64
+    import io
+
+    for family in FAMILIES:
+        path, _ = models[family]
+        file = io.BytesIO()
+        picture(11).save(file, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        parts = [{"type": "text", "text": "what "}, {"type": "image_url", "image_url": {"url": url}}]
+        pil = [parts[0], {"type": "image_pil", "image_pil": picture(11)}]
+        with engine(path) as llm:
+            one, two = (llm.chat([{"role": "user", "content": c}], GREEDY)[0] for c in (parts, pil))
+            (words,) = llm.chat([{"role": "user", "content": "hello"}], GREEDY)
+            text = llm.get_tokenizer().decode(words.prompt_token_ids, skip_special_tokens=False)
+            assert "hello" in text
+            with pytest.raises(RequestError, match="only a user"):
+                llm.chat([{"role": "system", "content": parts}], GREEDY)
+            with pytest.raises(RequestError, match="nothing is fetched"):
+                llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/"}}]}], GREEDY)
+        assert one.prompt_token_ids == two.prompt_token_ids
+        assert one.outputs[0].token_ids == two.outputs[0].token_ids
+        assert token_id(family, IMAGE[family]) in one.prompt_token_ids
+
+
+def test_prepared_pictures_are_plain_values(models):
+    path, _ = models["smolvlm"]
+    with engine(path) as llm:
+        assert llm._input.pictures is not None
+        prepared = llm._input.pictures.prepare(picture(1))
+        assert isinstance(prepared, PreparedPicture)
+        (answer,) = llm.generate(prompt_of("smolvlm", prepared), GREEDY)
+        (direct,) = llm.generate(prompt_of("smolvlm", picture(1)), GREEDY)
+    assert answer.outputs[0].token_ids == direct.outputs[0].token_ids

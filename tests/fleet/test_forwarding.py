@@ -1,0 +1,306 @@
+"""What the door does with replicas that hang, fail, are slow or wrong, and with clients that read slowly."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import re
+import socket
+import threading
+import time
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from slipstream.fleet import forward
+from tests.fleet.running import fleet_of, version
+from tests.fleet.stubs import numbers, stubbed, text_of
+
+
+@pytest.fixture
+def start(tiny, tmp_path, request):
+    """start(replicas, **router) is a fleet of stubs; start.shadow=… gives the version a second one that watches."""
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+
+        def made(replicas=2, *, others=(), settings=None, **router):
+            router = {"probe_s": 0, "policy": "round_robin", **router}
+            fleet = fleet_of(version(tiny, replicas=replicas), *(version(tiny, **other) for other in others), router=router)
+            fleet, stubs = stack.enter_context(stubbed(fleet, tmp_path / "state", **(settings or {})))
+            fleet.wait_serving(len(stubs))
+            return fleet, stubs
+
+        yield made
+
+
+def states(fleet):
+    return {r["id"]: (r["state"], r["why"]) for v in fleet.head.door.status()["models"]["tiny"] for r in v["replicas"]}
+
+
+def of(fleet, stub):
+    """The id of a stub's replica."""
+    return next(m.id for m in fleet.members() if m.started is stub)
+
+
+# --- Requests that are lost in a replica that lives ----------------------------------------------------------------------
+
+
+def test_a_request_without_a_first_token_goes_elsewhere(start):
+    fleet, (one, _) = start(first_token_s=2)
+    one.hang_at = 0
+    with fleet.client() as client:
+        for stream in (True, False):
+            asked = len(one.asked)
+            while len(one.asked) == asked:  # round robin: one of two comes to it
+                if stream:
+                    assert text_of(client) == numbers()
+                else:
+                    answer = client.completions.create(model="tiny", prompt="Hello", max_tokens=8)
+                    assert answer.choices[0].text == numbers()
+            fleet.wait_for(lambda: all(r.cancelled for r in one.asked), "the hanging request was not given up")
+    fleet.wait_idle()
+
+
+def test_a_stream_whose_tokens_stop_goes_on_elsewhere(start):
+    fleet, stubs = start(next_token_s=3)
+    stubs[0].hang_at = 3
+    with fleet.client() as client:
+        while not stubs[0].asked:
+            assert text_of(client) == numbers()
+    resumed = [r for r in stubs[1].asked if r.path == "/fleet/resume"]
+    assert [r.json["answer_token_ids"] for r in resumed] == [[0, 1, 2]]
+    fleet.wait_idle()
+
+
+def test_a_whole_answer_that_stops_goes_elsewhere_and_a_long_one_does_not(start):
+    """Nothing of it comes before its end, so the replica tells how far it is."""
+    fleet, stubs = start(first_token_s=60, next_token_s=3)
+    stubs[0].hang_at = 3
+    with fleet.client() as client:
+        while not stubs[0].asked:
+            assert client.completions.create(model="tiny", prompt="x", max_tokens=8).choices[0].text == numbers()
+        assert fleet.head.door.forwarder.num_failovers == 1
+        for stub in stubs:
+            stub.hang_at, stub.token_s = None, 0.25
+        for _ in range(2):
+            assert client.completions.create(model="tiny", prompt="x", max_tokens=14).choices[0].text == numbers(14)
+    assert fleet.head.door.forwarder.num_failovers == 1
+
+
+def test_a_replica_that_says_nothing_at_all_is_left_out(start):
+    fleet, stubs = start(silence_s=3)
+    with fleet.client() as client, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        stubs[0].hang_at = 3
+        answers = [pool.submit(text_of, client) for _ in range(4)]
+        fleet.wait_for(lambda: stubs[0].asked, "nothing came to it")
+        stubs[0].silent = True
+        assert {a.result(60) for a in answers} == {numbers()}
+        assert states(fleet)[of(fleet, stubs[0])][0] == "silent"
+        before = len(stubs[0].asked)
+        assert text_of(client) == text_of(client) == numbers()
+        assert len(stubs[0].asked) == before
+        stubs[0].silent, stubs[0].hang_at = False, None
+        fleet.wait_serving(2)
+        fleet.wait_for(lambda: text_of(client) == numbers() and len(stubs[0].asked) > before, "it never came back")
+    fleet.wait_idle()
+
+
+# --- Hedging -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_of_two_answers_is_taken(start):
+    """And the other request ends at once, not when the answer does."""
+    fleet, stubs = start(hedging={"after_s": 0.2, "share": 1.0})
+    for stub in stubs:
+        stub.hang_at = 0
+    with fleet.client() as client, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        found = pool.submit(text_of, client)
+        fleet.wait_for(lambda: any(stub.asked for stub in stubs), "nobody was asked")
+        one, other = stubs if stubs[0].asked else reversed(stubs)
+        fleet.wait_for(lambda: other.asked, "no second was asked")
+        assert not one.asked[0].cancelled
+
+        async def go():
+            other.hang_at = 4
+            other.go.set()
+            other.go.clear()
+
+        fleet.call(go())
+        fleet.wait_for(lambda: one.asked[0].cancelled, "who lost goes on")
+        assert not found.done()
+        fleet.loop.call_soon_threadsafe(other.go.set)
+        assert found.result(60) == numbers()
+    assert fleet.head.door.forwarder.num_hedged == 1
+    assert fleet.head.door.forwarder.num_failovers == 0
+    fleet.wait_idle()
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_hedging_has_a_budget_and_survives_failures(start, share):
+    fleet, (one, _) = start(hedging={"after_s": 0.1, "share": share})
+    one.delay_s, one.status = 0.5, 500  # late, and then it fails
+    with fleet.client() as client:
+        while not one.asked:
+            assert client.completions.create(model="tiny", prompt="Hello", max_tokens=8).choices[0].text == numbers()
+    assert fleet.head.door.forwarder.num_hedged == (1 if share else 0)
+    fleet.wait_idle()
+
+
+# --- Shadows -------------------------------------------------------------------------------------------------------------
+
+SHADOW = {"name": "v2", "replicas": 1, "share": 0, "shadow": 1.0}
+
+
+def test_a_shadow_is_asked_and_never_heard(start):
+    fleet, (one, shadow) = start(1, others=[SHADOW])
+    shadow.lie = 1000
+    with fleet.client() as client:
+        assert client.completions.create(model="tiny", prompt="Hello", max_tokens=8).choices[0].text == numbers()
+        assert text_of(client) == numbers()
+        fleet.wait_for(lambda: len(shadow.asked) == 2, "the shadow was not asked")
+        assert [r.json for r in shadow.asked] == [r.json for r in one.asked]
+        ids = {r.headers["x-slipstream-fleet"].split(" ")[1] for r in (*shadow.asked, *one.asked)}
+        assert len(ids) == 4
+    fleet.wait_idle()
+    assert sum(fleet.head.door.metrics.ttft.counts) == 1  # the client's stream
+    assert sum(fleet.head.door.metrics.e2e.counts) == 2
+
+
+def test_a_shadow_that_fails_or_hangs_costs_its_client_nothing(start, monkeypatch):
+    monkeypatch.setattr(forward, "MAX_SHADOWS", 3)
+    fleet, (_, shadow) = start(1, others=[SHADOW], retries={"share": 0.0})
+    shadow.status = 500
+    with fleet.client() as client:
+        for _ in range(5):
+            assert text_of(client) == numbers()
+        fleet.wait_for(lambda: not fleet.head.door.forwarder.shadows, "a shadow goes on")
+        shadow.status, shadow.hang_at = 200, 0
+        fleet.wait_for(lambda: text_of(client) == numbers() and len(fleet.head.door.forwarder.shadows) == 3, "no shadows")
+        asked = len(shadow.asked)
+        assert text_of(client) == text_of(client) == numbers()
+        assert len(shadow.asked) == asked, "more shadows than may be"
+        assert fleet.head.door.forwarder.num_unshadowed >= 2
+        assert fleet.head.door.forwarder.num_failovers == 0
+    fleet.loop.call_soon_threadsafe(shadow.go.set)
+    fleet.wait_idle()
+
+
+def test_a_client_that_leaves_takes_no_shadow_along(start):
+    """What the canary would have said is still found out."""
+    fleet, (one, shadow) = start(1, others=[SHADOW])
+    one.hang_at = shadow.hang_at = 3
+    with fleet.client() as client:
+        stream = client.completions.create(model="tiny", prompt="Hello", max_tokens=8, stream=True)
+        next(iter(stream))
+        stream.close()
+    fleet.wait_for(lambda: one.asked[0].cancelled, "the client's own goes on")
+    fleet.wait_for(lambda: shadow.asked, "the shadow was not asked")
+    fleet.loop.call_soon_threadsafe(shadow.go.set)
+    fleet.wait_for(lambda: not fleet.head.door.forwarder.shadows, "the shadow goes on")
+    assert not shadow.asked[0].cancelled
+
+
+# --- Who is taken out, and comes back -------------------------------------------------------------------------------------
+
+
+def test_a_replica_that_fails_is_left_out_and_comes_back(start):
+    fleet, stubs = start(3, retries={"share": 1.0})
+    stubs[0].status = 500
+    with fleet.client() as client:
+        fleet.wait_for(
+            lambda: text_of(client) == numbers() and states(fleet)[of(fleet, stubs[0])][0] == "out", "it is still asked"
+        )
+        stubs[0].status = 200
+        before = len(stubs[0].asked)
+        fleet.wait_for(lambda: text_of(client) == numbers() and len(stubs[0].asked) >= before + 3, "it never came back")
+    assert states(fleet)[of(fleet, stubs[0])] == ("serving", "")
+
+
+def test_a_slow_replica_is_taken_out_and_comes_back(start):
+    fleet, stubs = start(3)
+    stubs[0].delay_s = 0.7
+    with fleet.client() as client:
+
+        def why():
+            assert text_of(client) == numbers()
+            return states(fleet)[of(fleet, stubs[0])][1]
+
+        fleet.wait_for(lambda: re.match(r"slow: \d", why()), "it is still asked", 120)
+        stubs[0].delay_s = 0.0
+        before = len(stubs[0].asked)
+        fleet.wait_for(lambda: not why() and len(stubs[0].asked) >= before + 12, "it never came back", 120)
+    assert states(fleet)[of(fleet, stubs[0])] == ("serving", "")
+
+
+def test_a_wrong_replica_is_taken_out_until_it_is_right(start):
+    fleet, stubs = start(3, probe_s=2.0)
+    stubs[0].lie = 1
+    with fleet.client() as client:
+        fleet.wait_for(lambda: states(fleet)[of(fleet, stubs[0])][1].startswith("wrong"), "it is still asked")
+        asks = lambda: sum(r.json.get("stream", False) for r in stubs[0].asked)  # probes are not streamed
+        before = asks()
+        until = time.monotonic() + 1.9  # longer than the pause after failures, and shorter than until the next probe
+        while time.monotonic() < until:
+            assert text_of(client) == numbers()
+        assert asks() == before
+        stubs[0].lie = 0
+        fleet.wait_for(lambda: text_of(client) == numbers() and asks() >= before + 3, "it never came back")
+
+
+# --- Slow clients --------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_reads_slowly_fills_no_memory_and_harms_nobody(start):
+    fleet, (stub,) = start(1)
+    stub.endless = True
+    address = urlsplit(fleet.url)
+    body = json.dumps({"model": "tiny", "prompt": "x", "stream": True, "max_tokens": 1}).encode()
+    with socket.socket() as slow, fleet.client() as client:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((address.hostname, address.port))
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        fleet.wait_for(lambda: stub.num_written, "it never began")
+        written, still = -1, 0
+        while still < 10:  # until the replica could write no more for a second
+            still = still + 1 if stub.num_written == written else 0
+            written = stub.num_written
+            assert written < 64 * 2**20, "the door takes whatever comes"
+            time.sleep(0.1)
+        stub.endless = False
+        assert text_of(client) == numbers()
+        got = 0
+        while got < written:
+            got += len(slow.recv(2**16))
+    fleet.wait_idle()
+
+
+# --- Clocks --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_that_jumps_changes_nothing(start, monkeypatch):
+    """Pauses, patience and queues are by a clock that only runs on."""
+    fleet, stubs = start(2, retries={"share": 1.0}, first_token_s=30)
+    real, jump = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: real() + jump[0])
+    stubs[0].token_s = stubs[1].token_s = 0.05
+    with fleet.client() as client, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for seconds in (-86_400.0, 86_400.0, 0.0):
+            asked = sum(len(stub.asked) for stub in stubs)
+            answers = [pool.submit(text_of, client) for _ in range(4)]
+            fleet.wait_for(lambda asked=asked: sum(len(stub.asked) for stub in stubs) > asked, "nothing began")
+            jump[0] = seconds
+            assert {a.result(60) for a in answers} == {numbers()}
+    assert fleet.head.door.forwarder.num_failovers == 0
+    assert {state for state, _ in states(fleet).values()} == {"serving"}
+
+
+def test_errors_reach_the_client_when_nobody_else_can_answer(start):
+    before = threading.active_count()  # other tests' servers may be up
+    fleet, (stub,) = start(1, retries={"share": 1.0, "most": 1}, first_token_s=0.3, queue_s=20)
+    stub.hang_at = 0
+    with fleet.client() as client, pytest.raises(openai.APIStatusError) as failed:
+        client.completions.create(model="tiny", prompt="x", max_tokens=8)
+    assert (failed.value.status_code, failed.value.code) == (503, "replica_failed")
+    assert threading.active_count() < before + 50

@@ -1,0 +1,121 @@
+"""The fleet of tests/fleet/test_fleet.py on Ray Serve: `pytest -m ray tests/fleet/test_ray.py`, which takes some minutes.
+
+Ray is started on this machine with a small object store and without a dashboard, and is gone afterwards.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+
+import msgspec
+import psutil
+import pytest
+
+from slipstream.errors import ConfigError
+from tests.fleet.running import ENGINE, RunningFleet, alive, fleet_of, version
+from tests.fleet.test_fleet import HELLO, ask
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+SERVER = "slipstream.fleet.replica"
+START_S = 600.0
+"""Ray alone took two minutes to start on a machine with ten times the load that it has cores for."""
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny, tmp_path_factory):
+    pytest.importorskip("ray", reason="the extra fleet is not installed")
+    folder = tmp_path_factory.mktemp("ray") / "state"
+    one = version(tiny, replicas={"min": 1, "max": 2}, resources={"cpus": 0.5})
+    made = RunningFleet(fleet_of(one, backend="ray", router={"probe_s": 0}, drain_timeout_s=5), folder, start_s=START_S)
+    try:
+        yield made
+    finally:
+        here = psutil.Process().children(recursive=True)
+        made.stop()
+        for process in here:
+            made.wait_for(lambda p=process: not alive(p.pid) or p.status() == psutil.STATUS_ZOMBIE, f"{process} is left")
+        assert not folder.exists(), list(folder.iterdir())
+
+
+def servers():
+    """The processes of replicas' servers, which are Ray's children and not ours."""
+    own = set()
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        if SERVER in " ".join(process.info["cmdline"] or ()):
+            own.add(process)
+    return own
+
+
+@pytest.fixture
+def two(fleet):
+    """The fleet with two replicas."""
+    assert fleet.call(fleet.head.scale("tiny/v1/main", 2), 300) == {"pool": "tiny/v1/main", "replicas": 2}
+    fleet.wait_for(lambda: serving(fleet) == 2, "not all serve", 180)
+    return fleet
+
+
+def serving(fleet):
+    return sum(r.heard and not r.draining for r in fleet.head.members.all_replicas())
+
+
+def test_a_wrong_setting_ends_the_start_and_leaves_nothing(tiny, tmp_path):
+    """Before the others: a process has one Ray."""
+    before = servers()
+    wrong = version(tiny, engine={**ENGINE, "max_model_len": 10**6}, replicas=1, resources={"cpus": 0.5})
+    with pytest.raises(ConfigError, match="max_model_len"):
+        RunningFleet(fleet_of(wrong, backend="ray"), tmp_path / "state", start_s=START_S)
+    assert servers() <= before
+
+
+def test_it_answers_as_with_processes(two):
+    with two.client() as client:
+        assert [m.id for m in client.models.list()] == ["tiny"]
+        whole = client.chat.completions.create(**HELLO)
+        stream = client.chat.completions.create(**HELLO, stream=True)
+        assert "".join(c.choices[0].delta.content or "" for c in stream if c.choices) == whole.choices[0].message.content
+
+
+def test_streams_of_a_killed_replica_go_on_elsewhere_and_serve_replaces_it(two):
+    with two.client() as client, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        expected = list(pool.map(lambda i: ask(client, i), range(8)))
+        before = two.head.door.forwarder.num_resumed
+        asked = [pool.submit(ask, client, i) for i in range(8)]
+        replicas = two.head.members.all_replicas()
+        two.wait_for(lambda: sum(r.num_in_flight for r in replicas) == 8 and all(r.num_in_flight for r in replicas), "no load")
+        victim = replicas[0]
+        port = int(victim.url.rpartition(":")[2])
+        (process,) = [p for p in servers() if any(c.laddr.port == port for c in p.net_connections() if c.status == "LISTEN")]
+        os.kill(process.pid, signal.SIGKILL)
+        found = [a.result(180) for a in asked]
+    assert found == expected
+    assert two.head.door.forwarder.num_resumed > before, "it was killed too late"
+    two.wait_for(lambda: serving(two) == 2 and victim not in two.head.members.all_replicas(), "it was not replaced", 180)
+
+
+def test_scaling_down_loses_nothing(two):
+    with two.client() as client, concurrent.futures.ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(ask, client, i) for i in range(6)]
+        two.wait_for(lambda: two.head.door.state.in_flight, "no load")
+        two.call(two.head.scale("tiny/v1/main", 1), 300)
+        two.wait_for(lambda: serving(two) == 1, "it still has two", 180)
+        assert {reason for _, reason in (a.result(120) for a in asked)} == {"length"}
+        assert ask(client, 0)[1] == "length"
+    with pytest.raises(ConfigError, match="from 1 to 2"):
+        two.call(two.head.scale("tiny/v1/main", 3))
+
+
+def test_a_rollout_changes_the_engine(two, tiny):
+    old = {r.id for r in two.head.members.all_replicas()}
+    engine = {**ENGINE, "max_num_seqs": 4}
+    one = version(tiny, engine=engine, replicas={"min": 1, "max": 2}, resources={"cpus": 0.5})
+    new = msgspec.structs.replace(two.head.fleet, models=fleet_of(one).models)
+    with two.client() as client, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask, client, i) for i in range(2)]
+        done = two.call(two.head.rollout(new), 300)
+        assert {a.result(120)[1] for a in asked} == {"length"}
+        two.wait_for(lambda: serving(two) >= 1 and not old & {r.id for r in two.head.members.all_replicas()}, "old ones", 180)
+        assert done["replaced"] >= 1
+        assert ask(client, 1)[1] == "length"

@@ -1,0 +1,284 @@
+"""The autoscaler's loop: with a clock and members of the test's, and once with real replicas from none to one to none."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from slipstream.errors import ConfigError
+from slipstream.fleet.capacity import FleetCapacity
+from slipstream.fleet.config import Autoscale, Objectives, check, pools
+from slipstream.fleet.scaler import ColdStarts, Now, Scaler, Tally, make
+from slipstream.fleet.scaling import Scaling
+from slipstream.server.record import RequestRecord
+from tests.browser import Browser
+from tests.fleet.running import ENGINE, fleet_of, running, version
+
+OBJECTIVES = Objectives(ttft_s=2.0, itl_s=0.1)
+AUTOSCALE = {"objectives": {"ttft_s": 2.0, "itl_s": 0.1}}
+
+
+def fleet_with(path, least, most, autoscale=AUTOSCALE, **more):
+    one = version(path, replicas={"min": least, "max": most})
+    return check({"port": 0, "models": {"tiny": {"versions": [one], "autoscale": autoscale}}, "drain_timeout_s": 20, **more})
+
+
+class Capacity:
+    """One request a second each."""
+
+    def __init__(self):
+        self.learnt = []
+
+    def replicas_for(self, rate):
+        return FleetCapacity(((1, 1.0), (2, 2.0))).replicas_for(rate)
+
+    def learn(self, *lengths):
+        self.learnt.append(lengths)
+
+    def is_due(self, age):
+        return False
+
+
+def scaler_of(least, most, **settings):
+    (spec,) = pools(fleet_with("x", least, most))
+    return Scaler(spec, Autoscale(**{"cold_start_s": 20.0, **settings}), OBJECTIVES, Capacity())
+
+
+class Clock:
+    """Looks each second, at replicas that start at once."""
+
+    def __init__(self, scaler, number):
+        self.scaler, self.number, self.at, self.tally, self.changes = scaler, number, 0.0, Tally(), []
+
+    def run(self, seconds, rate=0, **more):
+        for _ in range(seconds):
+            self.at += 1
+            for _ in range(rate):
+                self.tally.arrived()
+            change = self.scaler.look(self.at, Now(num_ready=self.number, **more), self.tally)
+            if change is not None:
+                self.number = change.wanted
+                self.scaler.made(change)
+                self.changes.append(change)
+
+
+def test_more_under_load_and_fewer_after():
+    clock = Clock(scaler_of(1, 4), 1)
+    clock.run(300, rate=3)
+    assert clock.number >= 3
+    assert clock.changes[0].wanted > 1
+    assert "requests/s forecast" in clock.changes[0].why
+    clock.run(600)
+    assert clock.number == 1
+    assert clock.changes[-1].why == "fewer were enough for 60 s"
+    assert max(change.wanted for change in clock.changes) <= 4
+    status = clock.scaler.status(Now(num_ready=1), clock.at)
+    assert (status["ups"], status["downs"]) == (clock.scaler.num_up, clock.scaler.num_down)
+    assert status["ups"] + status["downs"] == len(clock.changes)
+    assert status["wanted"] == 1
+    assert status["last"]["change"].endswith("fewer were enough for 60 s")
+    again = Clock(scaler_of(1, 4), 1)
+    again.run(300, rate=3)
+    again.run(600)
+    assert again.changes == clock.changes
+
+
+def test_to_zero_and_back():
+    clock = Clock(scaler_of(0, 2, idle_s=30.0), 1)
+    clock.run(60)
+    assert (clock.number, clock.changes[-1].why) == (0, "no request for 30 s")
+    clock.run(3)
+    assert clock.number == 0
+    clock.tally.arrived()
+    clock.run(1, num_at_door=1)
+    assert (clock.number, clock.changes[-1].why) == (1, "a request waits at the door")  # between two decisions
+    clock.run(20)
+    assert clock.number == 1
+    clock.run(60)
+    assert clock.number == 0
+
+
+def test_one_that_starts_is_not_started_again():
+    scaler = scaler_of(0, 2)
+    for at in range(1, 9):
+        assert scaler.look(float(at), Now(num_at_door=5, num_starting=1), Tally()) is None
+
+
+def test_cold_starts_are_followed_unless_given():
+    scaler = scaler_of(1, 2, cold_start_s=None)
+    clock = Clock(scaler, 1)
+    clock.run(50, rate=1, cold_start_s=31.0)
+    assert scaler.policy.cold_start_s == 31.0
+    assert scaler.policy.forecast.steps == 4
+    clock.run(50, rate=1, cold_start_s=33.0)  # about the same: what was learnt stays
+    assert scaler.policy.cold_start_s == 31.0
+    given = scaler_of(1, 2)
+    Clock(given, 1).run(50, cold_start_s=31.0)
+    assert given.policy.cold_start_s == 20.0
+    starts = ColdStarts()
+    assert starts.median("p") is None
+    for seconds in (100.0, 1.0, 2.0, 3.0, 4.0, 5.0):
+        starts.add("p", seconds)
+    assert starts.median("p") == 3.0
+
+
+def record(ttft_s, tokens):
+    return RequestRecord(ttft_s=ttft_s, num_prompt_tokens=7, num_output_tokens=tokens)
+
+
+def test_what_meets_the_objectives():
+    tally, learnt = Tally(), []
+    tally.objectives, tally.learn = OBJECTIVES, lambda *lengths: learnt.append(lengths)
+    for ttft_s, tokens, seconds, met in (
+        (1.0, 11, 1.9, 1),
+        (2.1, 11, 2.2, 0),
+        (1.0, 11, 2.1, 0),
+        (1.0, 1, 9.0, 1),  # one token has no gaps
+        (None, 11, 2.9, 1),
+        (None, 11, 3.1, 0),
+    ):
+        tally.arrived()
+        tally.ended(record(ttft_s, tokens), seconds, failed=False)
+        assert tally.take() == (1, 1, met), (ttft_s, tokens, seconds)
+    tally.ended(record(1.0, 11), 1.5, failed=True)
+    assert tally.take() == (0, 1, 0)
+    assert learnt == [(7, 11)] * 3 + [(7, 1)] + [(7, 11)] * 2
+
+
+def test_a_change_that_can_not_be_made_now_is_made_later():
+    orders, free = [], False
+
+    def scale(spec, number):
+        orders.append(number)
+        return free
+
+    door = SimpleNamespace(tallies={"tiny": Tally()})
+    waiting = SimpleNamespace(num_waiting=1, replicas={})
+    members = SimpleNamespace(version=lambda model, name: waiting)
+    scaling = Scaling(members, door, lambda spec: (0, 0), scale)
+    scaler = scaler_of(0, 2)
+    scaling.look("tiny", scaler, 1.0)
+    assert (orders, scaler.last) == ([1], None)
+    free = True
+    scaling.look("tiny", scaler, 2.0)
+    assert orders == [1, 1]
+    assert scaler.num_up == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"autoscale": {"objectives": {"ttft_s": 2}, "interval": 3}}, "autoscale"),
+        ({"autoscale": {"objectives": {"ttft_s": 0}}}, "ttft_s"),
+        ({"autoscale": {}}, "models.tiny.autoscale.objectives"),
+        ({"least": 2}, "models.tiny.versions[0].replicas"),
+        ({"backend": "ray"}, "models.tiny.autoscale"),
+    ],
+)
+def test_bad_settings_name_their_field(change, field):
+    with pytest.raises(ConfigError) as refused:
+        fleet_with("x", change.pop("least", 1), 2, **change)
+    assert field in refused.value.field
+
+
+def test_more_pools_are_refused():
+    two = [version("x"), version("x", name="v2")]
+    with pytest.raises(ConfigError, match="2 pools"):
+        check({"models": {"tiny": {"versions": two, "autoscale": AUTOSCALE}}})
+    one = version("x", engine={**ENGINE, "tensor_parallel_size": 2}, replicas={"min": 1, "max": 2})
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        check({"models": {"tiny": {"versions": [one], "autoscale": AUTOSCALE}}})
+
+
+def test_objectives_that_no_replica_meets_are_refused(tiny):
+    (spec,) = pools(fleet_with(tiny, 1, 2))
+    with pytest.raises(ConfigError, match="for a request alone") as refused:
+        make(spec, Autoscale(), Objectives(ttft_s=1e-6))
+    assert refused.value.field == "models.tiny.autoscale.objectives"
+
+
+def asked(fleet):
+    return asked_all(fleet)["tiny"]
+
+
+@pytest.mark.slow
+def test_none_to_one_to_none_with_real_replicas(tiny, tmp_path):
+    settings = {**AUTOSCALE, "interval_s": 0.5, "idle_s": 4.0, "max_waiting": 3, "wait_s": 60.0}
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 8}
+    with running(fleet_with(tiny, 0, 2, settings), tmp_path / "state") as fleet:
+        with fleet.http() as http:
+            assert http.get("/health").status_code == 200
+            assert http.get("/v1/models").json()["data"][0]["id"] == "tiny"
+            assert fleet.pids() == {}
+
+            async def ask_many():
+                async with httpx.AsyncClient(base_url=fleet.url, timeout=90) as many:
+                    return await asyncio.gather(*(many.post("/v1/completions", json=body) for _ in range(5)))
+
+            answers = asyncio.run(ask_many())
+            assert sorted(a.status_code for a in answers) == [200] * 3 + [503] * 2
+            refused = next(a for a in answers if a.status_code == 503)
+            assert refused.json()["error"]["code"] == "too_many_waiting"
+            assert refused.headers["retry-after"]
+            status = asked(fleet)
+            assert (status["ready"], status["ups"]) == (1, 1)
+            assert status["last"]["change"] == "0 → 1: a request waits at the door"
+            fleet.wait_for(lambda: asked(fleet)["downs"] == 1 and not fleet.members(), "it stays")
+            assert asked(fleet)["last"]["change"] == "1 → 0: no request for 4 s"
+            assert asked(fleet)["cold_start_s"] < 60  # measured
+            told = http.get("/metrics").text
+            assert 'slipstream:autoscale_changes_total{direction="down",model_name="tiny"} 1.0' in told
+            assert 'slipstream:autoscale_replicas{model_name="tiny",state="ready"} 0.0' in told
+            assert http.get("/status.json").json()["autoscale"]["tiny"]["max"] == 2
+            shown = [sys.executable, "-m", "slipstream", "fleet", "status", "--state-dir", str(tmp_path / "state")]
+            text = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
+            assert "tiny autoscaler: 0 ready, 0 starting, 0 wanted (0 to 2)" in text
+            with Browser.start(tmp_path) as browser:
+                browser.visit(fleet.url + "/status", width=390, height=844)
+                browser.wait_for("return !document.getElementById('main').hidden", "the page shows nothing")
+                text = browser.run("return document.getElementById('scaling').innerText")
+                assert "tiny: 0 ready, 0 starting, 0 wanted (0 to 2)" in text
+                assert "1 → 0: no request for 4 s" in text
+                assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+                assert browser.errors() == []
+            began = time.monotonic()
+            assert http.post("/v1/completions", json=body).status_code == 200  # and once more
+            print(f"woken and answered after {time.monotonic() - began:.1f} s")
+
+
+@pytest.mark.slow
+def test_a_request_is_told_when_none_starts_in_time(tiny, tmp_path):
+    settings = {**AUTOSCALE, "wait_s": 0.2}
+    with running(fleet_with(tiny, 0, 1, settings), tmp_path / "state") as fleet, fleet.http() as http:
+        answer = http.post("/v1/completions", json={"model": "tiny", "prompt": "Hello"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+
+
+@pytest.mark.slow
+def test_a_rollout_keeps_the_number(tiny, tmp_path):
+    def fleet_of_engine(**more):
+        return fleet_of(version(tiny, replicas={"min": 1, "max": 3}, engine={**ENGINE, **more}))
+
+    with running(fleet_of_engine(), tmp_path / "state") as fleet:
+        assert asked_all(fleet) == {}  # off by default
+        with pytest.raises(ConfigError, match="there are tiny/v1/main"):
+            fleet.call(fleet.head.scale("tiny", 2))
+        with pytest.raises(ConfigError, match=r"from 1 to 3 .*fleet rollout"):
+            fleet.call(fleet.head.scale("tiny/v1/main", 4))
+        fleet.call(fleet.head.scale("tiny/v1/main", 2))
+        fleet.wait_serving(2)
+        assert fleet.call(fleet.head.rollout(fleet_of_engine(max_num_seqs=4)), 120) == {"replaced": 2, "started": 0, "ended": 0}
+        fleet.wait_serving(2)
+
+
+def asked_all(fleet):
+    async def told():
+        return fleet.head.door.status()["autoscale"]
+
+    return fleet.call(told())

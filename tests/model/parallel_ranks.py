@@ -1,0 +1,130 @@
+"""Ranks as threads of one process: what they give each other goes through plain memory, not through a network. Sums and
+collections are those of `platform.Group`; that it gives the same between processes is tested in tests/worker/test_ranks.py."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.select import select_ops
+from slipstream.model.layers import Partition
+from slipstream.model.loader import LoadedModel, load_model
+from slipstream.spec.parallel import ONE_UNIT, Shard, Units
+from tests.model.harness import CPU
+from tests.waiting import PATIENCE_S
+
+T = TypeVar("T")
+
+
+class ThreadPipe:
+    """`platform.Pipe`: `queues[i]` is what the stages of a pipeline with one rank each send from stage i."""
+
+    def __init__(self, stage: int, queues: list[queue.Queue[Tensor]]) -> None:
+        self._stage, self._queues = stage, queues
+
+    def send(self, x: Tensor) -> Tensor:
+        self._queues[self._stage].put(x.clone())
+        return x
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        x = self._queues[self._stage - 1].get(timeout=PATIENCE_S)
+        assert (tuple(x.shape), x.dtype) == (shape, dtype)
+        return x
+
+
+class Meeting:
+    def __init__(self, size: int) -> None:
+        self.barrier, self.given = threading.Barrier(size, timeout=PATIENCE_S), [torch.empty(0)] * size
+
+
+class ThreadGroup:
+    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
+        self.rank, self.size, self._meeting = rank, size, meeting
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self._meeting.given[self.rank] = x.clone()
+        self._meeting.barrier.wait()
+        out = torch.stack(self._meeting.given)
+        self._meeting.barrier.wait()
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        each = len(x) // self.size
+        return self.all_reduce(x)[self.rank * each : (self.rank + 1) * each]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x.copy_(self.all_gather(x).sum(0))
+
+    def least(self, *numbers: int) -> list[int]:
+        return self.all_gather(torch.tensor(numbers)).amin(0).tolist()
+
+    def share(self, num_bytes: int) -> tuple[Tensor, ...]:
+        self._meeting.given[self.rank] = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._meeting.barrier.wait()
+        shared = tuple(self._meeting.given)
+        self._meeting.barrier.wait()
+        return shared
+
+
+def on_ranks(
+    path: Path,
+    work: Callable[[LoadedModel], T],
+    *,
+    size: int = 2,
+    tensor: bool = True,
+    experts: bool = False,
+    kernels: str = "reference",
+    units: Units = ONE_UNIT,
+    sequence: bool = False,
+    **how: object,
+) -> list[T]:
+    """What `work` gives on each rank's part of the model."""
+    meeting = Meeting(size)
+
+    def run(rank: int) -> T:
+        try:
+            shard = Shard(rank, size, tensor=tensor, experts=experts, units=units)
+            partition = Partition(shard, ThreadGroup(rank, size, meeting), sequence=sequence)  # type: ignore[arg-type]
+            ops = select_ops(CPU, kernels)
+            model = load_model(path, ops=ops, device=CPU, dtype=torch.float32, partition=partition, **how)  # type: ignore[arg-type]
+            return work(model)
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+        failed = [f.exception() for f in futures]
+        real = [e for e in failed if e is not None and not isinstance(e, threading.BrokenBarrierError)]
+        if real:
+            raise real[0]
+        return [f.result() for f in futures]
+
+
+def on_stages(
+    path: Path, work: Callable[[LoadedModel], T], layers: Sequence[int], *, kernels: str = "reference", **how: object
+) -> T:
+    """What `work` gives on the last of a pipeline's stages, each of which has so many layers."""
+    ends, queues = [0, *accumulate(layers)], [queue.Queue[Tensor]() for _ in layers]
+
+    def run(stage: int) -> T:
+        shard = Shard(0, 1, tensor=False, layers=(ends[stage], ends[stage + 1]))
+        partition = Partition(shard, ThreadGroup(0, 1, Meeting(1)), ThreadPipe(stage, queues))  # type: ignore[arg-type]
+        ops = select_ops(CPU, kernels)
+        model = load_model(path, ops=ops, device=CPU, dtype=torch.float32, partition=partition, **how)  # type: ignore[arg-type]
+        return work(model)
+
+    with ThreadPoolExecutor(len(layers)) as pool:
+        futures = [pool.submit(run, stage) for stage in range(len(layers))]
+        failed = [e for f in futures if (e := f.exception()) is not None and not isinstance(e, queue.Empty)]
+        if failed:
+            raise failed[0]
+        return futures[-1].result()

@@ -1,0 +1,221 @@
+"""A model split over ranks gives what it gives on one device: every family, in float32, by tensor and by expert parallelism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.model import layers
+from slipstream.spec.description import read_spec
+from slipstream.spec.model import AttentionSpec, MoESpec, parameters
+from slipstream.spec.parallel import Shard, Units, check_split, cuts, heads_of, split_shapes, uneven_parts
+from tests import tiny_models
+from tests.model.harness import load, run, states, written
+from tests.model.parallel_ranks import on_ranks
+
+TOKENS = list(range(5, 25))
+SPECIAL = {
+    "falcon-40b": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-alibi": {"alibi": True},
+    "opt-350m": {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
+    "gptj-odd": {"vocab_size": 291},
+    "gpt_bigcode-mha": {"multi_query": False},
+}
+DECODERS = [*tiny_models.FAMILIES, *SPECIAL]
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe"]
+
+
+def build(path, family, **more):
+    name = family if family in tiny_models.T5S else family.split("-")[0]
+    if name in tiny_models.T5S:
+        tiny_models.build_t5(path, name, num_heads=4)
+    elif name in tiny_models.ENCODERS:
+        tiny_models.build_encoder(path, name)
+    else:
+        tiny_models.build(path, name, **{**SPECIAL.get(family, {}), **more})
+
+
+def close(ours, theirs):
+    """The scale of the logits times what sums in another order change."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_every_decoder_is_split_in_two(tmp_path, family):
+    build(tmp_path, family)
+    wanted = run(load(tmp_path), TOKENS)
+    for found in on_ranks(tmp_path, lambda model: run(model, TOKENS, [7, 1, 4])):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_every_decoder_shares_tokens_out(tmp_path, family, monkeypatch):
+    """Sequence parallelism, of steps whose tokens don't divide, too."""
+    monkeypatch.setattr(layers, "SEQUENCE_TOKENS", 4)
+    build(tmp_path, family)
+    wanted = run(load(tmp_path), TOKENS)
+    for found in on_ranks(tmp_path, lambda model: run(model, TOKENS, [7, 1, 4]), sequence=True):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("tensor", [True, False])
+def test_every_mixture_deals_its_experts_out(tmp_path, family, tensor):
+    build(tmp_path, family)
+    wanted = run(load(tmp_path), TOKENS)
+    for found in on_ranks(tmp_path, lambda model: run(model, TOKENS, [7, 1, 4]), tensor=tensor, experts=True):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("family", tiny_models.ENCODERS)
+def test_every_encoder_is_split_in_two(tmp_path, family):
+    build(tmp_path, family)
+    texts = [TOKENS, TOKENS[:3]]
+    wanted = torch.cat(states(load(tmp_path), texts))
+    for found in on_ranks(tmp_path, lambda model: torch.cat(states(model, texts))):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("family", tiny_models.T5S)
+def test_every_encoder_decoder_is_split_in_two(tmp_path, family):
+    build(tmp_path, family)
+    texts, answers = [TOKENS, TOKENS[:3]], [[0], [0, 7, 9]]
+    wanted = torch.cat(written(load(tmp_path), texts, answers))
+    for found in on_ranks(tmp_path, lambda model: torch.cat(written(model, texts, answers))):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels", "experts"),
+    [
+        *[("llama", "torch", False), ("llama", "cpu", False), ("olmo2", "cpu", False), ("mixtral", "cpu", False)],
+        *[("mixtral", "torch", True), ("qwen2_moe", "cpu", True), ("deepseek_v3", "cpu", True), ("gpt_oss", "cpu", True)],
+    ],
+)
+def test_the_kernels_of_a_cpu(tmp_path, family, kernels, experts):
+    build(tmp_path, family)
+    wanted = run(load(tmp_path), TOKENS)
+    for found in on_ranks(tmp_path, lambda model: run(model, TOKENS, [7, 1]), kernels=kernels, experts=experts):
+        close(found, wanted)
+
+
+def test_four_ranks_hold_each_of_two_kv_heads_twice(tmp_path):
+    build(tmp_path, "olmo2")  # its norms go over all heads: a head that is there twice must not count twice
+    wanted = run(load(tmp_path), TOKENS)
+    for found in on_ranks(tmp_path, lambda model: run(model, TOKENS), size=4):
+        close(found, wanted)
+
+
+UNEVEN = {  # of the model, of ranks: (num_heads, num_kv_heads) of a rank
+    "llama": (dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, intermediate_size=90), 2, (6, 2)),
+    "olmo2": (dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3), 2, (6, 2)),  # norms over all heads
+    "falcon": (dict(hidden_size=56, num_attention_heads=7), 2, (4, 1)),  # one kv head
+    "falcon-alibi": (dict(hidden_size=40, num_attention_heads=5), 3, (2, 1)),
+    "gpt_oss": (dict(num_attention_heads=6, num_key_value_heads=3, intermediate_size=40), 2, (4, 2)),  # sinks
+    "deepseek_v3": (dict(num_attention_heads=3, num_key_value_heads=3, intermediate_size=40), 2, (2, 1)),
+    "qwen2": (dict(hidden_size=40, num_attention_heads=5, num_key_value_heads=5), 4, (2, 2)),  # the last has none
+}
+
+
+@pytest.mark.parametrize("family", UNEVEN)
+def test_what_does_not_divide_ends_in_zeros(tmp_path, family):
+    sizes, size, heads = UNEVEN[family]
+    build(tmp_path, family, **sizes)
+    spec = read_spec(tmp_path).spec
+    own = heads_of(spec.layers[0].attention, Shard(0, size))
+    assert (own.num_heads, own.num_kv_heads) == heads
+    assert any("of them zeros" in line for line in uneven_parts(spec, Shard(0, size)))
+    wanted = run(load(tmp_path), TOKENS)
+    for found in on_ranks(tmp_path, lambda model: run(model, TOKENS, [7, 1, 4]), size=size):
+        close(found, wanted)
+
+
+def test_experts_that_do_not_divide_are_dealt_out(tmp_path):
+    build(tmp_path, "qwen3_moe")
+    wanted = run(load(tmp_path), TOKENS)
+    for found in on_ranks(tmp_path, lambda model: run(model, TOKENS, [7, 1, 4]), size=3, tensor=False, experts=True):
+        close(found, wanted)
+
+
+def test_encoder_decoders_whose_heads_do_not_divide(tmp_path):
+    tiny_models.build_t5(tmp_path, "t5", num_heads=3)
+    texts, answers = [TOKENS, TOKENS[:3]], [[0], [0, 7, 9]]
+    wanted = torch.cat(written(load(tmp_path), texts, answers))
+    for found in on_ranks(tmp_path, lambda model: torch.cat(written(model, texts, answers))):
+        close(found, wanted)
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(2, 9), st.sampled_from([1, 32, 128]))
+def test_every_head_is_somewhere_with_its_kv_head(kv, whole, size, unit):
+    attention = AttentionSpec(num_heads=kv * whole, num_kv_heads=kv, head_dim=16, scale=1.0, position=None)
+    seen = []
+    for rank in range(size):
+        own = heads_of(attention, Shard(rank, size, units=Units(unit, 1)))
+        first, last = own.query
+        group = own.num_heads // own.num_kv_heads
+        assert own.num_heads % own.num_kv_heads == 0
+        assert own.num_heads * 16 % unit == 0
+        assert last - first <= own.num_heads
+        assert len(own.kv) <= own.num_kv_heads
+        assert all(own.kv[i // group] == head // whole for i, head in enumerate(range(first, last)))
+        seen += range(first, last)
+    assert seen == list(range(kv * whole))
+
+
+def test_random_weights_are_the_same_ones(tmp_path):
+    """`load_format="dummy"`."""
+    build(tmp_path, "qwen2_moe")
+    wanted = run(load(tmp_path), TOKENS)
+    from slipstream.kernels.select import select_ops
+    from slipstream.model.loader import load_model
+    from tests.model.harness import CPU
+
+    whole = load_model(tmp_path, ops=select_ops(CPU, "reference"), device=CPU, dtype=torch.float32, load_format="dummy")
+    wanted = run(whole, TOKENS)
+    for found in on_ranks(tmp_path, lambda model: run(model, TOKENS), load_format="dummy"):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_the_parts_make_up_the_whole(tmp_path, family):
+    """Each rank's shapes are those of its cuts, and no row or column is lost."""
+    build(tmp_path, family)
+    spec = read_spec(tmp_path).spec
+    whole = parameters(spec)
+    kinds = [(True, False)] + [(True, True), (False, True)] * any(isinstance(x.mlp, MoESpec) for x in spec.layers)
+    for tensor, experts in kinds:
+        shards = [Shard(rank, 2, tensor=tensor, experts=experts) for rank in range(2)]
+        for name, (rows, *columns) in whole.items():
+            seen = torch.zeros(rows, *columns)
+            for shard in shards:
+                cut, shape = cuts(spec, shard).get(name), split_shapes(spec, shard)[name]
+                if cut is None:
+                    assert shape == (rows, *columns), name
+                    seen += 1
+                    continue
+                size = rows // cut.copies
+                own = seen.unflatten(0, (cut.copies, size))[cut.first : cut.first + cut.count]
+                for a, b in cut.within(0, size):
+                    for first, last in cut.columns or ((0, own.shape[-1]),) if own.dim() == 3 else ((0, 1),):
+                        part = own[:, a:b, first:last] if own.dim() == 3 else own[:, a:b]
+                        part += 1
+                held = cut.count * cut.held(size)
+                assert shape[0] in (held, shard.vocabulary(spec.vocab_size)), name
+            assert (seen > 0).all(), name
+
+
+@pytest.mark.parametrize(
+    ("family", "how", "field", "says"),
+    [
+        ("llama", dict(tensor=64, experts=1), "tensor_parallel_size", "num_attention_heads"),
+        ("llama", dict(tensor=1, experts=2), "expert_parallel_size", "no experts"),
+        ("mixtral", dict(tensor=1, experts=64), "expert_parallel_size", "num_experts"),
+    ],
+)
+def test_what_cannot_be_split_is_named(tmp_path, family, how, field, says):
+    build(tmp_path, family)
+    with pytest.raises(ValueError, match=says) as error:
+        check_split(read_spec(tmp_path).spec, **how)
+    assert error.value.field == field

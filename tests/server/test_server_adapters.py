@@ -1,0 +1,140 @@
+"""Adapters over HTTP: `slipstream serve --enable-lora` with two front ends over one engine."""
+
+from __future__ import annotations
+
+import shutil
+
+import httpx
+import openai
+import pytest
+
+from slipstream.cli.main import main
+from tests import adapters, tiny_models
+from tests.server.test_front_ends import KEY, Served
+from tests.waiting import PATIENCE_S
+
+PROMPT = [5, 9, 200, 31, 7]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(folder, what transformers answers by the adapter's number)"""
+    folder = tmp_path_factory.mktemp("adapters")
+    hf = tiny_models.build_with_tokenizer(folder / "base", max_position_embeddings=1024)
+    answers = {0: adapters.greedy(hf, PROMPT, 8)}
+    for n in (1, 2):
+        peft = adapters.write(hf, folder / "served" / f"lora{n}", seed=n)
+        answers[n] = adapters.greedy(peft, PROMPT, 8)
+        hf = peft.unload()
+    shutil.copytree(folder / "served" / "lora1", folder / "outside")
+    (folder / "served" / "link").symlink_to(folder / "outside")
+    return folder, answers
+
+
+@pytest.fixture(scope="module")
+def served(made):
+    folder = made[0]
+    options = ["--enable-lora", "--max-lora-rank=8", "--max-loras=2", f"--lora-folder={folder / 'served'}"]
+    found = Served(folder / "base", *options, "--lora", f"first={folder / 'served' / 'lora1'}")
+    yield found
+    found.process.terminate()
+    found.process.wait(PATIENCE_S)
+    found.folder.cleanup()
+
+
+def post(served, path, **body):
+    return httpx.post(served.base + path, json=body, headers={"authorization": f"Bearer {KEY}"}, timeout=PATIENCE_S)
+
+
+def ask(served, model, times=6):
+    """The tokens of an answer, the same of several connections, which both front ends take."""
+    found = set()
+    for _ in range(times):
+        with served.client() as client:
+            more = {"ignore_eos": True, "return_token_ids": True}
+            answer = client.completions.create(model=model, prompt=PROMPT, max_tokens=8, temperature=0, extra_body=more)
+            assert answer.model == model
+            found.add(tuple(answer.choices[0].token_ids))
+    (tokens,) = found
+    return list(tokens)
+
+
+def test_the_models_name_picks_the_adapter(served, made):
+    assert ask(served, "tiny") == made[1][0]
+    assert ask(served, "first") == made[1][1]
+    with served.client() as client:
+        cards = {m.id: m for m in client.models.list().data}
+        assert list(cards) == ["tiny", "first"]
+        assert cards["first"].parent == "tiny"
+        assert client.models.retrieve("first").id == "first"
+        assert client.chat.completions.create(model="first", messages=[{"role": "user", "content": "a"}], max_tokens=3).choices
+        with pytest.raises(openai.NotFoundError, match="second"):
+            client.completions.create(model="second", prompt="a")
+        with pytest.raises(openai.BadRequestError, match="adapter"):
+            client.embeddings.create(model="first", input="a")
+
+
+def test_loaded_and_unloaded_while_it_runs(served, made):
+    """Every front end knows of it as soon as the answer is there."""
+    answer = post(served, "/v1/load_lora_adapter", lora_name="second", lora_path="lora2")
+    assert answer.status_code == 200, answer.text
+    assert "second" in answer.text
+    served.until(lambda: ask_status(served, "second") == {200}, "a front end does not know it")
+    assert ask(served, "second") == made[1][2]
+    again = post(served, "/v1/load_lora_adapter", lora_name="second", lora_path="lora2")
+    assert again.status_code == 400
+    assert "unload it first" in again.text
+    assert served.metric('lora_adapters_on_host{model_name="tiny"}') == 2
+    assert post(served, "/v1/unload_lora_adapter", lora_name="second").status_code == 200
+    served.until(lambda: ask_status(served, "second") == {404}, "a front end still serves it")
+    assert post(served, "/v1/unload_lora_adapter", lora_name="second").status_code == 400
+    assert served.metric('lora_adapters_on_host{model_name="tiny"}') == 1
+    assert ask(served, "first") == made[1][1]
+
+
+def ask_status(served, model):
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 1}
+    return {post(served, "/v1/completions", **body).status_code for _ in range(6)}
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "part"),
+    [
+        ("a", "../outside", "leads out"),
+        ("a", "/etc", "leads out"),
+        ("a", "link", "leads out"),
+        ("a", "nothing", "no adapter that PEFT saved"),
+        ("a", "lora1\0", "no path"),
+        ("tiny", "lora1", "own name"),
+        ("", "lora1", "lora_name"),
+    ],
+)
+def test_what_is_refused(served, name, path, part):
+    answer = post(served, "/v1/load_lora_adapter", lora_name=name, lora_path=path)
+    assert answer.status_code == 400, answer.text
+    assert part in answer.json()["error"]["message"]
+
+
+def test_unknown_fields(served):
+    answer = post(served, "/v1/load_lora_adapter", lora_name="a", lora_path="lora1", more=1)
+    assert answer.status_code == 400
+    assert "more" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--enable-lora", "--lora", "tiny"], "NAME=PATH"),
+        (["--enable-lora", "--lora", "a=b", "a=c"], "twice"),
+        (["--lora-folder", "/tmp"], "--enable-lora"),
+        (["--enable-lora", "--lora-folder", "/nowhere"], "no folder"),
+        (["--enable-lora", "--served-model-name=a", "--lora", "a=b"], "own name"),
+    ],
+)
+def test_options_that_are_refused(made, options, named, capsys):
+    try:
+        code = main(["serve", str(made[0] / "base"), "--port=0", *options])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
+    assert named in capsys.readouterr().err

@@ -1,0 +1,500 @@
+"""Keys of a file: roles, limits, headers, reload; limits over several processes; the verb that writes the file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from slipstream.cli.main import main
+from slipstream.errors import ConfigError
+from slipstream.server import keys as keys_module
+from slipstream.server import rates
+from slipstream.server.errors import ApiError
+from slipstream.server.keys import Key, KeyFile
+from slipstream.server.rates import DAY_S, SharedLimiter, forget_front_end
+from tests.server.fake_engine import FakeEngine
+from tests.waiting import PATIENCE_S
+
+
+@pytest.fixture
+def keys_file(tmp_path):
+    return tmp_path / "keys.json"
+
+
+STILL = {"clock": lambda: 1000.5, "wall": lambda: 10.5 * DAY_S}
+"""Times of a `SharedLimiter` at which no minute and no day passes, however long a test takes and whenever it runs."""
+
+
+def cli(capsys, *words):
+    code = main([*map(str, words), "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert code == 0, told
+    return told
+
+
+def add(capsys, file, *options):
+    return cli(capsys, "keys", "add", file, *options)
+
+
+# --- The file -----------------------------------------------------------------------------------------------------------
+
+
+def test_add_list_rotate_revoke(keys_file, capsys, monkeypatch):
+    made = add(capsys, keys_file, "--name=ann", "--requests-per-minute=3", "--model=a", "--weight=2", "--expires=2d")
+    assert stat.S_IMODE(keys_file.stat().st_mode) == 0o600
+    assert made["key"] not in keys_file.read_text(), "the file never holds a secret"
+    assert made["key"].removeprefix(f"sk-{made['id']}-") not in keys_file.read_text()
+    (row,) = cli(capsys, "keys", "list", keys_file)["keys"]
+    assert (row["id"], row["name"], row["state"], row["models"]) == (made["id"], "ann", "active", ["a"])
+    assert "digest" not in row
+
+    found = KeyFile(keys_file).find(made["key"])
+    assert found is not None
+    assert found.weight == 2
+    assert found.requests_per_minute == 3
+    assert KeyFile(keys_file).find(made["key"][:-1] + "A") is None or made["key"][-1] == "A"
+    assert KeyFile(keys_file).find("nonsense") is None
+
+    new = cli(capsys, "keys", "rotate", keys_file, made["id"], "--grace=1h")
+    file = KeyFile(keys_file)
+    assert file.find(new["key"]).id == file.find(made["key"]).id == made["id"]
+    file.clock = lambda: time.time() + 3601
+    assert file.find(made["key"]) is None
+    assert file.find(new["key"]) is not None
+    file.clock = lambda: time.time() + 3 * DAY_S
+    assert file.find(new["key"]) is None, "it has expired"
+
+    cli(capsys, "keys", "revoke", keys_file, made["id"])
+    assert KeyFile(keys_file).find(new["key"]) is None
+    assert main(["keys", "rotate", str(keys_file), made["id"]]) == 2
+    assert "revoked" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["add", "F", "--weight=0"], "--weight"),
+        (["add", "F", "--requests-per-minute=0"], "requests-per-minute"),
+        (["add", "F", "--expires=soon"], "30s"),
+        (["revoke", "F", "nobody"], "nobody"),
+        (["list", "missing"], "missing"),
+    ],
+)
+def test_bad_words(keys_file, capsys, words, named):
+    add(capsys, keys_file)
+    assert main(["keys", *(str(keys_file) if word == "F" else word for word in words)]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_standard_output_is_the_key_alone(keys_file, capsys):  # KEY=$(slipstream keys add FILE)
+    assert main(["keys", "add", str(keys_file)]) == 0
+    out, err = capsys.readouterr()
+    found = KeyFile(keys_file).find(out.removesuffix("\n"))
+    assert found is not None
+    assert found.id in err
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"keys": [{}]}', '{"keys": [], "more": 1}', "\xff", '{"keys": [{"id": "a", "role": "king"}]}']
+)
+def test_a_damaged_file_is_named(keys_file, text):
+    keys_file.write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"keys\.json"):
+        KeyFile(keys_file)
+
+
+def test_commands_at_once_lose_nothing(keys_file):
+    def one(_):
+        with keys_module.changing(keys_file, may_create=True) as known:
+            _text, salt, digest = keys_module.new_secret(f"{len(known):012x}")
+            known[f"{len(known):012x}"] = Key(id=f"{len(known):012x}", salt=salt, digest=digest)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(40)))
+    assert len(keys_module.read(keys_file)) == 40
+
+
+# --- The server ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keyed(keys_file, capsys, serve):
+    """keyed(*options) adds a key; keyed.server is made at the first use of it, with a key of an administrator."""
+
+    class Keyed:
+        def add(self, *options):
+            return add(capsys, keys_file, *options)["key"]
+
+        def start(self, engine=None, **more):
+            self.server = serve(engine, keys_file=str(keys_file), **more)
+            limiter = self.server.state.limiter
+            limiter.clock, limiter.wall = STILL["clock"], STILL["wall"]
+            return self.server
+
+        def client(self, key, **more):
+            return self.server.client(api_key=key, **more)
+
+    return Keyed()
+
+
+ASK = {"model": "fake", "prompt": "hello", "max_tokens": 4}
+
+
+def test_roles(keyed):
+    user, admin, metrics = keyed.add(), keyed.add("--role=admin"), keyed.add("--role=metrics")
+    server = keyed.start(api_keys=("plain",), enable_sleep_mode=True)
+    wanted = {  # (user, admin, metrics, a plain key)
+        ("GET", "/v1/models"): (200, 200, 403, 200),
+        ("GET", "/metrics"): (403, 200, 200, 200),
+        ("GET", "/version"): (200, 200, 200, 200),
+        ("POST", "/sleep"): (403, 200, 403, 200),
+        ("POST", "/wake_up"): (403, 200, 403, 200),
+    }
+    with server.http() as http:
+        for (method, path), statuses in wanted.items():
+            for key, status in zip((user, admin, metrics, "plain"), statuses, strict=True):
+                answer = http.request(method, path, headers={"authorization": f"Bearer {key}"})
+                assert answer.status_code == status, (path, key, answer.text)
+                if status == 403:
+                    assert answer.json()["error"]["code"] == "permission_denied"
+        assert http.get("/v1/models").status_code == 401
+        assert http.get("/live").status_code == 200
+
+
+def test_requests_a_minute(keyed):
+    key = keyed.add("--requests-per-minute=3")
+    keyed.start()
+    client = keyed.client(key)
+    for left in (2, 1, 0):
+        raw = client.completions.with_raw_response.create(**ASK)
+        assert raw.headers["x-ratelimit-limit-requests"] == "3"
+        assert raw.headers["x-ratelimit-remaining-requests"] == str(left)
+        assert raw.headers["x-ratelimit-reset-requests"].endswith("s")
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(**ASK)
+    error = caught.value
+    assert error.code == "rate_limit_exceeded"
+    assert error.type == "requests"
+    assert error.response.headers["retry-after"] == "61"
+    assert error.response.headers["x-ratelimit-remaining-requests"] == "0"
+    with keyed.server.http(headers={"authorization": f"Bearer {keyed.add('--role=admin')}"}) as http:
+        keyed.server.state.keys._file._looked = 0.0
+        assert 'slipstream:key_limit_refusals_total{limit="requests_per_minute"} 1.0' in http.get("/metrics").text
+
+
+def test_tokens_a_minute_are_reserved_and_given_back(keyed):
+    key = keyed.add("--tokens-per-minute=40")  # a prompt of 6 tokens
+    keyed.start()
+    client = keyed.client(key)
+    raw = client.chat.completions.with_raw_response.create(
+        model="fake", messages=[{"role": "user", "content": "a"}], max_tokens=4, stream=True
+    )
+    assert raw.headers["x-ratelimit-limit-tokens"] == "40"
+    assert len(list(raw.parse()))
+    with pytest.raises(openai.RateLimitError) as caught:  # it may take more than the key ever has
+        client.completions.create(**{**ASK, "max_tokens": 35})
+    assert caught.value.type == "tokens"
+    assert caught.value.response.headers["x-should-retry"] == "false"
+    assert "max_tokens" in caught.value.message
+    client.completions.create(**ASK)
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(**{**ASK, "max_tokens": 10})
+    assert caught.value.response.headers["retry-after"] == "61"
+    keyed.server.wait_idle()
+
+
+def test_embeddings_count(keyed):
+    key = keyed.add("--tokens-per-minute=14")
+    keyed.start()
+    client = keyed.client(key)
+    client.embeddings.create(model="fake", input=["hello", "hello"])
+    with pytest.raises(openai.RateLimitError):
+        client.embeddings.create(model="fake", input="hello")
+
+
+def test_requests_at_once(keyed):
+    key = keyed.add("--max-concurrent=2")
+    engine = FakeEngine(delay_s=0.02)
+    keyed.start(engine)
+    long = {**ASK, "max_tokens": 200, "stream": True}
+    first, second = (keyed.client(key).completions.create(**long) for _ in range(2))
+    next(iter(first)), next(iter(second))
+    with pytest.raises(openai.RateLimitError, match="in flight") as caught:
+        keyed.client(key).completions.create(**ASK)
+    assert caught.value.response.headers["retry-after"] == "1"
+    first.close(), second.close()
+    keyed.server.wait_idle()
+    keyed.client(key).completions.create(**ASK)
+
+
+def test_a_day_outlives_the_server(keyed, tmp_path):
+    key = keyed.add("--tokens-per-day=25")
+    state = str(tmp_path / "state")
+    keyed.start(state_dir=state)
+    keyed.client(key).completions.create(**ASK)
+    keyed.client(key).completions.create(**ASK)
+    keyed.server.begin_stop()
+    keyed.server.join()
+    keyed.start(state_dir=state)
+    with pytest.raises(openai.RateLimitError) as caught:
+        keyed.client(key).completions.create(**ASK)
+    assert caught.value.code == "insufficient_quota"
+    assert int(caught.value.response.headers["retry-after"]) == DAY_S / 2 + 1
+
+
+def test_models_priority_and_weight(keyed):
+    key = keyed.add("--model=other", "--priority=5", "--weight=3")
+    server = keyed.start(served_model_names=("fake", "other"))
+    client = keyed.client(key)
+    with pytest.raises(openai.PermissionDeniedError) as caught:
+        client.completions.create(**ASK)
+    assert caught.value.param == "model"
+    assert "other" in caught.value.message
+    for asked, got in ((None, 5), (-3, 5), (9, 9)):
+        client.completions.create(**{**ASK, "model": "other"}, extra_body={"priority": asked})
+        assert server.engine.seen[-1][2] == got
+    assert server.engine.shares[-1].weight == 3
+
+
+def test_the_file_is_read_again(keyed, keys_file, capsys, caplog):
+    first = keyed.add()
+    keyed.start()
+    keyed.client(first).models.list()
+    second = keyed.add()
+    main(["keys", "revoke", str(keys_file), first.split("-")[1]])
+    capsys.readouterr()
+    keyed.server.wait_for(lambda: refused(keyed, first), "the revoked key still opens")
+    keyed.client(second).models.list()
+    keys_file.write_text("{")
+    time.sleep(keys_module.LOOK_S + 0.1)
+    keyed.client(second).models.list()
+    assert any("stay as they were" in record.message for record in caplog.records)
+
+
+def refused(keyed, key):
+    try:
+        keyed.client(key).models.list()
+    except openai.AuthenticationError:
+        return True
+    return False
+
+
+# --- Limits over processes ----------------------------------------------------------------------------------------------
+
+
+def hammer(folder, slot, keys, together, admitted):
+    """A front end: each key asks until all are refused."""
+    limiter = SharedLimiter(shared_dir=folder, slot=lambda: slot, **STILL)
+    counts = dict.fromkeys((k.id for k in keys), 0)
+    spent, going = dict.fromkeys(counts, 0), True
+    together.wait()
+    while going:
+        going = False
+        for key in keys:
+            try:
+                grant = limiter.admit(key)
+            except ApiError:
+                continue
+            going = True
+            counts[key.id] += 1
+            with contextlib.suppress(ApiError):
+                grant.reserve(3, 7)
+                spent[key.id] += 10
+            grant.close(10)
+    admitted.put((counts, spent))
+
+
+def test_a_hundred_keys_at_once_over_front_ends(tmp_path):
+    """Never more than the limit, and all of it for everyone."""
+    keys = [Key(id=f"{i:012x}", requests_per_minute=20 + i, tokens_per_minute=100 + 10 * i) for i in range(100)]
+    context = multiprocessing.get_context("fork")
+    admitted, together = context.Queue(), context.Barrier(3)
+    processes = [
+        context.Process(target=hammer, args=(str(tmp_path), slot, keys, together, admitted)) for slot in range(3)
+    ]
+    for process in processes:
+        process.start()
+    found = [admitted.get(timeout=PATIENCE_S) for _ in processes]
+    for process in processes:
+        process.join()
+    for key in keys:
+        assert sum(counts[key.id] for counts, _ in found) == key.requests_per_minute
+        assert sum(spent[key.id] for _, spent in found) == key.tokens_per_minute
+
+
+def test_a_dead_front_end_holds_no_place(tmp_path):
+    key = Key(id="a", max_concurrent=1)
+    dead, alive = (SharedLimiter(shared_dir=str(tmp_path), slot=lambda i=i: i, **STILL) for i in range(2))
+    dead.admit(key)
+    with pytest.raises(ApiError):
+        alive.admit(key)
+    forget_front_end(str(tmp_path), 0)
+    alive.admit(key).close(0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_window_holds(seed):
+    """However requests fall, no 60 s have more than the limit."""
+    import random
+
+    draw, now = random.Random(seed), [0.0]
+    limiter = SharedLimiter(clock=lambda: now[0])
+    key, times = Key(id="a", requests_per_minute=10), []
+    while now[0] < 400:
+        now[0] += draw.choice([0.0, 0.01, 0.4, 5.0, 31.0]) * draw.random()
+        with contextlib.suppress(ApiError):
+            limiter.admit(key).close(0)
+            times.append(now[0])
+    assert all(sum(t <= u < t + 60 for u in times) <= 10 for t in times)
+    assert len(times) >= 40, "and the limit can be used"
+
+
+def test_a_clock_that_jumps():
+    wall = [10.5 * DAY_S]
+    limiter = SharedLimiter(wall=lambda: wall[0])
+    key = Key(id="a", tokens_per_day=100)
+
+    def use(n):
+        grant = limiter.admit(key)
+        try:
+            grant.reserve(n, 0)
+        finally:
+            grant.close(n)
+
+    use(60)
+    wall[0] -= DAY_S
+    with pytest.raises(ApiError):
+        use(60)
+    wall[0] += 2 * DAY_S
+    use(60)
+
+
+def test_rows_of_keys_that_are_gone_are_used_again(tmp_path, monkeypatch):
+    """Only when nothing of them counts any more. Another front end that knew such a row finds its own anew."""
+    monkeypatch.setattr(rates, "MAX_ROWS", 4)
+    now, wall = [1000.0], [10.5 * DAY_S]
+    one, other = (
+        SharedLimiter(shared_dir=str(tmp_path), slot=lambda i=i: i, clock=lambda: now[0], wall=lambda: wall[0])
+        for i in range(2)
+    )
+
+    def use(name, tokens, limiter=one):
+        grant = limiter.admit(Key(id=name, requests_per_minute=1, tokens_per_day=100))
+        try:
+            grant.reserve(tokens, 0)
+        except ApiError:
+            grant.close(0)
+            raise
+        return grant
+
+    running = use("runs", 10)
+    for number in range(3):
+        use(f"old{number}", 60).close(60)
+    with pytest.raises(ApiError) as full:
+        use("new", 1)
+    assert full.value.code == "keys_full"
+    now[0] += 62
+    with pytest.raises(ApiError) as full:
+        use("new", 1)  # the day's counts hold
+    assert full.value.code == "keys_full"
+    now[0] += 62
+    wall[0] += DAY_S
+    for number in range(3):
+        use(f"new{number}", 60, other).close(60)
+    for name in ("new0", "new1", "new2"):
+        with pytest.raises(ApiError, match="a minute"):
+            use(name, 1)
+    with pytest.raises(ApiError, match="in flight"):
+        other.admit(Key(id="runs", max_concurrent=1))
+    running.close(10)
+    now[0] += 62
+    use("old0", 100).close(100)  # this front end knew a row of it that is another's by now
+    now[0] += 62
+    with pytest.raises(ApiError, match="has 0 left"):
+        use("old0", 1, other)
+
+
+async def test_what_a_client_left_is_given_back_but_its_prompt():
+    limiter = SharedLimiter(**STILL)
+    key = Key(id="a", tokens_per_minute=100)
+    grant = limiter.admit(key)
+    grant.reserve(20, 70)
+    grant.close(0)  # it went away before the first token
+    limiter.admit(key).reserve(80, 0)
+    with pytest.raises(ApiError):
+        limiter.admit(key).reserve(1, 0)
+    await asyncio.sleep(0)
+
+
+def test_a_batch_takes_nothing_of_the_minute():
+    limiter = SharedLimiter(**STILL)
+    key = Key(id="a", tokens_per_minute=100, tokens_per_day=1000)
+    batch, other = limiter.admit(key, background=True), limiter.admit(key, background=True)
+    batch.reserve(90, 300)
+    other.reserve(50, 0)
+    online = limiter.admit(key)
+    online.reserve(50, 50)
+    batch.close(100)
+    with pytest.raises(ApiError, match="a minute"):
+        limiter.admit(key).reserve(1, 0)
+    with pytest.raises(ApiError, match="has 750 left"):
+        other.reserve(800, 0)
+
+
+@pytest.mark.slow
+def test_limits_hold_over_real_front_ends(tiny_path, keys_file, capsys):
+    """The command with two front ends, and many clients at once."""
+    from tests.server.test_front_ends import Served
+
+    keys = [add(capsys, keys_file, "--requests-per-minute=5", "--tokens-per-minute=90")["key"] for _ in range(20)]
+    served = Served(tiny_path, f"--keys-file={keys_file}", "--max-concurrent-requests=400")
+    try:
+
+        def ask(number):
+            key = keys[number % len(keys)]
+            with httpx.Client(base_url=served.base, timeout=PATIENCE_S) as http:  # a connection each: they go to both
+                body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 7, "ignore_eos": True}
+                return key, http.post("/v1/completions", json=body, headers={"x-api-key": key}).status_code
+
+        with ThreadPoolExecutor(16) as pool:
+            found = list(pool.map(ask, range(200)))
+        for key in keys:
+            assert sum(status == 200 for other, status in found if other == key) == 5
+            assert all(status in (200, 429) for _, status in found)
+    finally:
+        served.process.terminate()
+        served.process.wait(PATIENCE_S)
+    assert os.path.exists(keys_file)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"model": "fake", "prompt": "x"}),
+        ("/detokenize", {"model": "fake", "tokens": [65]}),
+        ("/v1/messages/count_tokens", {"model": "fake", "messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses/input_tokens", {"model": "fake", "input": "x"}),
+        ("/v1/feedback", {"request_id": "0" * 32, "rating": "up"}),
+        ("/v1/batches", {"input_file_id": "f", "endpoint": "/v1/completions", "completion_window": "1h"}),
+        ("/v1/files", None),
+    ],
+)
+def test_what_computes_nothing_is_a_request_too(keyed, tmp_path, path, body):
+    key = keyed.add("--requests-per-minute=2")
+    server = keyed.start(files_dir=str(tmp_path / "files"), audit_log=str(tmp_path / "audit"))
+    about = {"json": body} if body else {"data": {"purpose": "batch"}, "files": {"file": b"x"}}
+    with server.http(headers={"authorization": f"Bearer {key}", "anthropic-version": "2023-06-01"}) as http:
+        statuses = [http.post(path, **about).status_code for _ in range(3)]
+        assert 429 not in statuses[:2]
+        assert statuses[2] == 429
+        assert http.get("/v1/models").status_code == 200  # to look is free

@@ -1,0 +1,201 @@
+"""Pictures over HTTP: OpenAI's, Responses' and Anthropic's parts, through a real engine; fetching from hosts that are named."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.server
+import io
+import itertools
+import threading
+import time
+
+import pytest
+
+from slipstream.config import EngineArgs
+from slipstream.errors import ConfigError
+from slipstream.server import media
+from slipstream.server.errors import ApiError
+from slipstream.server.state import ServerSettings
+from tests.server.conftest import serving
+from tests.vision_models import build_vision, picture
+
+GREEDY = {"temperature": 0, "max_tokens": 6, "model": "eyes", "extra_body": {"ignore_eos": True}}
+
+
+def png(seed=1, width=50, height=37):
+    file = io.BytesIO()
+    picture(seed, width, height).save(file, "PNG")
+    return file.getvalue()
+
+
+def uri(data, kind="image/png"):
+    return f"data:{kind};base64," + base64.b64encode(data).decode()
+
+
+class Pictures(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/moved":
+            self.send_response(302)
+            self.send_header("location", "/picture.png")
+            self.end_headers()
+            return
+        if self.path == "/slow":
+            self.send_response(200)
+            self.end_headers()
+            self.trickle(b"")
+            return
+        if self.path == "/slow-head":
+            self.trickle(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            return
+        data = {"/picture.png": png(), "/large": b"x" * 5000}.get(self.path)
+        self.send_response(404 if data is None else 200)
+        self.end_headers()
+        self.wfile.write(data or b"")
+
+    def trickle(self, data):
+        """`data` and then x, byte by byte, as long as somebody listens."""
+        with contextlib.suppress(OSError):
+            for byte in itertools.chain(data, itertools.repeat(ord("x"))):
+                self.wfile.write(bytes([byte]))
+                self.wfile.flush()
+                time.sleep(0.05)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def host():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, host):
+    from slipstream import AsyncLLM
+
+    path = tmp_path_factory.mktemp("eyes")
+    build_vision(path, "smolvlm", seed=3)
+    args = EngineArgs(str(path), dtype="float32", max_num_seqs=4, kv_cache_bytes=2**25, max_images=3)
+    with serving(
+        start=lambda: AsyncLLM.start(args), served_model_names=("eyes",), allowed_media_hosts=(host,)
+    ) as running:
+        yield running
+
+
+def message(url, text="what is it?", **more):
+    return [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url, **more}}, {"type": "text", "text": text}]}
+    ]
+
+
+def test_every_protocol_gives_the_same(server, host):
+    with server.client() as client, server.http() as plain:
+        chat = client.chat.completions.create(messages=message(uri(png())), **GREEDY)
+        words = client.chat.completions.create(messages=message(uri(png()), detail="low"), **GREEDY)
+        assert chat.usage.prompt_tokens > words.usage.prompt_tokens > 16  # the picture's tokens are counted
+        streamed = client.chat.completions.create(messages=message(uri(png())), stream=True, **GREEDY)
+        text = "".join(c.choices[0].delta.content or "" for c in streamed if c.choices)
+        assert text == chat.choices[0].message.content
+        fetched = client.chat.completions.create(messages=message(f"http://{host}/picture.png"), **GREEDY)
+        assert fetched.choices[0].message.content == text
+        assert fetched.usage.prompt_tokens_details.cached_tokens > 0
+        parts = [{"type": "input_image", "image_url": uri(png())}, {"type": "input_text", "text": "what is it?"}]
+        body = {"model": "eyes", "input": [{"role": "user", "content": parts}], "temperature": 0, "max_output_tokens": 6}
+        answer = plain.post("/v1/responses", json={**body, "ignore_eos": True}).json()
+        assert answer["output"][0]["content"][0]["text"] == text
+        assert answer["usage"]["input_tokens"] == chat.usage.prompt_tokens
+        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png()).decode()}
+        blocks = [{"type": "image", "source": source}, {"type": "text", "text": "what is it?"}]
+        body = {"model": "eyes", "max_tokens": 6, "temperature": 0, "messages": [{"role": "user", "content": blocks}]}
+        headers = {"anthropic-version": "2023-06-01"}
+        answer = plain.post("/v1/messages", json=body, headers=headers).json()
+        used = answer["usage"]
+        assert used["input_tokens"] + used["cache_read_input_tokens"] == chat.usage.prompt_tokens
+        assert text.startswith(answer["content"][0]["text"][:3])
+
+
+def test_what_can_not_be_read_is_a_400(server, host):
+    cases = (
+        (uri(b"no picture"), "formats"),
+        (uri(png()[:100]), "read"),
+        ("data:text/plain;base64,aGk=", "no data:image"),
+        ("data:image/png;base64,§§", "base64"),
+        ("http://example.com/a.png", "fetches no pictures from"),
+        ("file:///etc/passwd", "neither"),
+        (f"http://user@{host}/picture.png", "neither"),
+        (f"http://{host}/moved", "redirect"),
+        (f"http://{host}/none", "404"),
+    )
+    with server.http() as plain:
+        for url, why in cases:
+            body = {"model": "eyes", "messages": message(url), "max_tokens": 2}
+            answer = plain.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 400, url
+            error = answer.json()["error"]
+            assert why in error["message"], error
+            assert error["param"].startswith("messages[0].content[0].image_url")
+        many = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri(png())}}] * 4}]
+        answer = plain.post("/v1/chat/completions", json={"model": "eyes", "messages": many})
+        assert answer.status_code == 400
+        assert "max_images" in answer.json()["error"]["message"]
+        for role in ("system", "assistant"):
+            wrong = [{**message(uri(png()))[0], "role": role}]
+            assert plain.post("/v1/chat/completions", json={"model": "eyes", "messages": wrong}).status_code == 400
+        typo = message(uri(png()), detial="low")
+        assert plain.post("/v1/chat/completions", json={"model": "eyes", "messages": typo}).status_code == 400
+        text = plain.post("/v1/chat/completions", json={"model": "eyes", "messages": [{"role": "user", "content": "hi"}]})
+        assert text.status_code == 200
+
+
+def test_a_model_without_eyes_refuses(shared):
+    with shared.http() as plain:
+        body = {"model": "fake", "messages": message(uri(png()))}
+        answer = plain.post("/v1/chat/completions", json={**body, "model": shared.state.model_names[0]})
+        assert answer.status_code == 400
+        assert "no pictures" in answer.json()["error"]["message"]
+
+
+def test_fetches_are_bounded(host, monkeypatch):
+    monkeypatch.setattr(media, "MAX_FILE_BYTES", 1000)
+    with pytest.raises(ApiError, match="more than"):
+        media.fetched(f"http://{host}/large", "p")
+    monkeypatch.setattr(media, "FETCH_S", 0.3)
+    for path in ("slow", "slow-head"):
+        with pytest.raises(ApiError, match="can't be fetched"):  # though something comes all the time, without an end
+            media.fetched(f"http://{host}/{path}", "p")
+
+
+def test_only_named_hosts_are_asked():
+    for url, allowed, ok in (
+        ("http://a.example/x", ("a.example",), True),
+        ("https://A.example/x", ("a.example",), True),
+        ("http://a.example:8080/x", ("a.example",), False),
+        ("http://a.example:8080/x", ("a.example:8080",), True),
+        ("http://b.a.example/x", ("a.example",), False),
+        ("http://a.example.evil/x", ("a.example",), False),
+        ("http://a.example@evil/x", ("a.example",), False),
+        ("http://a.example/x", (), False),
+        ("ftp://a.example/x", ("a.example",), False),
+        ("http://[::1]/x", ("a.example",), False),
+        ("http://[::1]:80/x", ("[::1]",), True),
+        ("http://[::1]:8000/x", ("[::1]:8000",), True),
+        ("http://[::1]:8000/x", ("[::1]",), False),
+        ("http://a.example:99999/x", ("a.example",), False),
+    ):
+        if ok:
+            media.check_host(url, allowed, "p")
+        else:
+            with pytest.raises(ApiError):
+                media.check_host(url, allowed, "p")
+    with pytest.raises(ConfigError, match="allowed_media_hosts"):
+        ServerSettings(allowed_media_hosts=("http://a.example",))
+
+
+@pytest.mark.parametrize("more", [{"fleet_key": "k"}, {"ssl_certfile": "c", "ssl_ca_certs": "ca"}])
+def test_grpc_is_no_way_around_who_may_ask(more):
+    with pytest.raises(ConfigError, match="grpc_port"):
+        ServerSettings(grpc_port=0, **more)

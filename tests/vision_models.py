@@ -1,0 +1,212 @@
+"""Tiny random models that take pictures, written by transformers, with a tokenizer, a template, and an image processor each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BYTES = 256
+"""The first ids are bytes; special tokens follow."""
+
+SPECIAL = {
+    "smolvlm": (
+        *("<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>"),
+        *(f"<row_{r}_col_{c}>" for r in range(1, 4) for c in range(1, 4)),
+    ),
+    "gemma3": ("<bos>", "<end_of_turn>", "<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+    "qwen2_5_vl": ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+}
+IMAGE = {"smolvlm": "<image>", "gemma3": "<image_soft_token>", "qwen2_5_vl": "<|image_pad|>"}
+PLACEHOLDER = {"smolvlm": "<image>", "gemma3": "<start_of_image>", "qwen2_5_vl": "<|image_pad|>"}
+VOCAB = 288
+TEMPLATES = {
+    "smolvlm": (
+        "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+        "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+        "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+        "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+    ),
+    "gemma3": (
+        "<bos>{% for message in messages %}{{ message['role'] }}\n"
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for item in message['content'] %}"
+        "{% if item['type'] == 'image' %}{{ '<start_of_image>' }}{% else %}{{ item['text'] | trim }}{% endif %}"
+        "{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}"
+    ),
+    "qwen2_5_vl": (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
+        "{{ message['content'] }}<|im_end|>\n{% else %}{% for content in message['content'] %}"
+        "{% if content['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+        "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+}
+_TEXT = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=1024,
+    bos_token_id=None,
+    eos_token_id=287,
+    pad_token_id=None,
+    initializer_range=0.3,
+)
+_SIGLIP = dict(
+    hidden_size=48,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    image_size=32,
+    patch_size=4,
+    initializer_range=0.2,
+)
+
+
+def token_id(family: str, token: str) -> int:
+    return BYTES + SPECIAL[family].index(token)
+
+
+def _config(family: str, **more: Any) -> Any:
+    import transformers as t
+
+    image = token_id(family, IMAGE[family])
+    if family == "smolvlm":
+        text = {**_TEXT, "model_type": "llama", "tie_word_embeddings": False}
+        return t.SmolVLMConfig(text_config=text, vision_config=_SIGLIP, image_token_id=image, scale_factor=2, **more)
+    if family == "gemma3":
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        text = {**_TEXT, "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 20, "layer_types": kinds}
+        text |= {"query_pre_attn_scalar": 20}
+        return t.Gemma3Config(
+            text_config=text,
+            vision_config={**_SIGLIP, "vision_use_head": False, "model_type": "siglip_vision_model"},
+            mm_tokens_per_image=16,
+            image_token_index=image,
+            boi_token_index=token_id(family, "<start_of_image>"),
+            eoi_token_index=token_id(family, "<end_of_image>"),
+            **more,
+        )
+    text = {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]}}
+    vision = dict(
+        depth=3,
+        hidden_size=32,
+        intermediate_size=40,
+        num_heads=2,
+        patch_size=4,
+        window_size=16,
+        out_hidden_size=32,
+        fullatt_block_indexes=[1],
+        initializer_range=0.2,
+    )
+    ids = {f"{n}_token_id": token_id(family, f"<|{n}|>") for n in ("vision_start", "vision_end")}
+    return t.Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=image,
+        video_token_id=token_id(family, "<|video_pad|>"),
+        **ids,
+        **more,
+    )
+
+
+PROCESSING: dict[str, dict[str, Any]] = {
+    "smolvlm": {
+        "image_processor_type": "SmolVLMImageProcessor",
+        "size": {"longest_edge": 64},
+        "max_image_size": {"longest_edge": 32},
+        "do_image_splitting": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "resample": 1,
+    },
+    "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}, "resample": 2},
+    "qwen2_5_vl": {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 4,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "min_pixels": 16 * 16,
+        "max_pixels": 48 * 48,
+        "resample": 3,
+    },
+}
+"""As preprocessor_config.json has them."""
+
+
+def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
+    """The model, in `path` with all its files."""
+    import torch
+    import transformers as t
+
+    torch.manual_seed(seed)
+    kinds = {
+        "smolvlm": t.SmolVLMForConditionalGeneration,
+        "gemma3": t.Gemma3ForConditionalGeneration,
+        "qwen2_5_vl": t.Qwen2_5_VLForConditionalGeneration,
+    }
+    model = kinds[family](_config(family, **more)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    (path / "generation_config.json").unlink(missing_ok=True)
+    write_tokenizer(path, family)
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSING[family]))
+    return model
+
+
+def write_tokenizer(path: Path, family: str) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL[family]))
+    path.mkdir(parents=True, exist_ok=True)
+    backend.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATES[family]}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def picture(seed: int, width: int = 50, height: int = 37) -> Any:
+    """A random picture, smooth enough that scaling does not make it grey."""
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    small = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8))
+    return small.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def their_processor(family: str) -> Any:
+    """transformers' image processor with the same settings, by Pillow."""
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    kinds = {"smolvlm": SmolVLMImageProcessorPil, "gemma3": Gemma3ImageProcessorPil, "qwen2_5_vl": Qwen2VLImageProcessorPil}
+    return kinds[family](**{k: v for k, v in PROCESSING[family].items() if k != "image_processor_type"})
+
+
+def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[str, Any]:
+    """What transformers' model takes, of a prompt that has all placeholders."""
+    import torch
+
+    ids = torch.tensor([tokens])
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    kinds = (ids == token_id(family, IMAGE[family])).int()
+    if family == "gemma3":
+        given["token_type_ids"] = kinds
+    elif family == "qwen2_5_vl":
+        given["mm_token_type_ids"] = kinds
+    if pictures:
+        nested = [pictures] if family == "smolvlm" else pictures
+        made = their_processor(family)(nested, return_tensors="pt")
+        given |= {k: v for k, v in made.items() if k in ("pixel_values", "pixel_attention_mask", "image_grid_thw")}
+    return given

@@ -1,0 +1,269 @@
+"""Files of KV blocks: what is torn, cut, damaged or somebody else's is a miss; the bound holds; two engines share a folder."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.errors import ConfigError
+from slipstream.platform import CpuPlatform
+from slipstream.types import BlockCopy
+from slipstream.worker import disk_tier
+from slipstream.worker.block_store import BlockStore, block_arrays
+from slipstream.worker.device_blocks import DeviceBlocks
+from slipstream.worker.disk_tier import HEADER, DiskTier
+
+OURS, THEIRS = b"o" * 16, b"t" * 16
+SIZE = 3000
+
+
+def key(number):
+    return number.to_bytes(16, "big")
+
+
+def pieces(value=0, size=SIZE):
+    whole = np.full(size, value, np.uint8)
+    return [memoryview(whole[:1]), memoryview(whole[1:2000]), memoryview(whole[2000:])]
+
+
+def tier(path, limit=10 * (SIZE + HEADER.size), identity=OURS):
+    return DiskTier(path, limit, identity, SIZE)
+
+
+def write(disk, number, value):
+    return disk.write(key(number), pieces(value), disk.era)
+
+
+def content(disk, number):
+    found = pieces(255)
+    return set(b"".join(found)) if disk.read(key(number), found) else None
+
+
+def file_of(disk, number):
+    return disk._path(OURS.hex(), key(number).hex())
+
+
+def test_a_block_survives_its_engine(tmp_path):
+    disk = tier(tmp_path)
+    assert write(disk, 1, 7)
+    assert content(disk, 1) == {7}
+    assert content(disk, 2) is None
+    disk.close()
+    again = tier(tmp_path)
+    assert key(1) in again
+    assert content(again, 1) == {7}
+    assert os.stat(file_of(again, 1)).st_mode & 0o077 == 0  # nobody else reads prompts
+    other = tier(tmp_path, identity=THEIRS)  # a changed model, kernel or type
+    assert key(1) not in other
+    assert content(other, 1) is None
+
+
+def flipped(data, at):
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data[:-1],
+        lambda data: data[:40],
+        lambda data: b"",
+        lambda data: data + b"x",
+        lambda data: bytes(len(data)),
+        lambda data: flipped(data, 0),
+        lambda data: flipped(data, 8),
+        lambda data: flipped(data, 30),
+        lambda data: flipped(data, len(data) - 1),
+        lambda data: data[: HEADER.size] + bytes(SIZE),  # a rename that the disk made before the bytes
+        lambda data: os.urandom(len(data)),
+    ],
+)
+def test_a_damaged_file_is_a_miss_and_goes(tmp_path, change):
+    disk = tier(tmp_path)
+    write(disk, 1, 7)
+    file_of(disk, 1).write_bytes(change(file_of(disk, 1).read_bytes()))
+    assert content(disk, 1) is None
+    assert key(1) not in disk
+    assert not file_of(disk, 1).exists()
+    assert disk.num_bytes == 0
+    assert write(disk, 1, 8)
+    assert content(disk, 1) == {8}
+
+
+def test_another_blocks_file_is_a_miss(tmp_path):
+    disk = tier(tmp_path)
+    write(disk, 1, 7)
+    write(disk, 2, 9)
+    shutil.copy(file_of(disk, 1), file_of(disk, 2))
+    assert content(disk, 2) is None
+    assert content(disk, 1) == {7}
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/etc/passwd", path)])
+def test_what_is_no_file_is_a_miss(tmp_path, make):
+    disk = tier(tmp_path)
+    write(disk, 1, 7)
+    file_of(disk, 1).unlink()
+    make(file_of(disk, 1))
+    assert content(disk, 1) is None
+    assert os.path.exists("/etc/passwd")
+
+
+def test_strange_files_do_not_hinder_a_start(tmp_path):
+    disk = tier(tmp_path)
+    write(disk, 1, 7)
+    disk.close()
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / OURS.hex() / "README").write_text("mine")
+    left = file_of(disk, 1).with_name(f".{file_of(disk, 2).name}.77.1")
+    left.write_bytes(b"half")
+    again = tier(tmp_path)
+    assert content(again, 1) == {7}
+    assert not left.exists()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_the_bound_holds_and_the_least_recently_used_go(tmp_path):
+    old = tier(tmp_path, identity=THEIRS)
+    write(old, 1, 1)
+    old.close()
+    disk = tier(tmp_path, limit=3 * (SIZE + HEADER.size))
+    for number in (1, 2, 3):
+        write(disk, number, number)
+    assert not old._path(THEIRS.hex(), key(1).hex()).exists()
+    assert content(disk, 1) == {1}
+    write(disk, 4, 4)
+    assert [n for n in range(1, 5) if content(disk, n)] == [1, 3, 4]
+    disk.close()
+    smaller = tier(tmp_path, limit=SIZE + HEADER.size)
+    assert len([*tmp_path.rglob("*.kv")]) == 1
+    assert smaller.num_bytes <= smaller.limit_bytes
+    with pytest.raises(ConfigError, match="kv_disk_bytes"):
+        tier(tmp_path, limit=SIZE)
+
+
+def test_two_engines_share_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_tier, "LOOK_EVERY_S", 0.0)
+    first, second = tier(tmp_path), tier(tmp_path)
+    assert (first.is_writer, second.is_writer) == (True, False)
+    write(first, 1, 7)
+    assert not write(second, 2, 8)
+    assert content(second, 1) == {7}  # found when it looked
+    second.clear()
+    assert content(first, 1) == {7}
+    first.close()
+    assert write(second, 2, 8)
+    assert second.is_writer
+    assert content(second, 1) == {7}
+
+
+def test_a_folder_that_can_not_be_used_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="kv_disk_path"):
+            tier(path)
+
+
+def test_a_full_disk_costs_blocks_and_nothing_else(tmp_path, monkeypatch):
+    """The system refuses to write a file beyond a size, as a full disk does."""
+    disk = tier(tmp_path)
+    write(disk, 1, 7)
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        assert not write(disk, 2, 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert [f.name for f in tmp_path.rglob("*.kv*")] == [file_of(disk, 1).name]
+    assert content(disk, 1) == {7}
+    assert not write(disk, 2, 8)  # it pauses
+    monkeypatch.setattr(disk_tier, "PAUSE_S", 0.0)
+    disk._paused_until = 0.0
+    assert write(disk, 2, 8)
+
+
+def test_a_folder_that_goes_away_is_a_miss(tmp_path):
+    disk = tier(tmp_path / "kv")
+    write(disk, 1, 7)
+    shutil.rmtree(tmp_path / "kv")
+    (tmp_path / "kv").write_text("")
+    assert content(disk, 1) is None
+    assert not write(disk, 1, 7)
+
+
+def test_what_was_ordered_before_all_is_forgotten_is_not_written(tmp_path):
+    disk = tier(tmp_path)
+    era = disk.era
+    write(disk, 1, 7)
+    disk.clear()
+    assert content(disk, 1) is None
+    assert not disk.write(key(2), pieces(), era)
+
+
+def carried(store, *copies):
+    store.submit(copies)
+    found = {}
+    while len(found) < len(copies):
+        found |= dict(store.finished())
+    return found
+
+
+def test_a_cpus_blocks_go_to_files_and_come_back(tmp_path):
+    rng, settled = np.random.default_rng(0), []
+    k, v = (rng.normal(size=(5, 2, 4, 8)).astype(np.float32) for _ in range(2))
+    turned = np.ascontiguousarray(v.swapaxes(2, 3)).swapaxes(2, 3)  # another order in memory
+    store = BlockStore(block_arrays([k, turned]), DiskTier(tmp_path, 2**20, OURS, 512), lambda: settled.append(1))
+    assert store.block_bytes == 512
+    before = k[1].copy(), turned[1].copy()
+    assert carried(store, BlockCopy(1, "device", "disk", key(1), 1)) == {1: True}
+    assert not settled
+    assert carried(store, BlockCopy(2, "disk", "device", key(1), 3), BlockCopy(3, "disk", "device", key(9), 2)) == {
+        2: True,
+        3: False,
+    }
+    assert settled
+    assert np.array_equal(k[3], before[0])
+    assert np.array_equal(turned[3], before[1])
+    store.close()
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_a_devices_blocks_go_to_the_host_to_files_and_back(tmp_path, odd):
+    """On a CPU the lines of a GPU run without a stream."""
+    check_device_blocks(tmp_path, CpuPlatform(torch.device("cpu")), odd)
+
+
+def check_device_blocks(tmp_path, platform, odd):
+    rng = torch.Generator().manual_seed(0)
+    caches = [torch.randn(9, 2, 4, 8, generator=rng).to(platform.device) for _ in range(3)]
+    caches[1] = caches[1].transpose(2, 3).contiguous().transpose(2, 3)
+    if odd:  # 3 bytes
+        caches.append(torch.randint(0, 99, (9, 1, 3, 1), generator=rng).to(torch.int8).to(platform.device))
+    block_bytes = 3 * 256 + 3 * odd
+    store = DeviceBlocks(caches, 6, 2, DiskTier(tmp_path, 2**20, OURS, block_bytes), platform)
+    assert (store.block_bytes, store.num_slots) == (block_bytes, 6)
+    before = [cache.clone() for cache in caches]
+    out = [BlockCopy(i, "device", "host", key(i), block=i, slot=i) for i in (1, 2, 3, 4, 5)]
+    assert carried(store, *out) == dict.fromkeys(range(1, 6), True)
+    assert carried(store, BlockCopy(6, "host", "disk", key(4), slot=4), BlockCopy(7, "disk", "host", key(4), slot=6)) in (
+        {6: True, 7: True},
+        {6: True, 7: False},  # it was read before it was written
+    )
+    assert carried(store, BlockCopy(8, "disk", "host", key(4), slot=6)) == {8: True}
+    for cache in caches:
+        cache.zero_()
+    back = [BlockCopy(10 + i, "host", "device", key(i), block=9 - i, slot=i) for i in (1, 2, 3, 5)]
+    assert all(carried(store, *back, BlockCopy(20, "host", "device", key(4), block=5, slot=6)).values())
+    for old, cache in zip(before, caches, strict=True):
+        for i in (1, 2, 3, 5):
+            assert torch.equal(cache[9 - i], old[i])
+        assert torch.equal(cache[5], old[4])
+        assert not cache[1].any()
+    store.close()

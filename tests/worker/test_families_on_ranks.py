@@ -1,0 +1,45 @@
+"""Every family over real processes: the tokens of one device, float32, greedy, by each parallel form."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from tests import tiny_models
+from tests.model.test_parallel import DECODERS, MIXTURES, build
+
+SETTINGS = dict(device="cpu", dtype="float32", kernels="reference", max_model_len=128, kv_cache_bytes=2**20, max_num_seqs=4)
+PROMPTS = [[5, 9, 200, 31, 7, 44, 45, 46], list(range(20, 110)), [3]]  # one step is long enough to share tokens out
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+FORMS = {
+    "tp": dict(tensor_parallel_size=2),
+    "pp": dict(pipeline_parallel_size=2),
+    "ep": dict(expert_parallel_size=2),
+    "tp+sp": dict(tensor_parallel_size=2, sequence_parallel=True),
+}
+FAST = [("qwen2", "tp"), ("gemma2", "pp"), ("qwen3_moe", "ep"), ("llama", "tp+sp")]
+ALL = [(family, form) for family in DECODERS for form in FORMS if form != "ep" or family in MIXTURES]
+ALL += [(family, "tp") for family in tiny_models.T5S]
+
+
+def tokens(path, step_tokens, **how):
+    with LLM(str(path), skip_tokenizer_init=True, max_num_batched_tokens=step_tokens, **how, **SETTINGS) as llm:
+        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+        return [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, progress=False)]
+
+
+def check(tmp_path, family, form):
+    build(tmp_path, family)
+    step_tokens = 256 if family in tiny_models.T5S else 64  # an encoder's step holds a whole prompt
+    assert tokens(tmp_path, step_tokens, **FORMS[form]) == tokens(tmp_path, step_tokens)
+
+
+@pytest.mark.parametrize(("family", "form"), FAST)
+def test_some_families(tmp_path, family, form):
+    check(tmp_path, family, form)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "form"), [pair for pair in ALL if pair not in FAST])
+def test_every_family(tmp_path, family, form):
+    check(tmp_path, family, form)
