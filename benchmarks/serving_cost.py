@@ -76,7 +76,7 @@ def make_engine(model: str) -> tuple[AsyncLLM, Child]:
     engine.config = resolve(args, description, detect("cpu", machine_folder(), num_threads=1))
     engine._input = InputProcessor.for_model(description, engine.config, engine.tokenizer)
     child = Child()
-    engine._child = child  # type: ignore[assignment]
+    engine._core.link = child  # type: ignore[assignment]
     return engine, child
 
 

@@ -9,7 +9,7 @@ import hashlib
 import re
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,7 @@ from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import SCHEMES
 from tests import one_token_steps, tiny_models
 from tests.model.harness import CPU, Paged, fast
-from tests.model.parallel_ranks import Meeting, ThreadGroup
+from tests.model.parallel_ranks import as_threads
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
 
@@ -262,6 +262,9 @@ extern "C" int run(int programs, int threads, unsigned seed, void** of_ranks) {
 """
 
 
+COMPILING = threading.Lock()
+
+
 class OnCpu(one_token.OneTokenStep):
     seed = 0
     """Of the order of warps (`instructions_on_cpu.h`)."""
@@ -276,9 +279,10 @@ class OnCpu(one_token.OneTokenStep):
         names = [f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={int(v)}" for k, v in given.items()]
         options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", *names]
         library = self.folder.parent / (hashlib.sha256(repr((text, options)).encode()).hexdigest() + ".so")
-        if not library.exists():
-            given = [shutil.which("g++"), *options, "-x", "c++", "-", "-o", library]
-            subprocess.run(given, check=True, input=text, text=True)
+        with COMPILING:  # ranks want the same one
+            if not library.exists():
+                given = [shutil.which("g++"), *options, "-x", "c++", "-", "-o", library]
+                subprocess.run(given, check=True, input=text, text=True)
         run = ctypes.CDLL(str(library)).run
 
         def launch(programs, threads, arguments):
@@ -401,18 +405,16 @@ def test_several_ranks(tmp_path, family, overrides, scheme, size, seed):
         load_model(tmp_path, ops=ReferenceOps(), device=CPU, dtype=dtype, scheme=named)
         for dtype in (torch.float32, torch.bfloat16)
     )
-    meeting = Meeting(size)
 
-    def run(rank):
-        group = ThreadGroup(rank, size, meeting)
-        ops, part = OnCpuOps(tmp_path, meeting, seed, programs=6 // size), Partition(Shard(rank, size, tensor=True), group)
+    def run(group):
+        ops = OnCpuOps(tmp_path, group.meeting, seed, programs=6 // size)
+        part = Partition(Shard(group.rank, size, tensor=True), group)
         model = load_model(tmp_path, ops=ops, device=CPU, dtype=torch.bfloat16, scheme=named, partition=part)
         assert not isinstance(fast(model.decoder).one_token, Reason)
         return answered(model)
 
     expected = answered(exact)
-    with ThreadPoolExecutor(size) as pool:
-        ours = list(pool.map(run, range(size)))
+    ours = as_threads(size, run)
     assert all(torch.equal(ours[0], x) for x in ours[1:])
     ours_off, theirs_off = (((x - expected).norm() / expected.norm()).item() for x in (ours[0], answered(theirs)))
     print(f"{ours_off:.4f}, the reference {theirs_off:.4f}")

@@ -47,13 +47,13 @@ class Meeting:
 
 class ThreadGroup:
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
-        self.rank, self.size, self._meeting = rank, size, meeting
+        self.rank, self.size, self.meeting = rank, size, meeting
 
     def all_gather(self, x: Tensor) -> Tensor:
-        self._meeting.given[self.rank] = x.clone()
-        self._meeting.barrier.wait()
-        out = torch.stack(self._meeting.given)
-        self._meeting.barrier.wait()
+        self.meeting.given[self.rank] = x.clone()
+        self.meeting.barrier.wait()
+        out = torch.stack(self.meeting.given)
+        self.meeting.barrier.wait()
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -67,11 +67,31 @@ class ThreadGroup:
         return self.all_gather(torch.tensor(numbers)).amin(0).tolist()
 
     def share(self, num_bytes: int) -> tuple[Tensor, ...]:
-        self._meeting.given[self.rank] = torch.zeros(num_bytes, dtype=torch.uint8)
-        self._meeting.barrier.wait()
-        shared = tuple(self._meeting.given)
-        self._meeting.barrier.wait()
+        self.meeting.given[self.rank] = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.meeting.barrier.wait()
+        shared = tuple(self.meeting.given)
+        self.meeting.barrier.wait()
         return shared
+
+
+def as_threads(size: int, run: Callable[[ThreadGroup], T]) -> list[T]:
+    """What each rank gives. If one fails, the others wait no longer, and its error is raised."""
+    meeting = Meeting(size)
+
+    def of_rank(rank: int) -> T:
+        try:
+            return run(ThreadGroup(rank, size, meeting))
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(of_rank, rank) for rank in range(size)]
+        failed = [f.exception() for f in futures]
+        real = [e for e in failed if e is not None and not isinstance(e, threading.BrokenBarrierError)]
+        if real:
+            raise real[0]
+        return [f.result() for f in futures]
 
 
 def on_ranks(
@@ -87,26 +107,15 @@ def on_ranks(
     **how: object,
 ) -> list[T]:
     """What `work` gives on each rank's part of the model."""
-    meeting = Meeting(size)
 
-    def run(rank: int) -> T:
-        try:
-            shard = Shard(rank, size, tensor=tensor, experts=experts, units=units)
-            partition = Partition(shard, ThreadGroup(rank, size, meeting), sequence=sequence)  # type: ignore[arg-type]
-            ops = select_ops(CPU, kernels)
-            model = load_model(path, ops=ops, device=CPU, dtype=torch.float32, partition=partition, **how)  # type: ignore[arg-type]
-            return work(model)
-        except BaseException:
-            meeting.barrier.abort()
-            raise
+    def run(group: ThreadGroup) -> T:
+        shard = Shard(group.rank, size, tensor=tensor, experts=experts, units=units)
+        partition = Partition(shard, group, sequence=sequence)  # type: ignore[arg-type]
+        ops = select_ops(CPU, kernels)
+        model = load_model(path, ops=ops, device=CPU, dtype=torch.float32, partition=partition, **how)  # type: ignore[arg-type]
+        return work(model)
 
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(run, rank) for rank in range(size)]
-        failed = [f.exception() for f in futures]
-        real = [e for e in failed if e is not None and not isinstance(e, threading.BrokenBarrierError)]
-        if real:
-            raise real[0]
-        return [f.result() for f in futures]
+    return as_threads(size, run)
 
 
 def on_stages(

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
@@ -16,6 +15,8 @@ import shutil
 import stat
 import tempfile
 import time
+
+from slipstream import locks
 
 _OURS = re.compile(r"slipstream-(?:replica-)?[0-9a-f]{16}")
 _LOCK = "lock"
@@ -43,7 +44,7 @@ class OwnedFolder:
                 continue
             with contextlib.suppress(FileNotFoundError):  # a sweep took it
                 lock = os.open(f"{self.path}/{_LOCK}", os.O_CREAT | os.O_RDWR, 0o600)
-                if _locked(lock) and _is_there(self.path, lock):
+                if locks.take(lock) and _is_there(self.path, lock):
                     self._lock = lock
                     return
                 os.close(lock)
@@ -67,18 +68,10 @@ def sweep() -> None:
                 continue
             lock = os.open(f"{path}/{_LOCK}", os.O_RDWR | os.O_NOFOLLOW)
             try:
-                if _locked(lock):
+                if locks.take(lock):
                     shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_there(path: str, lock: int) -> bool:

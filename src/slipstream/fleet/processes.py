@@ -151,7 +151,8 @@ class Processes:
             raise
 
     async def close(self) -> None:
-        for replica in self._running:
+        running = tuple(self._running)  # a start that fails meanwhile takes its own out
+        for replica in running:
             replica.kill()
-        for replica in self._running:
+        for replica in running:
             await replica.process.wait()

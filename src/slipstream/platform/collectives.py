@@ -150,8 +150,8 @@ class Group:
         return x
 
     def share(self, num_bytes: int) -> tuple[Tensor, ...]:
-        """Memory of each rank, zeros, that all ranks read and write, by rank: uint8 [num_bytes] on its GPU, mapped as long as
-        the tensors are held. Only where `one_shot` is there."""
+        """Memory of each rank, zeros, that all ranks read and write, by rank: uint8 [num_bytes] on its GPU, mapped until the
+        group ends. Only where `one_shot` is there."""
         from torch.distributed import _symmetric_memory as symmetric
 
         handle = self._handle or dist.group.WORLD

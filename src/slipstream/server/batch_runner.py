@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import time
@@ -30,6 +29,7 @@ import msgspec
 from msgspec import Raw, Struct
 from starlette.types import ASGIApp, Message, Scope
 
+from slipstream import locks
 from slipstream.server.batches import Batch, BatchError, BatchStore, Status
 from slipstream.server.errors import ApiError
 from slipstream.server.files import LIFE_S, StoredFile
@@ -252,11 +252,7 @@ class BatchRunner:
     def _leads(self) -> bool:
         if self._lock < 0:
             self._lock = os.open(self.store.files.folder / "runner.lock", os.O_CREAT | os.O_RDWR, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        return locks.take(self._lock)
 
     # --- A batch's way ----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -29,6 +28,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401 (NumPy knows "bfloat16" by it)
 import numpy as np
 
+from slipstream import locks
 from slipstream.config import DType
 from slipstream.kernels.host_ops import HostOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
@@ -246,19 +246,11 @@ def _exclusive(folder: Path) -> Iterator[None]:
     try:
         until = time.monotonic() + PATIENCE_S
         with contextlib.suppress(OSError):  # a file system without locks
-            while not _locked(fd) and time.monotonic() < until:
+            while not locks.take(fd) and time.monotonic() < until:
                 time.sleep(0.02)
         yield
     finally:
         os.close(fd)
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _identity() -> str:

@@ -18,7 +18,6 @@ Methods may be called by several threads.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -31,6 +30,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from slipstream import locks
 from slipstream.errors import ConfigError
 
 _logger = logging.getLogger("slipstream.engine")
@@ -182,8 +182,7 @@ class DiskTier:
             self._looked = time.monotonic()
             if not self.is_writer:
                 with contextlib.suppress(OSError):
-                    fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    self.is_writer = True
+                    self.is_writer = locks.take(self._lock_file)
             found = sorted(self._scan())
             self._files = OrderedDict(((identity, name), size) for _, identity, name, size in found)
             self.num_bytes = sum(self._files.values())

@@ -125,17 +125,19 @@ class ChainDrafter(Chain, HeadDrafter):
         left = [s for s in drafted if not self._is_ahead(s, rows)]
         for s in left:
             rows.rows[s.request_id].num_kept = 0
-        if not left:
-            pass
-        elif self.graphs is not None and self.graphs.covers(left):
-            self.graphs.run(left)
-        elif self.host is not None and self.host.covers(left, rows):
-            self.host.run(left, rows)
-        else:
-            super().draft(left, rows)
+        if left:
+            self._draft_now(left, rows)
         for s in drafted:
             row = rows.rows[s.request_id]
             row.num_drafted, row.ahead = s.num_computed_tokens + 1, range(0)
+
+    def _draft_now(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        if self.graphs is not None and self.graphs.covers(drafted):
+            self.graphs.run(drafted)
+        elif self.host is not None and self.host.covers(drafted, rows):
+            self.host.run(drafted, rows)
+        else:
+            super().draft(drafted, rows)
 
     @staticmethod
     def _is_ahead(s: ScheduledRequest, rows: RowTable) -> bool:

@@ -67,7 +67,6 @@ from slipstream.worker.texts import EagerTexts, TextGraphs, most_texts, text_lad
 
 _logger = logging.getLogger("slipstream.engine")
 
-
 PROBE_TOKENS = 64
 """Tokens of the measured step where the bytes of most activations are known beforehand."""
 
@@ -353,7 +352,7 @@ class ModelRunner:
 
     def _awaiting(self, batch: InputBatch, output: Output, drafts: Tensor | None) -> Callable[[TokenMask], InFlightStep]:
         """The draw of a step with grammars. What needs no mask is launched now, so that it waits for none."""
-        ready: tuple[Tensor, SamplingTensors] | None = None
+        ready: tuple[Tensor, SamplingTensors | None] | None = None
         if (sampled := output.sampled) is not None and output.hidden is not None:
             assert self.rows is not None
             if sampled.requests:
@@ -392,7 +391,7 @@ class ModelRunner:
         batch: InputBatch,
         output: Output,
         mask: TokenMask | None = None,
-        ready: tuple[Tensor, SamplingTensors] | None = None,
+        ready: tuple[Tensor, SamplingTensors | None] | None = None,
     ) -> InFlightStep:
         """Draw tokens, and compute the log-probabilities and vectors that requests want. `ready`: the logits and the sampling
         parameters of the draw, if they are launched already."""
@@ -416,7 +415,7 @@ class ModelRunner:
         own = output.sampled_states if ready is None else None
         tokens, logprobs = forward.greedy(own) if own is not None and batch.is_greedy else None, None
         if tokens is None:
-            logits, params = (forward.logits(own), None) if own is not None else ready  # type: ignore[misc]
+            logits, params = ready or (forward.logits(output.sampled_states), None)
             drawn = draw(self._sampler, self.rows, sampled, logits, mask, params)
             tokens, logprobs = drawn.tokens, drawn.logprobs
             extras += drawn.extras
