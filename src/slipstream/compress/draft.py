@@ -27,13 +27,13 @@ from slipstream.compress.checkpoint import claim, fingerprint
 from slipstream.compress.heads import EagleNet, MedusaNet, eagle_for, eagle_start, losses, medusa_for, medusa_start
 from slipstream.compress.steps import DraftHead, warmup_cosine
 from slipstream.compress.teacher import Example, read_examples, read_questions, teacher_examples, write_examples
+from slipstream.compress.training import in_bfloat16, parameter_groups
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.evals.states import States
 from slipstream.model.save import new_folder, stored, write_config, write_tensors
 from slipstream.model.weights import load_parameters
 from slipstream.plan.environment import environment, plain
-from slipstream.plan.hardware import cpu_features
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.draft_heads import EagleSpec, MedusaSpec
 from slipstream.spec.model import RopeSpec
@@ -250,10 +250,7 @@ class HeadTraining:
     def run(self, until: float, progress: Progress) -> list[dict[str, Any]]:
         """Train until the steps are done or the time is up; a record of each step."""
         s, begin, history = self.settings, time.perf_counter(), list[dict[str, Any]]()
-        groups = [
-            {"params": [p for p in self.net.parameters() if p.dim() > 1], "weight_decay": s.weight_decay},
-            {"params": [p for p in self.net.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-        ]
+        groups = parameter_groups(self.net.parameters(), s.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=s.learning_rate, betas=(0.9, 0.95))
         for step, indices in enumerate(self.batches()):
             share = max(step / s.num_steps, (time.perf_counter() - begin) / max(1e-9, until - begin))
@@ -312,11 +309,6 @@ class HeadTraining:
         tensors = {name: stored(values[place.target].detach(), place).bfloat16() for name, place in names.items()}
         write_tensors(folder, (*tensors.items(), *maps.items()))
         write_config(folder, {**config, "dtype": "bfloat16"})
-
-
-def in_bfloat16(device: torch.device) -> bool:
-    """Whether products are faster so."""
-    return device.type != "cpu" or "AVX-512 BF16" in cpu_features()
 
 
 def frequent_tokens(examples: Sequence[Example], vocab_size: int, count: int) -> Tensor:

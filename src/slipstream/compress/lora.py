@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import time
@@ -33,8 +32,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.compress.checkpoint import claim, fingerprint
-from slipstream.compress.draft import in_bfloat16
 from slipstream.compress.steps import LoRA, warmup_cosine
+from slipstream.compress.training import Epochs, in_bfloat16, read_state, restore_state, save_state
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, RequestError
 from slipstream.evals.text import Document, Part, read_documents
@@ -313,6 +312,7 @@ class Training:
         )
         self.step, self.seconds, self.before = 0, 0.0, math.nan
         self.history: list[float] = []
+        self.epochs = Epochs(len(samples), settings.batch_size, settings.seed)
         self._resume()
 
     def run(self, progress: Progress) -> None:
@@ -332,19 +332,11 @@ class Training:
                 self._save()
                 saved = now
 
-    def indices(self, step: int) -> list[int]:
-        """The documents of a step. An epoch has each once, in an order of its own."""
-        count, size, found = len(self.samples), self.settings.batch_size, list[int]()
-        for place in range(step * size, (step + 1) * size):
-            generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + place // count)
-            found.append(int(torch.randperm(count, generator=generator)[place % count]))
-        return found
-
     def _train_step(self, rate: float) -> float:
         """The loss: nats of a learned token."""
         s = self.settings
         torch.manual_seed(s.seed * 1_000_003 + self.step)  # dropout's
-        some = sorted((self.samples[i] for i in self.indices(self.step)), key=lambda sample: len(sample.token_ids))
+        some = sorted((self.samples[i] for i in self.epochs.indices(self.step)), key=lambda sample: len(sample.token_ids))
         total = sum(sum(sample.learned) for sample in some)
         self.ops.training = True
         self.optimizer.zero_grad(set_to_none=True)
@@ -386,36 +378,15 @@ class Training:
     # --- Saved state ------------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """The state is valid when state.json names it; then the one before is deleted."""
-        from safetensors.torch import save_file
-
-        tensors = {f"value.{n}": p.detach().cpu() for n, p in self.values.items()}
-        for n, p in self.values.items():
-            held = self.optimizer.state[p]
-            tensors |= {f"{key}.{n}": held[key].cpu() for key in ("exp_avg", "exp_avg_sq")}
-        name = f"state-{self.step}.safetensors"
-        save_file(tensors, self.work / name)
-        about = {"file": name, "step": self.step, "seconds": self.seconds, "before": self.before, "history": self.history}
-        (self.work / "state.new").write_text(json.dumps(about))
-        os.replace(self.work / "state.new", self.work / "state.json")
-        for old in self.work.glob("state-*.safetensors"):
-            if old.name != name:
-                old.unlink()
+        about = {"step": self.step, "seconds": self.seconds, "before": self.before, "history": self.history}
+        save_state(self.work, self.values, self.optimizer, about)
 
     def _resume(self) -> None:
-        from safetensors.torch import load_file
-
-        if not (self.work / "state.json").is_file():
+        if (about := read_state(self.work)) is None:
             return
-        about: Mapping[str, Any] = json.loads((self.work / "state.json").read_text())
-        tensors = load_file(self.work / about["file"])
+        restore_state(self.work, self.values, self.optimizer, about)
         self.step, self.seconds, self.before = about["step"], about["seconds"], about["before"]
         self.history = list(about["history"])
-        with torch.no_grad():
-            for n, p in self.values.items():
-                p.copy_(tensors[f"value.{n}"])
-                moments = {key: tensors[f"{key}.{n}"].to(self.device) for key in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[p] = {"step": torch.tensor(float(self.step)), **moments}
 
 
 def frozen_base(
