@@ -217,8 +217,9 @@ def _inputs(fmt: WeightFormat) -> dict[str, Any] | None:
 # --- The folder -------------------------------------------------------------------------------------------------------
 
 
-def work_folder(out: Path) -> Path:
-    return out.parent / f".{out.name}.partial"
+def work_folder(out: Path, kind: str = "partial") -> Path:
+    """The folder beside `out` in which an interrupted work of this kind is kept."""
+    return out.parent / f".{out.name}.{kind}"
 
 
 class Attempts:

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.compress.checkpoint import claim, fingerprint
+from slipstream.compress.checkpoint import claim, fingerprint, work_folder
 from slipstream.compress.steps import LoRA, warmup_cosine
-from slipstream.compress.training import Epochs, in_bfloat16, read_state, restore_state, save_state
+from slipstream.compress.training import Epochs, in_bfloat16, read_state, restore_state, save_state, write_receipt
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, RequestError
 from slipstream.evals.text import Document, Part, read_documents
@@ -43,7 +43,6 @@ from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.save import new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel, attention_of
 from slipstream.model.weights import load_parameters, transform
-from slipstream.plan.environment import environment, plain
 from slipstream.spec.adapters import CONFIG_NAME, WEIGHTS_NAME
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.parameters import Placement, Transpose, parameters
@@ -97,7 +96,7 @@ def train_adapter(
     tokenizer = Tokenizer.for_model(source)
     train, held_out, skipped = read_samples(settings, tokenizer, source.spec.max_position, download_dir)
     digest = hashlib.sha256(json.dumps([asdict(sample) for sample in (*train, *held_out)]).encode()).hexdigest()
-    work = out.parent / f".{out.name}.lora"
+    work = work_folder(out, "lora")
     claim(work, out, {"settings": asdict(settings), "source": fingerprint(source), "data": digest}, restart=restart)
     training = Training(source, settings, modules, train, work, device)
     before = training.evaluate(held_out) if training.step == 0 else training.before
@@ -106,12 +105,11 @@ def train_adapter(
     after = training.evaluate(held_out)
     with new_folder(out) as folder:
         write_adapter(folder, source, settings, modules, training.values)
-        receipt: dict[str, Any] = {
-            "format": 1,
-            **environment(),
-            "model": source.name,
-            "settings": asdict(settings),
-            "data": {
+        receipt = write_receipt(
+            folder / RECEIPT_NAME,
+            source,
+            settings,
+            data={
                 "sha256": digest,
                 "num_documents": len(train),
                 "num_tokens": sum(len(s.token_ids) for s in train),
@@ -119,18 +117,10 @@ def train_adapter(
                 "num_held_out": len(held_out),
                 "num_skipped": skipped,
             },
-            "adapter": {
-                "num_modules": len(modules),
-                "num_parameters": sum(v.numel() for v in training.values.values()),
-            },
-            "held_out": {"perplexity_before": round(math.exp(before), 4), "perplexity_after": round(math.exp(after), 4)},
-            "training": {
-                "num_steps": training.step,
-                "seconds": round(training.seconds, 1),
-                "loss": training.history,
-            },
-        }
-        (folder / RECEIPT_NAME).write_text(json.dumps(receipt, indent=1, default=plain) + "\n")
+            adapter={"num_modules": len(modules), "num_parameters": sum(v.numel() for v in training.values.values())},
+            held_out={"perplexity_before": round(math.exp(before), 4), "perplexity_after": round(math.exp(after), 4)},
+            training={"num_steps": training.step, "seconds": round(training.seconds, 1), "loss": training.history},
+        )
     shutil.rmtree(work, ignore_errors=True)
     return receipt
 

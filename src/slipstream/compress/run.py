@@ -30,7 +30,7 @@ from slipstream.compress.checkpoint import (
     stored_formats,
 )
 from slipstream.compress.layer_steps import LayerState, layer_steps
-from slipstream.compress.planning import ORDER, TORCH_DTYPES, CompressionPlan, calibration, plan
+from slipstream.compress.planning import ORDER, TORCH_DTYPES, CompressionPlan, plan
 from slipstream.compress.quantize import rotate
 from slipstream.compress.quantize.mixed import choose_bits, measure
 from slipstream.compress.quantize.qat import train
@@ -80,7 +80,7 @@ def compress(
     run = Run(source, recipe, planned, work, device, dtype)
     qat, training = recipe.one(QAT), windows
     if qat is not None and qat.num_windows is not None:
-        windows, training = windows[: calibration(recipe).num_windows], windows[: qat.num_windows]
+        windows, training = windows[: recipe.calibration.num_windows], windows[: qat.num_windows]
 
     num_layers = source.spec.num_layers
     done = 0 if recipe.budget is None else num_layers

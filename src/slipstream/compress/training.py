@@ -1,17 +1,21 @@
-"""What the trainings here share: the order of examples, the groups of parameters, and a state from which a run goes on."""
+"""What the trainings here share: the order of examples, the groups of parameters, the receipt, and a saved state."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.compress.steps import DraftHead, LoRA
 from slipstream.files import write_whole
+from slipstream.plan.environment import environment, plain
 from slipstream.plan.hardware import cpu_features
+from slipstream.spec.description import ModelDescription
 
 STATE_NAME = "state.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -50,6 +54,13 @@ class Epochs:
                 self._epoch, self._order = epoch, torch.randperm(self.count, generator=generator).tolist()
             found.append(self._order[at])
         return found
+
+
+def write_receipt(file: Path, source: ModelDescription, settings: DraftHead | LoRA, **parts: Any) -> dict[str, Any]:
+    """Write what was made of `source` with these settings, on which machine and how well; the receipt."""
+    receipt = {"format": 1, **environment(), "model": source.name, "settings": asdict(settings), **parts}
+    file.write_text(json.dumps(receipt, indent=1, default=plain) + "\n")
+    return receipt
 
 
 # --- Saved state ------------------------------------------------------------------------------------------------------
