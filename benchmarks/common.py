@@ -108,7 +108,8 @@ def run_case(doc: str | None, record: str, choices: dict[str, Sequence[str]]) ->
     """Run the file of `cases/` that the options choose, with that file's own options.
 
     `choices` are the options that choose, with their values: of kernels.py, `--device cpu --op moe` is
-    cases/kernels_cpu_moe.py. A case has `add_arguments(parser)` and `run(args, save)`, where `save(**parts)` writes the record.
+    cases/kernels_cpu_moe.py. A case has `add_arguments(parser)` and `run(args, save)`, where `save(**parts)` writes the record,
+    by the file's name unless the case has a `RECORD`.
     """
     import importlib
     import sys
@@ -128,10 +129,11 @@ def run_case(doc: str | None, record: str, choices: dict[str, Sequence[str]]) ->
     if not (HERE / "cases" / f"{found}.py").is_file():
         asked.error(f"there is no such benchmark: {' '.join(chosen)}")
     case = importlib.import_module(f"cases.{found}")
-    own = parser(case.__doc__, found)
+    name = getattr(case, "RECORD", found)
+    own = parser(case.__doc__, name)
     case.add_arguments(own)
     args = own.parse_args(rest)
-    case.run(args, partial(save, args.output, found))
+    case.run(args, partial(save, args.output, name))
 
 
 def slipstream(*words: str | Path, may_fail: bool = False) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Single operators against the machine's ceilings.
 
     python benchmarks/kernels.py --device cpu  --op linear|moe|mla|torch|step
-    python benchmarks/kernels.py --device cuda --op linear|moe|moe-tiles|attention|attention-tiles|mla|rows|one-token|lora
+    python benchmarks/kernels.py --device cuda --op linear|moe|moe-tiles|attention|attention-tiles|mla|rows|one-token|lora|power
 
 `--help` behind a device and an op prints that benchmark's options. The record is
 benchmarks/results/kernels_<device>_<op>.json.
@@ -13,7 +13,7 @@ import common
 
 OPS = {
     "cpu": ("linear", "moe", "mla", "torch", "step"),
-    "cuda": ("linear", "moe", "moe-tiles", "attention", "attention-tiles", "mla", "rows", "one-token", "lora"),
+    "cuda": ("linear", "moe", "moe-tiles", "attention", "attention-tiles", "mla", "rows", "one-token", "lora", "power"),
 }
 
 

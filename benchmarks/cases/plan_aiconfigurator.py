@@ -1,7 +1,7 @@
 """AIConfigurator's estimates of the recorded loads on an H200, beside ours and what was measured.
 
     python -m venv aic && aic/bin/pip install aiconfigurator
-    python benchmarks/aiconfigurator.py --aiconfigurator aic/bin/aiconfigurator [--backends vllm,trtllm]
+    python benchmarks/plan.py --study aiconfigurator --aiconfigurator aic/bin/aiconfigurator [--backends vllm,trtllm]
 
 It estimates other engines (vLLM, TensorRT-LLM) in a steady state of one length, so that it is told a load's mean lengths and
 how many requests run at once: the users of a closed loop, and with arrivals in time, by Little's law, the rate times the
@@ -10,11 +10,13 @@ latency that it estimates itself. Its databases are its own.
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
+from collections.abc import Callable
 
 import common
-from prediction import TARGETS, errors, recorded
+from cases.plan_prediction import TARGETS, errors, recorded
 
 from slipstream.bench.report import print_table
 from slipstream.plan.traffic import parse_workload
@@ -61,11 +63,15 @@ def estimated(command: str, backend: str, load: str) -> dict[str, float]:
     return {**{name: found[name] for name in FIGURES}, "batch": batch}
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "aiconfigurator")
+RECORD = "aiconfigurator"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--aiconfigurator", required=True, metavar="COMMAND")
     parser.add_argument("--backends", default="vllm,trtllm")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     rows = recorded()
     for row in rows:
         for backend in args.backends.split(","):
@@ -80,8 +86,4 @@ def main() -> None:
     shown = [(who.replace("predicted", "slipstream"), *(f"{m[n]:.1%}" for n in TARGETS)) for who, m in means.items()]
     print_table("mean error", ("estimates", *TARGETS), shown)
     version = subprocess.run([args.aiconfigurator, "version"], capture_output=True, text=True, check=False).stdout.strip()
-    common.save(args.output, "aiconfigurator", aiconfigurator=version.splitlines()[-1:], mean_errors=means, rows=rows)
-
-
-if __name__ == "__main__":
-    main()
+    save(aiconfigurator=version.splitlines()[-1:], mean_errors=means, rows=rows)
