@@ -195,7 +195,7 @@ RECORD = "prediction"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", action="store_true", help="against the recorded loads of an H200; nothing is measured")
-    parser.add_argument("--table", type=Path, help="what steps take: a file of step_costs.py; none is measured here")
+    parser.add_argument("--table", type=Path, help="what steps take: a file of `--study steps`; none is measured here")
     parser.add_argument("--config")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
