@@ -10,16 +10,7 @@
 `--help` behind a study prints its options. The record is results/compression_<study>.json, of the last fidelity.json.
 """
 
-from __future__ import annotations
-
 import common
 
-STUDIES = ("recipes", "fp8", "transformers", "prune", "time", "fidelity")
-
-
-def main() -> None:
-    common.run_case(__doc__, "compression", {"study": STUDIES})
-
-
 if __name__ == "__main__":
-    main()
+    common.run_case(__doc__, "compression", "study")

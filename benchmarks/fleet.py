@@ -10,16 +10,7 @@
 `--help` behind a study prints what it does and its options.
 """
 
-from __future__ import annotations
-
 import common
 
-STUDIES = ("serving", "chunks", "routing", "autoscale", "detection", "nab")
-
-
-def main() -> None:
-    common.run_case(__doc__, "fleet", {"study": STUDIES})
-
-
 if __name__ == "__main__":
-    main()
+    common.run_case(__doc__, "fleet", "study")

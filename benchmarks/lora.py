@@ -6,16 +6,7 @@
 `--help` behind a study prints what it does and its options.
 """
 
-from __future__ import annotations
-
 import common
 
-STUDIES = ("decode", "training")
-
-
-def main() -> None:
-    common.run_case(__doc__, "lora", {"study": STUDIES})
-
-
 if __name__ == "__main__":
-    main()
+    common.run_case(__doc__, "lora", "study")

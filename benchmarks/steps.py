@@ -7,16 +7,7 @@
 `--help` behind a study prints what it does and its options.
 """
 
-from __future__ import annotations
-
 import common
 
-STUDIES = ("mixed", "scheduler", "threads")
-
-
-def main() -> None:
-    common.run_case(__doc__, "steps", {"study": STUDIES})
-
-
 if __name__ == "__main__":
-    main()
+    common.run_case(__doc__, "steps", "study")
