@@ -19,7 +19,7 @@ import common
 from cases.plan_prediction import TARGETS, errors, recorded
 
 from slipstream.bench.report import print_table
-from slipstream.plan.traffic import parse_workload
+from slipstream.plan.traffic import mean_lengths, parse_workload
 
 USERS = {"1024": 1024, "256": 256, "64": 64}
 RATES = {"p40": 40.0, "p90": 90.0}
@@ -30,15 +30,14 @@ ROUNDS = 4
 """Of Little's law."""
 
 
-def mean_lengths(load: str) -> tuple[int, int]:
+def lengths_of(load: str) -> tuple[int, int]:
     workload = parse_workload("fixed:512/128" if load == "256" else "sharegpt")
-    requests = list(workload.take(COUNTS[load]))
-    count = len(requests)
-    return round(sum(r.input_tokens for r in requests) / count), round(sum(r.output_tokens for r in requests) / count)
+    n_in, n_out = mean_lengths(list(workload.take(COUNTS[load])))
+    return round(n_in), round(n_out)
 
 
 def ask(command: str, backend: str, load: str, batch: int) -> dict[str, float]:
-    n_in, n_out = mean_lengths(load)
+    n_in, n_out = lengths_of(load)
     words = [command, "cli", "estimate", "--model-path", str(common.CONFIGS / "llama-3-8b"), "--system", "h200_sxm"]
     words += ["--backend", backend, "--isl", str(n_in), "--osl", str(n_out), "--batch-size", str(batch)]
     words += ["--gemm-quant-mode", "fp8", "--kvcache-quant-mode", "fp8", "--no-color", "--log-level", "ERROR"]
@@ -59,7 +58,7 @@ def estimated(command: str, backend: str, load: str) -> dict[str, float]:
         found = ask(command, backend, load, batch)
     if load in RATES:  # what comes is answered, the last request a latency after it came
         seconds = COUNTS[load] / RATES[load] + found["latency"]
-        found["throughput"] = COUNTS[load] * mean_lengths(load)[1] / seconds
+        found["throughput"] = COUNTS[load] * lengths_of(load)[1] / seconds
     return {**{name: found[name] for name in FIGURES}, "batch": batch}
 
 
