@@ -95,8 +95,8 @@ MOST_PASSED_BY = 128
 
 class Scheduler:
     """`num_blocks` is the size of the pool, with the null block. `salt` separates cached prefixes from other models'.
-    `drafts_ahead`: the drafter begins the next drafts before these are verified. `whole_images`: the tokens of a picture see one
-    another, so a step holds all of them. `store` has the tiers below the device."""
+    `drafts_ahead`: the drafter begins the next drafts before these are verified. `whole_images`: the tokens of a picture see
+    one another, so a step holds all of them. `store` has the tiers below the device."""
 
     def __init__(
         self,
@@ -153,8 +153,7 @@ class Scheduler:
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
         """End requests now. Their blocks are free for the next step. Unknown ids are ignored."""
         found = [self.requests.by_id[i] for i in request_ids if i in self.requests.by_id]
-        outputs = [self.requests.finish(request, reason) for request in found]
-        return outputs
+        return [self.requests.finish(request, reason) for request in found]
 
     def fail_all(self, reason: FinishReason, error: str) -> list[EngineOutput]:
         """End everything, after a step failed. Results of steps in flight are not expected any more."""

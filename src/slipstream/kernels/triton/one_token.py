@@ -16,12 +16,12 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.kernels.layouts import MLAShape, TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.quantize import SMALLEST, chunk_of
+from slipstream.kernels.quantize import SMALLEST
 from slipstream.kernels.token_shape import OTHER_RANK, inner_sizes, size_refusal
 from slipstream.kernels.token_shape import widths as widths
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.pointwise import ACTIVATIONS
-from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, chunk_of
 from slipstream.platform import Group, platform_of
 from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.reason import Reason
