@@ -21,8 +21,7 @@ import numpy.typing as npt
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.native import Arena, Packed, PackedExperts, Program, stand_in
-from slipstream.kernels.weights import BlockLinear, GroupedLinear, Linear, ScaledLinear
-from slipstream.kernels.weights import chunk_of as chunk_of
+from slipstream.kernels.weights import BlockLinear, GroupedLinear, Linear, ScaledLinear, chunk_of
 from slipstream.spec.model import MoESpec
 from slipstream.spec.scheme import E2M1, Scheme
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.quantize import DTYPES, chunk_of, pack4
-from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, SplitLinear, TileScaledLinear
+from slipstream.kernels.quantize import DTYPES, pack4
+from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, SplitLinear, TileScaledLinear, chunk_of
 from slipstream.model.checkpoint import PASSED_OVER
 from slipstream.model.packing import block_numbers, numbers, stored_parts, stored_shape, unpack_words
 from slipstream.spec.native_formats import held_group

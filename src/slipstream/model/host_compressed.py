@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.cpu_moe import chunk_of, pack4
-from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.cpu_moe import pack4
+from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, chunk_of
 from slipstream.model.checkpoint import PASSED_OVER
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.native_formats import held_group, is_expandable

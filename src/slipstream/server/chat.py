@@ -140,13 +140,13 @@ def read_events(parser: Parser, text: str, *, last: bool) -> list[Event]:
     events = parser.feed(text) + (parser.finish() if last else [])
     found: list[Event] = []
     for event in events:
-        last = found[-1] if found else None
-        if isinstance(event, Content) and isinstance(last, Content):
-            found[-1] = Content(last.text + event.text)
-        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
-            found[-1] = Reasoning(last.text + event.text)
-        elif isinstance(event, Arguments) and isinstance(last, Arguments) and event.index == last.index:
-            found[-1] = Arguments(event.index, last.text + event.text)
+        before = found[-1] if found else None
+        if isinstance(event, Content) and isinstance(before, Content):
+            found[-1] = Content(before.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(before, Reasoning):
+            found[-1] = Reasoning(before.text + event.text)
+        elif isinstance(event, Arguments) and isinstance(before, Arguments) and event.index == before.index:
+            found[-1] = Arguments(event.index, before.text + event.text)
         else:
             found.append(event)
     return found

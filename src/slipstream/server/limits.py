@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeAlias, TypeVar
 
+from msgspec import Struct
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,7 +22,7 @@ from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerSettings, ServerState
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
-T = TypeVar("T")
+T = TypeVar("T", bound=Struct)
 
 
 async def read_body(scope: Scope, receive: Receive, settings: ServerSettings) -> bytes:

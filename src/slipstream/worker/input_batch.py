@@ -151,9 +151,9 @@ def _gather_inputs_after_upload(
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
     """`gather_inputs`, whose `sizes` are given."""
     token_rows, positions, starts, seq_lens, rows, *more = _upload_together(arrays, table.device)
-    of_tokens = {"token_rows": token_rows, "positions": positions}
-    of_sequences = {"rows": rows, "query_start_loc": starts, "seq_lens": seq_lens}
-    token_ids, meta = gather_inputs(table, **of_tokens, **of_sequences, **sizes)
+    token_ids, meta = gather_inputs(
+        table, token_rows=token_rows, positions=positions, rows=rows, query_start_loc=starts, seq_lens=seq_lens, **sizes
+    )
     return token_ids, meta, [*more[:2], *(t.long() for t in more[2:])]
 
 
