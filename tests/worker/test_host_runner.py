@@ -22,7 +22,6 @@ from slipstream.config import EngineArgs
 from slipstream.errors import CheckpointError
 from slipstream.kernels import native
 from slipstream.model.checkpoint import dummy_arrays
-from slipstream.model.host_compressed import rounded_refusal
 from slipstream.plan.estimate import estimate
 from slipstream.spec.description import read_spec
 from slipstream.worker.host_runner import HostRunner
@@ -183,7 +182,6 @@ def test_random_weights(config_only):
 def test_checkpoints_that_hold_rounded_weights(tmp_path, monkeypatch, kind, dtype):
     tiny_models.build(tmp_path, **ROUNDED_SIZES)
     compress(tmp_path, kind)
-    assert rounded_refusal(read_spec(tmp_path)) is None
     compared(tmp_path, monkeypatch, samplings=[GREEDY, SCORED], dtype=dtype)
 
 
@@ -257,15 +255,6 @@ def test_rounded_tensors_that_do_not_fit_are_named(tmp_path, change, named):
     with pytest.raises(CheckpointError, match=re.escape(named)) as error:
         LLM(str(tmp_path), skip_tokenizer_init=True, **SIZES)
     assert stem in str(error.value)
-
-
-@pytest.mark.parametrize("kind", ["fp8"])
-def test_rounded_weights_that_are_torchs(tmp_path, kind):
-    tiny_models.build(tmp_path, **ROUNDED_SIZES)
-    compress(tmp_path, kind)
-    assert "float8" in str(rounded_refusal(read_spec(tmp_path)))
-    with LLM(str(tmp_path), skip_tokenizer_init=True, **SIZES) as llm:
-        assert type(llm.core.executor.runner) is ModelRunner
 
 
 def test_a_number_of_threads_that_was_asked_for_is_kept(tmp_path):
