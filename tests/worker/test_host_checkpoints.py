@@ -216,7 +216,7 @@ def test_no_torch_is_needed(tmp_path, kind):
         if kind == "sparse int8":
             compress(tmp_path, "int8")
         leave_zeros_out(tmp_path, "sparse-24-bitmask", **({"format": "dense"} if kind == "sparse" else {}))
-    command = [sys.executable, "-c", WITHOUT_TORCH, "run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    given = ["run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu"]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *given], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["text"] is not None

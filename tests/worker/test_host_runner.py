@@ -27,7 +27,7 @@ from slipstream.spec.description import read_spec
 from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.thread_governor import ThreadGovernor
-from tests import draft_heads, tiny_models
+from tests import draft_heads, tiny_models, vision_models
 from tests.model.test_compressed import AWQ_SIZES, compress, compress_awq, compress_gptq
 from tests.model.test_compressed import SIZES as ROUNDED_SIZES
 from tests.waiting import free_port
@@ -335,6 +335,30 @@ def test_cross_encoders_give_torchs_scores(tmp_path, monkeypatch, family):
     assert len(set(ours)) == 3
 
 
+# --- Encoder-decoders -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny_models.T5S)
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"kv_cache_bytes": 45 * 2**10, "block_size": 4}], ids=str)
+def test_encoder_decoders_give_torchs_answers(tmp_path, monkeypatch, family, settings):
+    """Also where too few blocks make some begin again, which encodes their prompts a second time."""
+    tiny_models.build_t5(tmp_path, family)
+    scored = SamplingParams(temperature=0, max_tokens=6, logprobs=3, ignore_eos=True)
+    settings = {"max_model_len": 32, **settings}
+    stats = compared(tmp_path, monkeypatch, samplings=[GREEDY, DRAWN, PENALISED, scored], **settings)
+    assert (stats.num_preemptions > 0) == ("block_size" in settings)
+
+
+def test_an_encoder_decoder_needs_no_torch(tmp_path):
+    tiny_models.build_t5(tmp_path)
+    tiny_models.write_tokenizer(tmp_path)
+    answer = python(WITHOUT_TORCH, "run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu")
+    assert json.loads(answer)["text"] is not None
+
+
+# --- Caches, grammars -----------------------------------------------------------------------------------------------------
+
+
 def test_an_8_bit_cache(tmp_path):
     """Its scales come of random text, which NumPy draws otherwise than torch: the answers are near, not equal."""
     tiny_models.build(tmp_path)
@@ -425,21 +449,28 @@ def test_a_draft_head_needs_no_torch(tmp_path):
     assert json.loads(answer)["text"] is not None
 
 
-@pytest.mark.parametrize("what", ["draft", "rounded", "family"])
+@pytest.mark.parametrize("what", ["draft", "rounded", "family", "adapters", "pictures"])
 def test_what_needs_torch_says_how_to_get_it(tmp_path, what):
-    tiny_models.build_with_tokenizer(tmp_path, **({"family": "olmo2"} if what == "family" else {}))
-    more = []
+    more, named = [], {"rounded": "mxfp4", "adapters": "enable_lora", "pictures": "max_images=0"}.get(what, "")
+    if what == "pictures":
+        vision_models.build_vision(tmp_path, "gemma3")
+        vision_models.write_tokenizer(tmp_path, "gemma3")
+    else:
+        tiny_models.build_with_tokenizer(tmp_path, **({"family": "olmo2"} if what == "family" else {}))
+    if what == "adapters":
+        more = ["--enable-lora"]
     if what == "draft":  # whose own model torch runs
         tiny_models.build(tmp_path / "drafts", "olmo2")
         more = ["--speculative-model", str(tmp_path / "drafts")]
     if what == "rounded":
         config = json.loads((tmp_path / "config.json").read_text())
-        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        config["quantization_config"] = {"quant_method": "mxfp4"}
         (tmp_path / "config.json").write_text(json.dumps(config))
     command = [sys.executable, "-c", WITHOUT_TORCH, "run", str(tmp_path), "hello", "--device", "cpu", *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "slipstream[torch]" in done.stderr
+    assert named in done.stderr
     assert done.stderr.startswith(f"slipstream: {tmp_path}: ")  # as it was asked for
     assert "Traceback" not in done.stderr
 

@@ -26,6 +26,7 @@ from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.checkpoint import place
 from slipstream.model.packing import pack_words, tensor_numbers, unpack_words
 from slipstream.model.save import new_folder, stored, write_config, write_tensors
+from slipstream.model.stored_weights import expanded
 from slipstream.model.weights import transform
 from slipstream.spec.description import ModelDescription, huggingface_config
 from slipstream.spec.native_formats import is_product

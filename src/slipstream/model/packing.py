@@ -1,8 +1,8 @@
 """Codes of 2 to 8 bits in words of 32, as compressed-tensors' "pack-quantized" has them, and the numbers that they stand for.
 
 The codes of a row stand one after another from the low bits of its first word up, without gaps: 32 codes are `bits` words, and
-one of 3, 5, 6 or 7 bits may lie across two. A code is stored with 2^(bits − 1) added, so that it is never negative. What needs no
-torch is in `stored_weights.py`.
+one of 3, 5, 6 or 7 bits may lie across two. A code is stored with 2^(bits − 1) added, so that it is never negative. What needs
+no torch is in `stored_weights.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rounded weights as a checkpoint stores them, by `spec.scheme.WeightFormat`: their tensors, and the numbers that these stand
 for. No torch.
 
-A weight that the op set has no product for (on a CPU fp8, or more than 4 bits with inputs of the model's type) is expanded to the
-model's type as it is read (`expanded`). Codes of 2 to 8 bits in words of 32 are `packing.py`'s.
+A weight that the op set has no product for (on a CPU fp8, or more than 4 bits with inputs of the model's type) is expanded to
+the model's type as it is read (`expanded`). Codes of 2 to 8 bits in words of 32 are `packing.py`'s.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from slipstream.model.bitmasks import made_dense
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.checkpoint import (
     HeldWeights,
+    expands,
     fill_named,
     fill_parameters,
-    expands,
     finder,
     gguf_arrays,
     names_of,

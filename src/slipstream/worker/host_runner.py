@@ -80,7 +80,10 @@ def _model_refusal(description: ModelDescription, load_format: str) -> Reason | 
     spec, stored = description.spec, description.quantization
     table: tuple[tuple[bool, str], ...] = (
         (spec.vision is not None, "the model has an image encoder, which torch runs (max_images=0 leaves it out)"),
-        (stored is not None and stored.method == "mxfp4" and load_format != "dummy", "quantization_config: experts in mxfp4 are put together by torch"),
+        (
+            stored is not None and stored.method == "mxfp4" and load_format != "dummy",
+            "quantization_config: experts in mxfp4 are put together by torch (a GGUF file's need none)",
+        ),
     )
     return next((Reason(text) for refused, text in table if refused), None)
 
