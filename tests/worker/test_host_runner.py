@@ -22,13 +22,12 @@ from slipstream.config import EngineArgs
 from slipstream.errors import CheckpointError
 from slipstream.kernels import native
 from slipstream.model.checkpoint import dummy_arrays
-from slipstream.model.host_compressed import rounded_refusal
 from slipstream.plan.estimate import estimate
 from slipstream.spec.description import read_spec
 from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.thread_governor import ThreadGovernor
-from tests import draft_heads, tiny_models
+from tests import draft_heads, tiny_models, vision_models
 from tests.model.test_compressed import AWQ_SIZES, compress, compress_awq, compress_gptq
 from tests.model.test_compressed import SIZES as ROUNDED_SIZES
 from tests.waiting import free_port
@@ -183,7 +182,6 @@ def test_random_weights(config_only):
 def test_checkpoints_that_hold_rounded_weights(tmp_path, monkeypatch, kind, dtype):
     tiny_models.build(tmp_path, **ROUNDED_SIZES)
     compress(tmp_path, kind)
-    assert rounded_refusal(read_spec(tmp_path)) is None
     compared(tmp_path, monkeypatch, samplings=[GREEDY, SCORED], dtype=dtype)
 
 
@@ -257,15 +255,6 @@ def test_rounded_tensors_that_do_not_fit_are_named(tmp_path, change, named):
     with pytest.raises(CheckpointError, match=re.escape(named)) as error:
         LLM(str(tmp_path), skip_tokenizer_init=True, **SIZES)
     assert stem in str(error.value)
-
-
-@pytest.mark.parametrize("kind", ["fp8"])
-def test_rounded_weights_that_are_torchs(tmp_path, kind):
-    tiny_models.build(tmp_path, **ROUNDED_SIZES)
-    compress(tmp_path, kind)
-    assert "float8" in str(rounded_refusal(read_spec(tmp_path)))
-    with LLM(str(tmp_path), skip_tokenizer_init=True, **SIZES) as llm:
-        assert type(llm.core.executor.runner) is ModelRunner
 
 
 def test_a_number_of_threads_that_was_asked_for_is_kept(tmp_path):
@@ -344,6 +333,30 @@ def test_cross_encoders_give_torchs_scores(tmp_path, monkeypatch, family):
     monkeypatch.setattr("slipstream.worker.executor._host_runner", lambda *_: None)
     np.testing.assert_allclose(ours, scores(ModelRunner), rtol=0, atol=1e-5)
     assert len(set(ours)) == 3
+
+
+# --- Encoder-decoders -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny_models.T5S)
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"kv_cache_bytes": 45 * 2**10, "block_size": 4}], ids=str)
+def test_encoder_decoders_give_torchs_answers(tmp_path, monkeypatch, family, settings):
+    """Also where too few blocks make some begin again, which encodes their prompts a second time."""
+    tiny_models.build_t5(tmp_path, family)
+    scored = SamplingParams(temperature=0, max_tokens=6, logprobs=3, ignore_eos=True)
+    settings = {"max_model_len": 32, **settings}
+    stats = compared(tmp_path, monkeypatch, samplings=[GREEDY, DRAWN, PENALISED, scored], **settings)
+    assert (stats.num_preemptions > 0) == ("block_size" in settings)
+
+
+def test_an_encoder_decoder_needs_no_torch(tmp_path):
+    tiny_models.build_t5(tmp_path)
+    tiny_models.write_tokenizer(tmp_path)
+    answer = python(WITHOUT_TORCH, "run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu")
+    assert json.loads(answer)["text"] is not None
+
+
+# --- Caches, grammars -----------------------------------------------------------------------------------------------------
 
 
 def test_an_8_bit_cache(tmp_path):
@@ -436,21 +449,29 @@ def test_a_draft_head_needs_no_torch(tmp_path):
     assert json.loads(answer)["text"] is not None
 
 
-@pytest.mark.parametrize("what", ["draft", "rounded", "family"])
+@pytest.mark.parametrize("what", ["draft", "rounded", "family", "adapters", "pictures"])
 def test_what_needs_torch_says_how_to_get_it(tmp_path, what):
-    tiny_models.build_with_tokenizer(tmp_path, **({"family": "olmo2"} if what == "family" else {}))
-    more = []
+    more, named = [], {"rounded": "mxfp4", "adapters": "enable_lora", "pictures": "max_images=0"}.get(what, "")
+    if what == "pictures":
+        vision_models.build_vision(tmp_path, "gemma3")
+        vision_models.write_tokenizer(tmp_path, "gemma3")
+    else:
+        tiny_models.build_with_tokenizer(tmp_path, **({"family": "olmo2"} if what == "family" else {}))
     if what == "draft":  # whose own model torch runs
         tiny_models.build(tmp_path / "drafts", "olmo2")
         more = ["--speculative-model", str(tmp_path / "drafts")]
     if what == "rounded":
         config = json.loads((tmp_path / "config.json").read_text())
-        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        config["quantization_config"] = {"quant_method": "mxfp4"}
         (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-c", WITHOUT_TORCH, "run", str(tmp_path), "hello", "--device", "cpu", *more]
+    verb = ["run", str(tmp_path), "hello"]
+    if what == "adapters":  # which `run` has not
+        verb = ["serve", str(tmp_path), "--enable-lora", "--port", str(free_port())]
+    command = [sys.executable, "-c", WITHOUT_TORCH, *verb, "--device", "cpu", *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "slipstream[torch]" in done.stderr
+    assert named in done.stderr
     assert done.stderr.startswith(f"slipstream: {tmp_path}: ")  # as it was asked for
     assert "Traceback" not in done.stderr
 

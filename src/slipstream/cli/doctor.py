@@ -254,7 +254,7 @@ def find_missing(
     GPU needs where there is none. Pure."""
     found = []
     if torch is None:
-        lost = "a GPU" if cards else "compression, evals, and models and settings that `slipstream info` names"
+        lost = "a GPU" if cards else "compression, evals, adapters, pictures, and what else `slipstream info` names"
         what, extra = f"torch, for {lost}", "gpu" if cards else "torch"
         needed = bool(cards) or not has_cpu_kernels
         found.append(Missing(what=what, command=f"pip install 'slipstream[{extra}]'", needed=needed))

@@ -24,9 +24,9 @@ from slipstream.compress.recipe import RECIPE_NAME
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.files import digest, write_whole
 from slipstream.model.checkpoint import place
-from slipstream.model.compressed import expanded
-from slipstream.model.packing import pack_words, unpack_words
+from slipstream.model.packing import pack_words, tensor_numbers, unpack_words
 from slipstream.model.save import new_folder, stored, write_config, write_tensors
+from slipstream.model.stored_weights import expanded
 from slipstream.model.weights import transform
 from slipstream.spec.description import ModelDescription, huggingface_config
 from slipstream.spec.native_formats import is_product
@@ -94,7 +94,7 @@ class Names:
                 return f"{module}.weight" in self.places and is_product(self.places[f"{module}.weight"].target)
 
             found: dict[str, Tensor] = {}
-            for name, _, read in expanded(given, formats, wanted):
+            for name, _, read in expanded(given, formats, wanted, tensor_numbers):
                 at = self.places.get(name)
                 if at is None:
                     continue  # scales of inputs and of the cache

@@ -33,6 +33,8 @@ def to_tensor(x: npt.NDArray[Any]) -> Tensor:
     x = x if x.flags.writeable else x.copy()
     if x.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    if x.dtype == ml_dtypes.float8_e4m3fn:
+        return torch.from_numpy(x.view(np.int8)).view(torch.float8_e4m3fn)
     return torch.from_numpy(x)
 
 

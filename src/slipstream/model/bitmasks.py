@@ -5,30 +5,30 @@
 2. `bitmask` uint8 [out, in / 8]: a bit for every place, from the low bits up.
 3. `shape`; and `row_offsets`, which follow from the mask and are not read.
 
-Each weight is made dense as it is read, one at a time. The op set decides whether to leave the zeros out again.
+Each weight is made dense when it is read. The op set decides whether to leave the zeros out again. Values are NumPy's arrays,
+with torch too. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
-from slipstream.spec.parameters import Shape
+from slipstream.model.stored_weights import Stored
 
-Stored = tuple[str, Shape, Callable[[], Tensor]]
-"""A tensor of a checkpoint: its name, its shape, and how to read it."""
-
+Array: TypeAlias = npt.NDArray[Any]
 PARTS = ("shape", "bitmask", "compressed")
 
 
 def made_dense(stored: Iterable[Stored]) -> Iterator[Stored]:
     """`stored`, with one `weight` in place of each weight's parts. CheckpointError names a part that is missing or does not
     fit."""
-    waiting: dict[str, dict[str, Tensor]] = {}
+    waiting: dict[str, dict[str, Array]] = {}
     for name, shape, read in stored:
         stem, _, part = name.rpartition(".")
         stem = stem.removesuffix(".weight")
@@ -40,27 +40,28 @@ def made_dense(stored: Iterable[Stored]) -> Iterator[Stored]:
         parts = waiting.setdefault(stem, {})
         parts[part] = read()  # its file may be closed before the others come
         if len(parts) == len(PARTS):
-            weight = _dense(stem, **waiting.pop(stem))
-            yield f"{stem}.weight", tuple(weight.shape), lambda w=weight: w  # type: ignore[misc]
+            yield _dense(stem, **waiting.pop(stem))
     for stem, parts in waiting.items():
         lacking = ", ".join(f"{stem}.{part}" for part in PARTS if part not in parts)
         raise CheckpointError(f"the checkpoint lacks {lacking}", field=f"{stem}.weight")
 
 
-def _dense(stem: str, shape: Tensor, bitmask: Tensor, compressed: Tensor) -> Tensor:
-    rows, inner = (int(n) for n in shape.flatten()) if shape.numel() == 2 else (0, 0)
-    if bitmask.dtype != torch.uint8 or tuple(bitmask.shape) != (rows, -(-inner // 8)):
+def _dense(stem: str, shape: Array, bitmask: Array, compressed: Array) -> Stored:
+    rows, inner = (int(n) for n in shape.reshape(-1)) if shape.size == 2 else (0, 0)
+    if bitmask.dtype != np.uint8 or bitmask.shape != (rows, -(-inner // 8)):
         raise CheckpointError(
             f"{stem}.bitmask is {list(bitmask.shape)} of {bitmask.dtype}, which does not fit a shape of {shape.tolist()}",
             field=f"{stem}.bitmask",
         )
-    bits = np.unpackbits(bitmask.numpy(), axis=-1, count=inner, bitorder="little")
-    mask = torch.from_numpy(bits.view(bool))
-    if (count := int(mask.sum())) != compressed.numel():
+    return f"{stem}.weight", (rows, inner), partial(_spread, stem, inner, bitmask, compressed)
+
+
+def _spread(stem: str, inner: int, bitmask: Array, compressed: Array) -> Array:
+    mask = np.unpackbits(bitmask, axis=-1, count=inner, bitorder="little").view(bool)
+    if (count := np.count_nonzero(mask)) != compressed.size:
         raise CheckpointError(
-            f"{stem}.compressed holds {compressed.numel()} numbers, and its bitmask marks {count}", field=f"{stem}.compressed"
+            f"{stem}.compressed holds {compressed.size} numbers, and its bitmask marks {count}", field=f"{stem}.compressed"
         )
-    if compressed.element_size() == 1:  # float8 can't be indexed
-        plain = torch.zeros(rows, inner, dtype=torch.uint8)
-        return plain.masked_scatter_(mask, compressed.view(torch.uint8)).view(compressed.dtype)
-    return torch.zeros(rows, inner, dtype=compressed.dtype).masked_scatter_(mask, compressed)
+    dense = np.zeros(mask.shape, f"u{compressed.itemsize}")  # all bits 0 are a zero of every type
+    dense[mask] = np.ascontiguousarray(compressed).reshape(-1).view(dense.dtype)
+    return dense.view(compressed.dtype)

@@ -4,19 +4,24 @@
    Earlier versions wrote k_proj.output_scale and v_proj.output_scale.
 2. Zero points, which the tools write even where they are unused, must be zero.
 3. A scale of queries (q_scale) is ignored: queries stay in the model's type.
+
+Tensors may be torch's or NumPy's; what comes is NumPy's. No torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
 from slipstream.spec.model import AttentionSpec, ModelSpec
 from slipstream.spec.parallel import Shard, heads_of
 from slipstream.spec.parameters import Placement
+
+Floats = npt.NDArray[np.float32]
 
 PARTS = {
     "k_scale": "k",
@@ -32,9 +37,7 @@ class CacheScales:
     """Takes the scales among a checkpoint's tensors. `layers()` returns them when all were taken. `names` is the family's
     table: a scale beside a projection of queries, keys or values belongs to that attention."""
 
-    def __init__(
-        self, spec: ModelSpec, names: Mapping[str, Placement], *, device: torch.device, shard: Shard | None = None
-    ) -> None:
+    def __init__(self, spec: ModelSpec, names: Mapping[str, Placement], *, shard: Shard | None = None) -> None:
         """With a `shard` those of a rank's kv heads are kept."""
         inputs = [name for name, place in names.items() if place.target.endswith(".attention.qkv.weight")]
         self._projections = {name.split(".")[-2] for name in inputs}
@@ -42,15 +45,14 @@ class CacheScales:
         self._own = [
             _own_heads(a, shard) if isinstance(a, AttentionSpec) else [0] for a in (layer.attention for layer in spec.layers)
         ]
-        self._device = device
-        self._found: dict[tuple[int, str], Tensor] = {}
+        self._found: dict[tuple[int, str], Floats] = {}
 
     @staticmethod
     def is_of_cache(name: str) -> bool:
         """Whether a tensor of a checkpoint is one of those that `take` looks at."""
         return _part_of(name) is not None
 
-    def take(self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]) -> bool:
+    def take(self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]) -> bool:
         """Whether the tensor `name` is of an attention's cache. `find` gives the place of a projection's weight by the
         checkpoint's name for it."""
         part = _part_of(name)
@@ -63,21 +65,22 @@ class CacheScales:
         self._keep(name, part, int(place.target.split(".")[1]), read())
         return True
 
-    def _keep(self, name: str, part: str, layer: int, value: Tensor) -> None:
-        if part in ZERO_POINTS and value.float().any():
+    def _keep(self, name: str, part: str, layer: int, value: Any) -> None:
+        floats: Floats = value.astype(np.float32) if isinstance(value, np.ndarray) else value.float().numpy()
+        if part in ZERO_POINTS and floats.any():
             raise CheckpointError(f"{name}: zero points of the cache are not supported", field=name)
         if part not in PARTS:
             return
-        heads, scales = self._heads[layer], value.float().reshape(-1)
-        if scales.numel() not in (1, heads):
-            raise CheckpointError(f"{name} holds {scales.numel()} scales for {heads} kv heads", field=name)
-        if not (scales.isfinite() & (scales > 0)).all():
+        heads, scales = self._heads[layer], floats.reshape(-1)
+        if scales.size not in (1, heads):
+            raise CheckpointError(f"{name} holds {scales.size} scales for {heads} kv heads", field=name)
+        if not (np.isfinite(scales) & (scales > 0)).all():
             raise CheckpointError(f"{name}: a scale must be a number above 0", field=name)
         if (layer, PARTS[part]) in self._found:
             raise CheckpointError(f"{name}: layer {layer} has these scales twice", field=name)
-        self._found[layer, PARTS[part]] = scales.expand(heads)[self._own[layer]].to(self._device)
+        self._found[layer, PARTS[part]] = np.broadcast_to(scales, heads)[self._own[layer]]
 
-    def layers(self) -> list[tuple[Tensor, Tensor]]:
+    def layers(self) -> list[tuple[Floats, Floats]]:
         """For each layer, float32 [K] for keys and for values. CheckpointError names a missing scale."""
         missing = [(i, x) for i in range(len(self._heads)) for x in "kv" if (i, x) not in self._found]
         if missing:

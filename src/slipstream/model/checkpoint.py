@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
-import ml_dtypes  # noqa: F401 (NumPy knows "bfloat16" by it)
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.weights import Linear
+from slipstream.model.bitmasks import made_dense
 from slipstream.model.gguf_quants import dequantize_tensor
+from slipstream.model.stored_weights import Stored, expanded
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
+from slipstream.spec.native_formats import is_expandable
 from slipstream.spec.parameters import (
     Flatten,
     MinusOne,
@@ -41,8 +45,7 @@ if TYPE_CHECKING:
     from slipstream.model.cache_scales import CacheScales
 
 Array: TypeAlias = npt.NDArray[Any]
-Read: TypeAlias = tuple[str, Shape, Callable[[], Any]]
-"""A tensor of a checkpoint: its name, its shape, and how to read it."""
+Read: TypeAlias = Stored
 
 Value = TypeVar("Value", bound=Any)
 
@@ -139,17 +142,38 @@ def fill_parameters(
         raise CheckpointError(f"the checkpoint lacks {some}", field=missing[0])
 
 
-def read_parameters(description: ModelDescription, dtype: str, held: HeldWeights | None = None) -> dict[str, Array]:
-    """All parameters of the description's model by our names, but those that `held` takes: arrays of `dtype` ("bfloat16",
-    "float32", "float16"). CheckpointError names the tensor at fault."""
+def expands(find: Callable[[str], Placement | None], values: Container[str]) -> Callable[[str], bool]:
+    """Whether a module's rounded weight, by the checkpoint's name, is one of `values` and so to be expanded."""
+
+    def is_wanted(module: str) -> bool:
+        place = find(f"{module}.weight")
+        return place is not None and is_expandable(place.target) and place.target in values
+
+    return is_wanted
+
+
+def read_parameters(
+    description: ModelDescription,
+    dtype: str,
+    held: HeldWeights | None = None,
+    cache_scales: CacheScales | None = None,
+) -> dict[str, Array]:
+    """All parameters of the description's model by our names, but those that `held` and `cache_scales` take: arrays of `dtype`
+    ("bfloat16", "float32", "float16"). Weights that are stored without their zeros, or rounded and not held so, are put
+    together. CheckpointError names the tensor at fault."""
     shapes = {n: s for n, s in parameters(description.spec).items() if held is None or n not in held}
     values = {name: np.empty(shape, _kept_type(name, dtype)) for name, shape in shapes.items()}
     stored = gguf_arrays(description, dtype) if description.format == "gguf" else safetensors_arrays(description.path)
+    names, q = names_of(description), description.quantization
+    if q is not None and q.sparse:
+        stored = made_dense(stored)
+    if q is not None and q.formats is not None:
+        stored = expanded(stored, q.formats, expands(finder(description, names), values))
 
     def assign(into: Array, value: Array, how: Transform | None, shape: Shape) -> None:
         assign_array(into, value.reshape(shape), how)
 
-    fill_parameters(description, names_of(description), stored, values, assign, held=held)
+    fill_parameters(description, names, stored, values, assign, held=held, cache_scales=cache_scales)
     return values
 
 
@@ -211,10 +235,27 @@ def safetensors_arrays(path: Path) -> Iterator[Read]:
     for file in safetensors_files(path):
         try:
             with safe_open(file, framework="np") as opened:
+                float8: dict[str, Callable[[], Array]] = {}
                 for name in opened.keys():  # noqa: SIM118 (no dict)
-                    yield name, tuple(opened.get_slice(name).get_shape()), partial(opened.get_tensor, name)
+                    own = opened.get_slice(name)
+                    if own.get_dtype() == "F8_E4M3" and not float8:
+                        float8 = _float8_tensors(file)
+                    yield name, tuple(own.get_shape()), float8.get(name) or partial(opened.get_tensor, name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} can't be read: {error}", field=file.name) from error
+
+
+def _float8_tensors(file: Path) -> dict[str, Callable[[], Array]]:
+    """How to read a file's tensors of float8_e4m3fn, a type that safetensors does not give NumPy."""
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        header = json.loads(opened.read(length))
+
+    def read(begin: int, end: int, shape: Shape) -> Array:
+        codes = np.fromfile(file, np.uint8, end - begin, offset=8 + length + begin)
+        return codes.view(ml_dtypes.float8_e4m3fn).reshape(shape)
+
+    return {n: partial(read, *x["data_offsets"], x["shape"]) for n, x in header.items() if x.get("dtype") == "F8_E4M3"}
 
 
 def gguf_arrays(description: ModelDescription, dtype: str) -> Iterator[Read]:

@@ -15,12 +15,12 @@ and from AWQ's:
                 qzeros int32 [in / group_size, out / 8], the code that stands for 0, packed alike
 weight_shape and input_scale are ignored: inputs are scaled as they come. Other zero points and reordered inputs are refused. A
 weight that the op set has no product for (such as more than 4 bits with inputs of the model's type) is expanded as it is read
-(`expanded`).
+(`stored_weights.expanded`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -30,55 +30,15 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels.quantize import DTYPES, pack4
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, SplitLinear, TileScaledLinear, chunk_of
 from slipstream.model.checkpoint import PASSED_OVER
-from slipstream.model.packing import block_numbers, numbers, stored_parts, stored_shape, unpack_words
+from slipstream.model.packing import unpack_words
+from slipstream.model.stored_weights import SCALES, stored_parts, stored_shape
 from slipstream.spec.native_formats import held_group
 from slipstream.spec.parameters import Placement, Shape
-from slipstream.spec.quantization_config import AWQ_COLUMNS, PLAIN_ZEROS, Method, StoredFormats
+from slipstream.spec.quantization_config import AWQ_COLUMNS, PLAIN_ZEROS, Method
 from slipstream.spec.scheme import WeightFormat
 
-SCALES = ("weight_scale", "weight_scale_inv")
 PARTS = ("weight", *SCALES, "weight_packed", "weight_zero_point", "qweight", "qzeros", "scales", "g_idx")
 REFUSED = ("weight_g_idx", "input_zero_point")
-
-Stored = tuple[str, Shape, Callable[[], Tensor]]
-"""A tensor of a checkpoint: its name, its shape, and how to read it."""
-
-
-def expanded(stored: Iterable[Stored], formats: StoredFormats, is_wanted: Callable[[str], bool]) -> Iterator[Stored]:
-    """The tensors of a checkpoint. Each rounded weight that `is_wanted` (by its module's name) is expanded, in place of its
-    parts."""
-    waiting: dict[str, dict[str, Tensor]] = {}
-    for name, shape, read in stored:
-        module, _, part = name.rpartition(".")
-        fmt = formats.of(module)
-        if fmt is None or part not in (*stored_parts(fmt), "weight_shape") or not is_wanted(module):
-            yield name, shape, read
-            continue
-        parts = waiting.setdefault(module, {})
-        parts[part] = read()
-        if len(parts) == len(stored_parts(fmt)) + fmt.packed:
-            yield f"{module}.weight", *_numbers(module, fmt, waiting.pop(module))
-    for module, parts in waiting.items():
-        raise CheckpointError(f"{module} has {', '.join(parts)}, and lacks what goes with it", field=module)
-
-
-def _numbers(module: str, fmt: WeightFormat, parts: dict[str, Tensor]) -> tuple[Shape, Callable[[], Tensor]]:
-    """(shape, how to make the weight of its parts)."""
-    rows, inner = (int(n) for n in (parts["weight_shape"] if fmt.packed else parts["weight"].shape))
-    for part in stored_parts(fmt):
-        one_scale = part in SCALES and fmt.groups(inner) == 1 and parts[part].numel() == 1
-        if tuple(parts[part].shape) != stored_shape(fmt, part, rows, inner) and not one_scale:
-            raise CheckpointError(f"{module}.{part} has the shape {list(parts[part].shape)}", field=f"{module}.{part}")
-
-    def read() -> Tensor:
-        packed, scales = parts[stored_parts(fmt)[0]], parts[fmt.scale]
-        codes = unpack_words(packed, fmt.bits, inner) if fmt.packed else packed
-        if fmt.block_rows > 1:
-            return block_numbers(codes, scales, fmt.block_rows, fmt.group_size or inner)
-        zeros = None if fmt.symmetric else unpack_words(parts["weight_zero_point"].T.contiguous(), fmt.bits, rows).T
-        return numbers(codes, scales, zeros)
-
-    return (rows, inner), read
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
-"""`compressed.RoundedWeights` without torch, for what the CPU's kernels take as it is: int8 with a scale a row, and 4 bits in
-groups, with or without zero points, as compressed-tensors, GPTQ's and AWQ's tools write them (`compressed` has the layouts).
-`rounded_refusal` says what else a checkpoint holds.
+"""`compressed.RoundedWeights` without torch, for what the CPU's kernels take as it is: int8 with a scale a row, and 2 to 4 bits
+in groups, with or without zero points, as compressed-tensors, GPTQ's and AWQ's tools write them (`compressed` has the layouts).
+What the kernels have no product for is expanded as it is read (`stored_weights.expanded`).
 """
 
 from __future__ import annotations
@@ -17,40 +17,13 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels.cpu_moe import pack4
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, chunk_of
 from slipstream.model.checkpoint import PASSED_OVER
-from slipstream.spec.description import ModelDescription
-from slipstream.spec.native_formats import held_group, is_expandable
+from slipstream.model.stored_weights import stored_parts, stored_shape, unpack_words
+from slipstream.spec.native_formats import held_group
 from slipstream.spec.parameters import Placement, Shape
 from slipstream.spec.quantization_config import AWQ_COLUMNS, PLAIN_ZEROS, Method
-from slipstream.spec.scheme import HELD_PRODUCTS, WeightFormat
+from slipstream.spec.scheme import WeightFormat
 
 Array = npt.NDArray[Any]
-
-METHODS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
-
-
-def rounded_refusal(description: ModelDescription) -> str | None:
-    """What a checkpoint holds that only torch puts together; None if nothing."""
-    stored = description.quantization
-    if stored is None:
-        return None
-    if stored.method not in METHODS:
-        return f"weights rounded by {stored.method}"
-    if stored.sparse:
-        return "weights without their zeros"
-    if stored.kv_cache is not None:
-        return "scales of the KV cache"
-    if stored.formats is None:
-        return None
-    held = description.held_formats(HELD_PRODUCTS["cpu"])
-    for name, place in description.family.names(description.spec).items():
-        fmt = stored.formats.of(name.removesuffix(".weight")) if is_expandable(place.target) else None
-        if fmt is not None and (place.target not in held or not _is_plain(fmt)):
-            return f"{name} as {fmt}"
-    return None
-
-
-def _is_plain(fmt: WeightFormat) -> bool:
-    return fmt.kind == "int" and fmt.block_rows == 1 and not fmt.split and fmt.bits == (4 if fmt.inputs is None else 8)
 
 
 @dataclass(slots=True)
@@ -68,7 +41,7 @@ class _Weight:
 
 
 class HostRoundedWeights:
-    """`HeldWeights`: takes a checkpoint's rounded tensors. `formats` by our names, as `rounded_refusal` lets pass."""
+    """`HeldWeights`: takes a checkpoint's rounded tensors. `formats` by our names: of those that are held as stored."""
 
     def __init__(self, shapes: Mapping[str, Shape], formats: Mapping[str, WeightFormat], method: Method, dtype: str) -> None:
         self._formats, self._method, self._dtype = formats, method, np.dtype(dtype)
@@ -107,8 +80,8 @@ class HostRoundedWeights:
         if part == "weight":
             into.codes[at] = _checked(name, read(), (rows, inner), np.int8)
         elif part == "weight_packed":
-            words = _checked(name, read(), (rows, -(-inner // 8)), np.int32)
-            into.codes[at] = pack4(_nibbles(words)[:, :inner], into.chunk)
+            words = _checked(name, read(), stored_shape(fmt, part, rows, inner), np.int32)
+            into.codes[at] = pack4((unpack_words(words, fmt.bits, inner) + np.int8(8)).view(np.uint8), into.chunk)
         elif part == "qweight" and self._method == "awq":
             codes = _awq_codes(_checked(name, read(), (inner, rows // 8), np.int32))
             into.codes[at] = pack4(codes.T, into.chunk)
@@ -116,9 +89,9 @@ class HostRoundedWeights:
             words = _checked(name, read(), (inner // 8, rows), np.int32)
             into.codes[at] = pack4(_nibbles(np.ascontiguousarray(words.T)), into.chunk)
         elif part == "weight_zero_point":
-            words = _checked(name, read(), (-(-rows // 8), groups), np.int32)
+            words = _checked(name, read(), stored_shape(fmt, part, rows, inner), np.int32)
             assert into.zeros is not None
-            into.zeros[:, at] = _spread(_nibbles(np.ascontiguousarray(words.T))[:, :rows], len(into.zeros))
+            into.zeros[:, at] = _spread(unpack_words(words.T, fmt.bits, rows) + np.int8(8), len(into.zeros))
         elif part == "qzeros" and into.zeros is not None:
             into.zeros[:, at] = _spread(_awq_codes(_checked(name, read(), (groups, rows // 8), np.int32)), len(into.zeros))
         elif part in ("qzeros", "g_idx"):
@@ -144,9 +117,7 @@ class HostRoundedWeights:
         """What a weight needs. Of GPTQ's zero points none are kept."""
         if self._method != "compressed-tensors":
             return ("qweight", "scales", "qzeros") if self._method == "awq" else ("qweight", "scales")
-        if fmt.inputs is not None:
-            return ("weight", fmt.scale)
-        return ("weight_packed", fmt.scale) if fmt.symmetric else ("weight_packed", fmt.scale, "weight_zero_point")
+        return stored_parts(fmt)
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
         return [

@@ -9,11 +9,12 @@ from typing import Any
 from slipstream.errors import CheckpointError
 from slipstream.kernels.host_ops import HostOps
 from slipstream.kernels.native import stand_in
+from slipstream.model.cache_scales import CacheScales
 from slipstream.model.checkpoint import HeldWeights, dummy_arrays, read_parameters
 from slipstream.model.decoder import Decoder
 from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.host_compressed import HostRoundedWeights
-from slipstream.model.loaded import LoadedModel, check_scheme, decoder_bytes, decoder_forms
+from slipstream.model.loaded import LoadedModel, check_scheme, decoder_bytes, decoder_forms, dummy_scheme
 from slipstream.model.packed_cache import KeptFile, KeptWeights
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.native_formats import rounds, scheme_formats
@@ -32,14 +33,17 @@ def load_host_model(
     scheme: Scheme | None = None,
     weights_folder: Path | None = None,
 ) -> LoadedModel:
-    """`loader.load_model` in `dtype` ("bfloat16", "float32"), of weights that are dense, GGUF's blocks or rounded as
-    `host_compressed` takes them, or of random ones from `seed`."""
+    """`loader.load_model` in `dtype` ("bfloat16", "float32"), of a checkpoint in any form but MXFP4, or of random weights from
+    `seed`."""
     if load_format not in ("auto", "dummy", description.format):
         raise CheckpointError(
             f"load_format={load_format!r}, but {description.path} is a {description.format} checkpoint", field="load_format"
         )
-    spec, dummy, file, kept = description.spec, load_format == "dummy", None, None
-    stored = None if dummy else description.quantization
+    spec, dummy, file, kept, cache_scales = description.spec, load_format == "dummy", None, None, None
+    stored = description.quantization
+    if dummy and stored is not None and stored.rounds:  # random weights are rounded as a checkpoint's would be
+        scheme = dummy_scheme(stored, ops) if stored.formats is not None else SCHEMES[stored.scheme or ""]
+    stored = None if dummy else stored
     formats = dict[str, WeightFormat]()
     if stored is not None and stored.rounds:
         if stored.formats is not None:
@@ -60,10 +64,11 @@ def load_host_model(
         held = blocks if kept is None else KeptWeights(kept, blocks, rounded=False)
     elif kept is not None:
         held = KeptWeights(kept, None, rounded=bool(formats))
-    elif formats:
-        assert stored is not None
+    elif stored is not None and stored.rounds:
         held = HostRoundedWeights(parameters(spec), formats, stored.method, dtype)
-    values: Any = dummy_arrays(description, dtype, seed) if dummy else read_parameters(description, dtype, held)
+    if stored is not None and stored.kv_cache is not None:
+        cache_scales = CacheScales(spec, description.family.names(spec))
+    values: Any = dummy_arrays(description, dtype, seed) if dummy else read_parameters(description, dtype, held, cache_scales)
     products = held.linears() if held is not None else {}
     own: Any = ops
     decoder = Decoder(spec, values, own, max_model_len=max_model_len, scheme=scheme, products=products)
@@ -73,4 +78,4 @@ def load_host_model(
     if file is not None and kept is None:
         ours = {n: w for n, w in products.items() if (n in formats if scheme is None else rounds(scheme, n))}
         writer = file.write(ours, num_bytes)
-    return LoadedModel(description, spec, decoder, num_bytes, decoder_forms(decoder), None, writer)
+    return LoadedModel(description, spec, decoder, num_bytes, decoder_forms(decoder), cache_scales, writer)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels.weights import Linear
 from slipstream.model.decoder import Decoder
 from slipstream.spec.description import ModelDescription
@@ -49,6 +49,20 @@ class LoadedModel:
 def is_rounded(stored: StoredQuantization | None) -> bool:
     """Whether a checkpoint holds products rounded in a way that may be packed as it is."""
     return stored is not None and stored.rounds and stored.method != "mxfp4"
+
+
+def dummy_scheme(stored: StoredQuantization, ops: OpSet | HostOps) -> Scheme | None:
+    """The scheme that rounds random weights in place of a checkpoint's rounded ones; None if `ops` expands all of them.
+    CheckpointError if they are not all held in the same form."""
+    if stored.formats is None or not stored.formats.products & ops.rounded:
+        return None
+    if stored.scheme is None:
+        raise CheckpointError(
+            "load_format='dummy' makes weights of one format, and this checkpoint's products have several, or some are left "
+            "as they were; load its own weights (load_format='auto')",
+            field="load_format",
+        )
+    return SCHEMES[stored.scheme]
 
 
 def _schemes(ops: OpSet | HostOps, *names: str) -> str:

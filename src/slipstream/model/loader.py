@@ -23,7 +23,7 @@ from slipstream.model.decoder import Decoder
 from slipstream.model.device_loader import DeviceLoader
 from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.layers import Partition
-from slipstream.model.loaded import LoadedModel, check_scheme, decoder_bytes, decoder_forms, is_rounded
+from slipstream.model.loaded import LoadedModel, check_scheme, decoder_bytes, decoder_forms, dummy_scheme, is_rounded
 from slipstream.model.mxfp4 import Mxfp4Weights
 from slipstream.model.packed_cache import KeptFile, KeptWeights
 from slipstream.model.sharding import Sharded, check_formats, split_blocks
@@ -35,7 +35,6 @@ from slipstream.spec.host_experts import host_weights
 from slipstream.spec.native_formats import rounds, scheme_formats
 from slipstream.spec.parallel import Shard
 from slipstream.spec.parameters import parameters
-from slipstream.spec.quantization_config import StoredQuantization
 from slipstream.spec.scheme import SCHEMES, Scheme, WeightFormat
 
 
@@ -70,7 +69,7 @@ def load_model(
     stored = description.quantization
     if stored is not None and stored.formats is not None:
         # Each weight is held as it is, or expanded; random ones are rounded as a checkpoint's would be.
-        scheme = _dummy_scheme(stored, ops) if load_format == "dummy" else None
+        scheme = dummy_scheme(stored, ops) if load_format == "dummy" else None
     elif stored is not None and stored.scheme is not None:
         scheme = SCHEMES[stored.scheme]
     if load_format not in ("auto", "dummy", description.format):
@@ -133,7 +132,7 @@ def load_model(
                 if stored is not None and stored.kv_cache is not None:
                     names = description.family.names(description.spec)
                     shard = None if partition is None else partition.shard
-                    cache_scales = CacheScales(description.spec, names, device=device, shard=shard)
+                    cache_scales = CacheScales(description.spec, names, shard=shard)
                 values = load_parameters(
                     description, dtype=dtype, device=device, held=held, cache_scales=cache_scales, part=part, on_host=on_host
                 )
@@ -203,7 +202,7 @@ def _device_loader(
     if is_rounded(stored) and not is_dummy:
         by = None  # what is not held rounded is expanded, and stays so
     if stored is not None and stored.kv_cache is not None and not is_dummy:
-        scales = CacheScales(description.spec, description.family.names(description.spec), device=device)
+        scales = CacheScales(description.spec, description.family.names(description.spec))
     return DeviceLoader(
         description,
         ops=ops,
@@ -261,17 +260,3 @@ def _held_weights(
     formats = {name: fmt for name, fmt in formats.items() if name in shapes}
     columns = description.split_columns()
     return RoundedWeights(shapes, formats, stored.method, dtype=dtype, device=device, columns=columns, on_host=on_host)
-
-
-def _dummy_scheme(stored: StoredQuantization, ops: OpSet) -> Scheme | None:
-    """The scheme that rounds random weights in place of a checkpoint's rounded ones; None if `ops` expands all of them.
-    CheckpointError if they are not all held in the same form."""
-    if stored.formats is None or not stored.formats.products & ops.rounded:
-        return None
-    if stored.scheme is None:
-        raise CheckpointError(
-            "load_format='dummy' makes weights of one format, and this checkpoint's products have several, or some are left "
-            "as they were; load its own weights (load_format='auto')",
-            field="load_format",
-        )
-    return SCHEMES[stored.scheme]

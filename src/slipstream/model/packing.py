@@ -1,14 +1,18 @@
 """Codes of 2 to 8 bits in words of 32, as compressed-tensors' "pack-quantized" has them, and the numbers that they stand for.
 
 The codes of a row stand one after another from the low bits of its first word up, without gaps: 32 codes are `bits` words, and
-one of 3, 5, 6 or 7 bits may lie across two. A code is stored with 2^(bits − 1) added, so that it is never negative.
+one of 3, 5, 6 or 7 bits may lie across two. A code is stored with 2^(bits − 1) added, so that it is never negative. What needs
+no torch is in `stored_weights.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from slipstream.model.stored_weights import stored_parts
 from slipstream.spec.scheme import WeightFormat
 
 ROWS_AT_ONCE = 1024
@@ -66,19 +70,11 @@ def numbers(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     return products.flatten(1)
 
 
-def stored_parts(fmt: WeightFormat) -> tuple[str, ...]:
-    """The shapes of the tensors that a checkpoint has in place of a module's `weight`."""
-    codes = "weight_packed" if fmt.packed else "weight"
-    return (codes, fmt.scale) if fmt.symmetric else (codes, fmt.scale, "weight_zero_point")
-
-
-def stored_shape(fmt: WeightFormat, part: str, rows: int, inner: int) -> tuple[int, int]:
-    match part:
-        case "weight_packed":
-            return rows, -(-inner * fmt.bits // 32)
-        case "weight":
-            return rows, inner
-        case "weight_scale" | "weight_scale_inv":
-            return -(-rows // fmt.block_rows), fmt.groups(inner)
-        case _:
-            return -(-rows * fmt.bits // 32), fmt.groups(inner)  # zero points share words down the rows
+def tensor_numbers(fmt: WeightFormat, parts: Mapping[str, Tensor], rows: int, inner: int) -> Tensor:
+    """`stored_weights.array_numbers`, of tensors on any device"""
+    packed, scales = parts[stored_parts(fmt)[0]], parts[fmt.scale]
+    codes = unpack_words(packed, fmt.bits, inner) if fmt.packed else packed
+    if fmt.block_rows > 1:
+        return block_numbers(codes, scales, fmt.block_rows, fmt.group_size or inner)
+    zeros = None if fmt.symmetric else unpack_words(parts["weight_zero_point"].T.contiguous(), fmt.bits, rows).T
+    return numbers(codes, scales, zeros)

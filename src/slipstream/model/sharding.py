@@ -22,9 +22,9 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels.weights import BlockLinear, BlockRows, Linear
-from slipstream.model.bitmasks import Stored
 from slipstream.model.checkpoint import canonical, placed_shape, stored_shape
 from slipstream.model.compressed import PARTS
+from slipstream.model.stored_weights import Stored
 from slipstream.model.weights import transform
 from slipstream.spec.gguf import TYPES
 from slipstream.spec.model import ModelSpec, Shape, parameters

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.arrays import to_tensor
-from slipstream.model.bitmasks import Stored, made_dense
+from slipstream.kernels.arrays import to_array, to_tensor
+from slipstream.model.bitmasks import made_dense
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.checkpoint import (
     HeldWeights,
+    expands,
     fill_named,
     fill_parameters,
     finder,
@@ -28,9 +29,9 @@ from slipstream.model.checkpoint import (
     safetensors_files,
     transformed,
 )
-from slipstream.model.compressed import expanded
+from slipstream.model.packing import tensor_numbers
+from slipstream.model.stored_weights import Stored, expanded
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.native_formats import is_expandable
 from slipstream.spec.parameters import (
     Placement,
     Shape,
@@ -88,16 +89,11 @@ def load_parameters(
     if wanted is not every_name:
         stored = _without_others(stored, find, wanted)
     if description.quantization is not None and description.quantization.sparse:
-        stored = made_dense(stored)
+        arrays = ((name, shape, lambda r=r: to_array(r())) for name, shape, r in stored)  # type: ignore[misc]
+        stored = ((name, shape, lambda r=r: to_tensor(r())) for name, shape, r in made_dense(arrays))  # type: ignore[misc]
     formats = description.quantization.formats if description.quantization is not None else None
     if formats is not None:
-
-        def is_expanded(module: str) -> bool:
-            place = find(f"{module}.weight")
-            return place is not None and is_expandable(place.target) and place.target in values
-
-        stored = expanded(stored, formats, is_expanded)
-
+        stored = expanded(stored, formats, expands(find, values), tensor_numbers)
     if part is not None:
         stored, names = part.tensors(stored), part.names
 

@@ -27,7 +27,6 @@ from slipstream.kernels.native import CACHES, ThreadPool, has_cpu_kernels
 from slipstream.kernels.programs import Argmax
 from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import pool
-from slipstream.model.host_compressed import rounded_refusal
 from slipstream.model.host_model import load_host_model
 from slipstream.model.loaded import LoadedModel
 from slipstream.model.step_program import StepProgram, compile_step
@@ -44,7 +43,7 @@ from slipstream.worker.constrained import AwaitingMask, mask_bits
 from slipstream.worker.disk_tier import DiskTier
 from slipstream.worker.draws import Sampler, draw, prompt_logprobs
 from slipstream.worker.in_flight import RUN_AHEAD, InFlightStep
-from slipstream.worker.input_batch import GatheredInputs, SampledRows, gather, text_batch
+from slipstream.worker.input_batch import GatheredInputs, SampledRows, encoder_batch, gather, text_batch
 from slipstream.worker.rows import RowTable
 from slipstream.worker.thread_governor import ThreadGovernor
 
@@ -78,15 +77,13 @@ def host_refusal(config: EngineConfig, description: ModelDescription) -> Reason 
 
 def _model_refusal(description: ModelDescription, load_format: str) -> Reason | None:
     """Why torch is needed to load a model, or to run its prompts."""
-    spec, rounded = description.spec, rounded_refusal(description)
+    spec, stored = description.spec, description.quantization
     table: tuple[tuple[bool, str], ...] = (
-        (spec.encoder is not None, f"the model is {spec.kind}, whose prompts go through torch"),
         (spec.vision is not None, "the model has an image encoder, which torch runs (max_images=0 leaves it out)"),
         (
-            load_format == "dummy" and description.quantization is not None,
-            "load_format='dummy': random weights are rounded as a checkpoint's by torch",
+            stored is not None and stored.method == "mxfp4" and load_format != "dummy",
+            "quantization_config: experts in mxfp4 are put together by torch (a GGUF file's need none)",
         ),
-        (rounded is not None, f"quantization_config: {rounded} is put together by torch"),
     )
     return next((Reason(text) for refused, text in table if refused), None)
 
@@ -117,6 +114,12 @@ class HostForward:
         """token_ids [T] → [T, E]"""
         given: Any = self.decoder.embedded(token_ids, meta) if self.decoder.spec.is_encoder else None  # type: ignore[arg-type]
         return self.program.forward(token_ids, kv, meta, given)[0]
+
+    def encode(self, token_ids: Any, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        """The encoder of an encoder-decoder over whole prompts [T]: what the decoder's layers read of them goes into the
+        cache."""
+        given: Any = self.decoder.embedded(token_ids, meta)
+        self.program.encode(given, kv, meta)
 
     def logits(self, hidden: Array) -> Array:
         return self.program.logits(hidden)
@@ -168,9 +171,12 @@ class HostRunner:
             self._argmax = Argmax(self.ops.pool, description.spec.vocab_size)
         self.kv_scales: list[tuple[Array, Array]] | None = None
         if config.cache.dtype in FORMAT_MAX:
-            with self._phase("calibrate"):
-                self.kv_scales = self._calibrate()
-                self.reset_expert_load()
+            if self.model.cache_scales is not None:  # `resolve` made sure that they are for this type
+                self.kv_scales = self.model.cache_scales.layers()
+            else:
+                with self._phase("calibrate"):
+                    self.kv_scales = self._calibrate()
+                    self.reset_expert_load()
         self.kv: list[LayerKV] = []
         self.rows: RowTable | None = None
         self._under_way: InFlightStep | None = None
@@ -356,7 +362,7 @@ class HostRunner:
             self.rows.forget()
 
     def _prepared(self, plan: StepPlan) -> RowTable:
-        """The rows, brought up to date; shared blocks are copied."""
+        """The rows, brought up to date; shared blocks are copied, and an encoder reads new prompts."""
         assert self.rows is not None, "allocate() comes first"
         self._take_tokens()
         self.rows.apply(plan)
@@ -366,6 +372,8 @@ class HostRunner:
                 cache[target] = cache[source]
             if self.draft is not None:
                 self.draft.copy_blocks(source, target)
+        if (texts := encoder_batch(self.rows, plan)) is not None:
+            self.forwards.encode(texts[0], self.kv, texts[1])
         return self.rows
 
     def _take_tokens(self) -> None:

@@ -258,7 +258,7 @@ def _of_cross(table: RowTable, meta: AttentionMetadata, rows: Tensor, max_encode
         dataclasses.replace(
             meta,
             seq_lens=table.encoder_lens[rows],
-            block_table=table.block_tables[table.cross].index_select(0, rows),
+            block_table=table.of_rows(table.block_tables[table.cross], rows),
             max_seq_len=max_encoder_len or table.tokens.shape[1] - 1,
         )
     ]

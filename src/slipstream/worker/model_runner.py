@@ -149,7 +149,8 @@ class ModelRunner:
         if config.cache.dtype in FORMAT_MAX:
             if self.model.cache_scales is not None:  # `resolve` made sure that they are for this type
                 held = self.model.spec.held
-                self.kv_scales = self.model.cache_scales.layers()[held.start : held.stop]
+                own = self.model.cache_scales.layers()[held.start : held.stop]
+                self.kv_scales = [(self.platform.upload(k), self.platform.upload(v)) for k, v in own]
             else:
                 with self._phase("calibrate"), torch.inference_mode():
                     self.kv_scales = self._calibrate()

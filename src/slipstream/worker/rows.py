@@ -191,9 +191,8 @@ class RowTable:
         if self.position_shifts is not None:
             self._put_shifts([self.rows[s.request_id] for s in new])
         if self.cross is not None:
-            found = [(self.rows[s.request_id].index, s.num_encoder_tokens) for s in new]
-            indices, lens = self.upload(np.array(found, np.int32).T.copy()).unbind(0)
-            self.encoder_lens[indices.long()] = lens
+            found = np.array([(self.rows[s.request_id].index, s.num_encoder_tokens) for s in new], np.int64)
+            self._put(self.encoder_lens, found[:, 0].copy(), found[:, 1].astype(np.int32))
 
     def _put_sampling(self, rows: Sequence[Row]) -> None:
         """Upload the rows' sampling parameters. They do not change while a row lives."""
@@ -274,8 +273,11 @@ class RowTable:
 
     def history(self, which: Tensor, longest: int) -> Tensor:
         """The first `longest` tokens of the rows `which`, int32 [N, longest]"""
-        first = self.tokens[:, :longest]
-        return first[which] if self.device is None else first.index_select(0, which)
+        return self.of_rows(self.tokens[:, :longest], which)
+
+    def of_rows(self, table: Tensor, which: Tensor) -> Tensor:
+        """Of `table` [C + 1, n] the rows `which` [N]: [N, n]"""
+        return table[which] if self.device is None else table.index_select(0, which)
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         return upload(array, self.device)

@@ -1,0 +1,117 @@
+"""Rounded weights as a checkpoint stores them, by `spec.scheme.WeightFormat`: their tensors, and the numbers that these stand
+for. No torch.
+
+A weight that the op set has no product for (on a CPU fp8, or more than 4 bits with inputs of the model's type) is expanded to
+the model's type as it is read (`expanded`). Codes of 2 to 8 bits in words of 32 are `packing.py`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.errors import CheckpointError
+from slipstream.spec.parameters import Shape
+from slipstream.spec.quantization_config import StoredFormats
+from slipstream.spec.scheme import WeightFormat
+
+Array: TypeAlias = npt.NDArray[Any]
+Stored: TypeAlias = tuple[str, Shape, Callable[[], Any]]
+"""A tensor of a checkpoint: its name, its shape, and how to read it."""
+
+SCALES = ("weight_scale", "weight_scale_inv")
+
+ROWS_AT_ONCE = 1024
+"""Rows of codes that are unpacked together: their bits take a byte each meanwhile."""
+
+
+def stored_parts(fmt: WeightFormat) -> tuple[str, ...]:
+    """The tensors that a checkpoint has in place of a module's `weight`; the codes are the first."""
+    codes = "weight_packed" if fmt.packed else "weight"
+    return (codes, fmt.scale) if fmt.symmetric else (codes, fmt.scale, "weight_zero_point")
+
+
+def stored_shape(fmt: WeightFormat, part: str, rows: int, inner: int) -> tuple[int, int]:
+    match part:
+        case "weight_packed":
+            return rows, -(-inner * fmt.bits // 32)
+        case "weight":
+            return rows, inner
+        case "weight_scale" | "weight_scale_inv":
+            return -(-rows // fmt.block_rows), fmt.groups(inner)
+        case _:
+            return -(-rows * fmt.bits // 32), fmt.groups(inner)  # zero points share words down the rows
+
+
+def array_numbers(fmt: WeightFormat, parts: Mapping[str, Array], rows: int, inner: int) -> Array:
+    """The numbers float32 [rows, inner] of a weight's `stored_parts`."""
+    codes, scales = parts[stored_parts(fmt)[0]], parts[fmt.scale].astype(np.float32)
+    found: Array = (unpack_words(codes, fmt.bits, inner) if fmt.packed else codes).astype(np.float32)
+    if fmt.block_rows > 1:
+        for i, at in enumerate(range(0, rows, fmt.block_rows)):
+            found[at : at + fmt.block_rows] *= np.repeat(scales[i], fmt.group_size or inner)[:inner]
+        return found
+    groups = found.reshape(rows, 1 if scales.size == 1 else scales.shape[1], -1)
+    if not fmt.symmetric:
+        words = np.ascontiguousarray(parts["weight_zero_point"].T)
+        groups -= unpack_words(words, fmt.bits, rows).T.astype(np.float32)[..., None]
+    groups *= scales.reshape(1 if scales.size == 1 else rows, groups.shape[1], 1)
+    return found
+
+
+def unpack_words(words: Array, bits: int, num_codes: int) -> npt.NDArray[np.int8]:
+    """`packing.pack_words` back: int32 [rows, words] → int8 [rows, num_codes]"""
+    if len(words) > ROWS_AT_ONCE:
+        parts = (words[at : at + ROWS_AT_ONCE] for at in range(0, len(words), ROWS_AT_ONCE))
+        return np.concatenate([unpack_words(part, bits, num_codes) for part in parts])
+    octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+    if bits == 8:
+        codes = octets[:, :num_codes]
+    elif bits == 4:
+        codes = np.stack((octets & 15, octets >> 4), axis=-1).reshape(len(words), -1)[:, :num_codes]
+    else:
+        places = np.unpackbits(octets, axis=-1, count=num_codes * bits, bitorder="little")
+        codes = np.packbits(places.reshape(len(words), num_codes, bits), axis=-1, bitorder="little")[..., 0]
+    return (codes - np.uint8(1 << bits - 1)).view(np.int8)  # below 0 it wraps, as two's complement does
+
+
+def expanded(
+    stored: Iterable[Stored],
+    formats: StoredFormats,
+    is_wanted: Callable[[str], bool],
+    numbers: Callable[[WeightFormat, Mapping[str, Any], int, int], Any] = array_numbers,
+) -> Iterator[Stored]:
+    """The tensors of a checkpoint. Each rounded weight that `is_wanted` (by its module's name) is expanded by `numbers`, in
+    place of its parts."""
+    waiting: dict[str, dict[str, Any]] = {}
+    for name, shape, read in stored:
+        module, _, part = name.rpartition(".")
+        fmt = formats.of(module)
+        if fmt is None or part not in (*stored_parts(fmt), "weight_shape") or not is_wanted(module):
+            yield name, shape, read
+            continue
+        parts = waiting.setdefault(module, {})
+        parts[part] = read()
+        if len(parts) == len(stored_parts(fmt)) + fmt.packed:
+            yield _expanded(module, fmt, waiting.pop(module), numbers)
+    for module, parts in waiting.items():
+        raise CheckpointError(f"{module} has {', '.join(parts)}, and lacks what goes with it", field=module)
+
+
+def _expanded(
+    module: str,
+    fmt: WeightFormat,
+    parts: Mapping[str, Any],
+    numbers: Callable[[WeightFormat, Mapping[str, Any], int, int], Any],
+) -> Stored:
+    rows, inner = (int(n) for n in (parts["weight_shape"] if fmt.packed else parts["weight"].shape))
+    for part in stored_parts(fmt):
+        own = tuple(parts[part].shape)
+        one_scale = part in SCALES and fmt.groups(inner) == 1 and math.prod(own) == 1
+        if own != stored_shape(fmt, part, rows, inner) and not one_scale:
+            raise CheckpointError(f"{module}.{part} has the shape {list(own)}", field=f"{module}.{part}")
+    return f"{module}.weight", (rows, inner), lambda: numbers(fmt, parts, rows, inner)
