@@ -252,10 +252,12 @@ def _float8_tensors(file: Path) -> dict[str, Callable[[], Array]]:
         header = json.loads(opened.read(length))
 
     def read(begin: int, end: int, shape: Shape) -> Array:
-        codes = np.fromfile(file, np.uint8, end - begin, offset=8 + length + begin)
-        return codes.view(ml_dtypes.float8_e4m3fn).reshape(shape)
+        codes: Array = np.fromfile(file, np.uint8, end - begin, offset=8 + length + begin)
+        numbers: Array = codes.view(ml_dtypes.float8_e4m3fn).reshape(shape)
+        return numbers
 
-    return {n: partial(read, *x["data_offsets"], x["shape"]) for n, x in header.items() if x.get("dtype") == "F8_E4M3"}
+    of_type = {name: x for name, x in header.items() if x.get("dtype") == "F8_E4M3"}
+    return {name: partial(read, x["data_offsets"][0], x["data_offsets"][1], x["shape"]) for name, x in of_type.items()}
 
 
 def gguf_arrays(description: ModelDescription, dtype: str) -> Iterator[Read]:
