@@ -90,7 +90,7 @@ def load_parameters(
         stored = _without_others(stored, find, wanted)
     if description.quantization is not None and description.quantization.sparse:
         arrays = ((name, shape, lambda r=r: to_array(r())) for name, shape, r in stored)  # type: ignore[misc]
-        stored = ((name, shape, lambda r=r: to_tensor(r())) for name, shape, r in made_dense(arrays))
+        stored = ((name, shape, lambda r=r: to_tensor(r())) for name, shape, r in made_dense(arrays))  # type: ignore[misc]
     formats = description.quantization.formats if description.quantization is not None else None
     if formats is not None:
         stored = expanded(stored, formats, expands(find, values), tensor_numbers)
