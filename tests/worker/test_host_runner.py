@@ -449,9 +449,9 @@ def test_a_draft_head_needs_no_torch(tmp_path):
     assert json.loads(answer)["text"] is not None
 
 
-@pytest.mark.parametrize("what", ["draft", "rounded", "family", "adapters", "pictures"])
+@pytest.mark.parametrize("what", ["draft", "rounded", "family", "pictures"])
 def test_what_needs_torch_says_how_to_get_it(tmp_path, what):
-    more, named = [], {"rounded": "mxfp4", "adapters": "enable_lora", "pictures": "max_images=0"}.get(what, "")
+    more, named = [], {"rounded": "mxfp4", "pictures": "max_images=0"}.get(what, "")
     if what == "pictures":
         vision_models.build_vision(tmp_path, "gemma3")
         vision_models.write_tokenizer(tmp_path, "gemma3")
@@ -464,10 +464,7 @@ def test_what_needs_torch_says_how_to_get_it(tmp_path, what):
         config = json.loads((tmp_path / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "mxfp4"}
         (tmp_path / "config.json").write_text(json.dumps(config))
-    verb = ["run", str(tmp_path), "hello"]
-    if what == "adapters":  # which `run` has not
-        verb = ["serve", str(tmp_path), "--enable-lora", "--port", str(free_port())]
-    command = [sys.executable, "-c", WITHOUT_TORCH, *verb, "--device", "cpu", *more]
+    command = [sys.executable, "-c", WITHOUT_TORCH, "run", str(tmp_path), "hello", "--device", "cpu", *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "slipstream[torch]" in done.stderr
