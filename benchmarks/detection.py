@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import msgspec
 
 from slipstream.config import EngineArgs
 from slipstream.fleet.detection.detector import Detector
@@ -234,11 +235,18 @@ def judge(observations: list[Observation], faults: list[Fault]) -> dict[str, Any
     return {"faults": rows, "false_alarms": false, "echoes": echoes, "us_an_observation": seconds / len(observations) * 1e6}
 
 
-def one(task: tuple[int, float, int, Path]) -> dict[str, Any]:
-    number, days, seed, path = task
+def one(task: tuple[int, float, int, Path, Path | None]) -> dict[str, Any]:
+    number, days, seed, path, kept = task
+    file = None if kept is None else kept / f"seed-{seed}-days-{days:g}-replica-{number}.msgpack"
+    if file is not None and file.exists():
+        return judge(*msgspec.msgpack.decode(file.read_bytes(), type=tuple[list[Observation], list[Fault]]))
     folder = common.CONFIGS / "llama-3-8b"
     engine = plan_engine(EngineArgs(model=str(folder), quantization="fp8"), read_spec(folder), find_device("l40s")).simulated
-    return judge(*observed_day(engine, read_trace(path), number, days, seed))
+    day = observed_day(engine, read_trace(path), number, days, seed)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(msgspec.msgpack.encode(day))
+    return judge(*day)
 
 
 def main() -> None:
@@ -247,8 +255,9 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--days", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the observations here, and use those that are there")
     args = parser.parse_args()
-    tasks = [(i, args.days, args.seed, args.trace) for i in range(args.replicas)]
+    tasks = [(i, args.days, args.seed, args.trace, args.keep) for i in range(args.replicas)]
     with ProcessPoolExecutor(2) as pool:
         runs = list(pool.map(one, tasks))
     rows = [row for run in runs for row in run["faults"]]
