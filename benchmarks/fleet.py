@@ -257,13 +257,13 @@ async def kill(args) -> dict:
         killing = asyncio.create_task(killer())
         found = await users.ask(60 * args.minutes)
         await killing
-        killed = {name for name, _, _ in kills}
 
-        def near(one: Asked) -> bool:
-            return any(begin - 1 < one.begin < back for _, begin, back in kills)
+        def near(one: Asked) -> list[str]:
+            """Who was missing at about that time. A replica that is started anew keeps its name."""
+            return [name for name, begin, back in kills if begin - 1 < one.begin < back]
 
-        others = [one for _, one in found if not killed & set(users.at.get(one.id, ()))]
-        at_kills, else_ = p99s([one for one in others if near(one)]), p99s([one for one in others if not near(one)])
+        others = [one for _, one in found if (missing := near(one)) and not set(missing) & set(users.at.get(one.id, ()))]
+        at_kills, else_ = p99s(others), p99s([one for _, one in found if not near(one)])
         ratios = {
             f"{what}_others_over_{name.replace(' ', '_')}": at_kills[what] / known[what]
             for name, known in {**quiet, "between kills": else_}.items()

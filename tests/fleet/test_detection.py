@@ -156,8 +156,10 @@ def test_a_full_cache_with_fewer_sequences_is_too_small(running, cause):
 def test_longer_answers_are_a_change_when_they_are_much_longer():
     detector, rng = Detector(), random.Random(12)
     observe(detector, rng, range(HEALTHY))
-    observe(detector, rng, range(HEALTHY, HEALTHY + 400), finished_output_tokens=lambda n: 1.4 * n)
+    observe(detector, rng, range(HEALTHY, HEALTHY + 60), finished_output_tokens=lambda n: 1.6 * n)
     assert detector.findings == []
+    observe(detector, rng, range(HEALTHY + 60, HEALTHY + 80), finished_output_tokens=lambda n: 4 * n)
+    assert [f.cause for f in detector.findings] == ["runaway_answers"]
 
 
 def test_a_neighbour_comes_and_goes():

@@ -136,6 +136,8 @@ def run_status(args: argparse.Namespace) -> int:
                 why = f" ({replica['why']})" if replica["why"] else ""
                 load = f"{replica['running']} running, {replica['waiting']} waiting, cache {replica['kv_cache_usage']:.0%}"
                 print(f"  {replica['id']} {replica['state']}{why}: {load}")
+            for name in version["starting"]:
+                print(f"  {name} starting")
     for model, one in status["autoscale"].items():
         wanted = "nothing decided yet" if one["wanted"] is None else f"{one['wanted']} wanted"
         last = f"; {one['last']['ago_s']:.0f} s ago {one['last']['change']}" if one["last"] else ""

@@ -262,13 +262,19 @@ class Head:
         pause = _FIRST_PAUSE_S
         while not member.unwanted:
             began = time.monotonic()
+            version = self.members.version(member.spec.model, member.spec.version)
             try:
+                if version is not None:
+                    version.starting.add(member.id)
                 await self._live(member)
             except (SlipstreamError, OSError) as error:
                 if not member.serves.is_set() and not self._failed.done() and not self._server.started:
                     self._failed.set_exception(error)
                     return
                 logger.error("replica %s could not start: %s", member.id, error)
+            finally:
+                if version is not None:
+                    version.starting.discard(member.id)
             if member.unwanted:
                 return
             pause = _FIRST_PAUSE_S if time.monotonic() - began > 60 else min(2 * pause, _LONGEST_PAUSE_S)
