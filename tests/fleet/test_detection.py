@@ -98,23 +98,24 @@ def test_a_fault_is_found_named_and_over(cause):
     assert detector.take_news() == []
 
 
-def alarms(counts):
-    """When the errors of observations are said to be too many."""
+def alarms(counts, responses):
+    """When the errors of observations, each of so many responses, are said to be too many."""
     watch = Watch(next(signal for signal in SIGNALS if signal.name == "errors"))
     found, was = [], False
     for number, count in enumerate(counts):
-        watch.update(Observation(replica="r", at=number * INTERVAL_S, num_errors=count))
+        watch.update(Observation(replica="r", at=number * INTERVAL_S, num_errors=count, num_responses=responses))
         found += [number] if watch.is_active and not was else []
         was = watch.is_active
     return found
 
 
-def test_one_request_in_four_fails():
-    """Twelve requests an observation: seen within half a minute in 19 of 20 cases."""
+@pytest.mark.parametrize("responses", [12, 40])
+def test_one_request_in_four_fails(responses):
+    """Seen within half a minute in 19 of 20 cases."""
     rng, late = random.Random(4), 0
     for _ in range(100):
         healthy = [int(rng.random() < 0.003) for _ in range(HEALTHY)]
-        found = alarms(healthy + [sum(rng.random() < 0.25 for _ in range(12)) for _ in range(20)])
+        found = alarms(healthy + [sum(rng.random() < 0.25 for _ in range(responses)) for _ in range(20)], responses)
         late += not found or (found[0] - HEALTHY + 1) * INTERVAL_S > 30
     assert late <= 5
 
@@ -122,7 +123,43 @@ def test_one_request_in_four_fails():
 def test_errors_now_and_then_are_no_alarm():
     rng = random.Random(5)
     for mean in (0.1, 0.5, 1.0):
-        assert not alarms([sum(rng.random() < mean / 40 for _ in range(40)) for _ in range(10_000)])
+        assert not alarms([sum(rng.random() < mean / 40 for _ in range(40)) for _ in range(10_000)], 40)
+
+
+def test_answers_that_do_not_end_are_seen_before_they_do():
+    """From one moment on no answer ends: there is no length of any to look at."""
+    detector, rng = Detector(), random.Random(9)
+    observe(detector, rng, range(HEALTHY))
+    observe(detector, rng, range(HEALTHY, HEALTHY + 5), num_finished=0, finished_output_tokens=0, finished_prompt_tokens=0)
+    (finding,) = detector.findings
+    assert (finding.cause, finding.signals) == ("runaway_answers", ("ends",))
+
+
+def test_many_that_begin_at_once_do_not_end_at_once():
+    """A wave of 300 answers of 400 tokens, after a quiet time, ends after some observations only."""
+    detector, rng = Detector(), random.Random(10)
+    observe(detector, rng, range(HEALTHY), num_running=5, num_open=5)
+    for number in range(HEALTHY, HEALTHY + 5):
+        detector.observe(observation(rng, number, num_running=300, num_open=300, generated_tokens=15_000, num_finished=2))
+    assert [f.cause for f in detector.findings if "ends" in f.signals] == []
+
+
+@pytest.mark.parametrize(("running", "cause"), [(3, "cache_thrash"), (40, "overload")])
+def test_a_full_cache_with_fewer_sequences_is_too_small(running, cause):
+    detector, rng = Detector(), random.Random(11)
+    observe(detector, rng, range(HEALTHY))
+    waiting = {"num_running": running, "num_waiting": 60, "num_open": running + 60, "kv_cache_usage": 0.99}
+    observe(detector, rng, range(HEALTHY, HEALTHY + 8), **waiting)
+    assert [f.cause for f in detector.findings] == [cause]
+
+
+def test_longer_answers_are_a_change_when_they_are_much_longer():
+    detector, rng = Detector(), random.Random(12)
+    observe(detector, rng, range(HEALTHY))
+    observe(detector, rng, range(HEALTHY, HEALTHY + 60), finished_output_tokens=lambda n: 1.6 * n)
+    assert detector.findings == []
+    observe(detector, rng, range(HEALTHY + 60, HEALTHY + 80), finished_output_tokens=lambda n: 4 * n)
+    assert [f.cause for f in detector.findings] == ["runaway_answers"]
 
 
 def test_a_neighbour_comes_and_goes():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -88,6 +91,37 @@ def test_findings_of_all_replicas(tiny, tmp_path, monkeypatch, receiver):
         events = lambda: [alert["event"] for alert in got if alert["finding"]["replica"] == victim]
         fleet.wait_for(lambda: len(events()) == 2, "nobody was told")
         assert events() == ["began", "ended"]
+
+
+def test_the_status_page_tells_of_replicas(tiny, tmp_path, monkeypatch):
+    """What each tells of itself, also between tokens, and who is started anew."""
+    with stubbed(fleet_of(version(tiny), router={"probe_s": 0}), tmp_path / "state") as (fleet, stubs), fleet.http() as http:
+        fleet.wait_serving(2)
+        status = lambda: http.get("/status.json").json()
+        stubs[0].stats, stubs[1].stats = ONE, OTHER
+        stubs[0].metrics.itl.observe(0.004)
+        fleet.wait_for(lambda: sorted(r["prompt_tokens"] for r in status()["replicas"]) == [0, 100], "they do not tell")
+        fleet.wait_for(lambda: sum(status()["latency"]["itl_s"]["counts"]) == 1, "nothing of tokens")
+        names = {m.id: m.started for m in fleet.members()}
+        assert {r["name"] for r in status()["replicas"]} == set(names)
+        gone = next(name for name, started in names.items() if started is stubs[0])
+        go, backend = threading.Event(), fleet.head._backend
+        start = backend.start
+
+        async def held(spec, place):
+            while not go.is_set():
+                await asyncio.sleep(0.01)
+            return await start(spec, place)
+
+        monkeypatch.setattr(backend, "start", held)
+        fleet.loop.call_soon_threadsafe(stubs[0]._gone.set)
+        fleet.wait_for(lambda: {r["name"]: r["state"] for r in status()["replicas"]}.get(gone) == "starting", "it is not told")
+        (told,) = http.get("/fleet/status").json()["models"]["tiny"]
+        assert told["starting"] == [gone]
+        assert gone not in {r["id"] for r in told["replicas"]}
+        go.set()
+        fleet.wait_for(lambda: all(r["state"] == "ready" for r in status()["replicas"]), "it still starts")
+        assert http.get("/fleet/status").json()["models"]["tiny"][0]["starting"] == []
 
 
 def test_nobody_looks_unless_asked(tiny, tmp_path):

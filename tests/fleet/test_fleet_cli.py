@@ -7,8 +7,10 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 
 import httpx
 import pytest
@@ -105,6 +107,52 @@ def test_down_of_a_head_that_is_killed_meanwhile(up, tmp_path):
     assert down.returncode != 0
     assert "was killed" in err
     wait_for(lambda: not alive(replica), "its replica was left behind")
+
+
+@pytest.fixture
+def head_says(tmp_path, capsys):
+    """What an order prints when the head answers with these messages, and ends."""
+
+    def run(words, *messages):
+        folder = tmp_path / "state"
+        folder.mkdir(exist_ok=True)
+        (folder / "control").unlink(missing_ok=True)
+
+        def answer(listener):
+            connection, _ = listener.accept()
+            with connection, connection.makefile("rwb") as stream:
+                stream.readline()
+                stream.write(b"".join(json.dumps(message).encode() + b"\n" for message in messages))
+
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / "control"))
+            listener.listen()
+            thread = threading.Thread(target=answer, args=(listener,))
+            thread.start()
+            assert main(["fleet", *words, "--state-dir", str(folder)]) == 0
+            thread.join(PATIENCE_S)
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize(("number", "replica", "request_"), [(1, "1 replica", "1 request"), (2, "2 replicas", "2 requests")])
+def test_one_and_many(head_says, tmp_path, tiny, number, replica, request_):
+    out = head_says(["scale", "m/v/main", str(number)], {"pool": "m/v/main", "replicas": number})
+    assert out == f"m/v/main will have {replica}\n"
+    begun = {"pid": 1, "within_s": 60, "in_flight": number}
+    out = head_says(["down"], begun, {"replicas": number, "finished": number, "cut": number})
+    assert out.splitlines() == [
+        f"waiting for {request_}, 60 s at most",
+        f"the fleet has ended: {replica}, {request_} came to their end, {request_} were cut off",
+    ]
+    (file := tmp_path / "fleet.yaml").write_text(yaml.safe_dump({"models": {"tiny": {"versions": [version(tiny)]}}}))
+    out = head_says(["rollout", str(file)], {"replaced": number, "started": 0, "ended": 0})
+    assert out == f"{replica} replaced, 0 started, 0 ended\n"
+    one = {"name": "v", "share": 1, "waiting_at_door": 0, "replicas": [], "starting": ["m/v/main/1"]}
+    out = head_says(["status"], {"models": {"m": [one]}, "autoscale": {}, "counts": {"failovers": number, "resumed": 1}})
+    failovers = f"{number} failover{'s' * (number > 1)}, 1 resumed"
+    assert out.splitlines() == ["m v: share 1, 0 waiting at the door", "  m/v/main/1 starting", failovers]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import secrets
 import signal
 
 import msgspec
@@ -20,6 +21,9 @@ from tests.fleet.test_fleet import HELLO, ask
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 SERVER = "slipstream.fleet.replica"
+MARK = "SLIPSTREAM_TEST_RUN"
+"""A variable that Ray's processes inherit: it tells our servers from those of other fleets on this machine."""
+
 START_S = 600.0
 """Ray alone took two minutes to start on a machine with ten times the load that it has cores for."""
 
@@ -40,13 +44,18 @@ def fleet(tiny, tmp_path_factory):
         assert not folder.exists(), list(folder.iterdir())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def mark():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, secrets.token_hex(8))
+        yield
+
+
 def servers():
-    """The processes of replicas' servers, which are Ray's children and not ours."""
-    own = set()
-    for process in psutil.process_iter(["cmdline", "environ"]):
-        if SERVER in " ".join(process.info["cmdline"] or ()):
-            own.add(process)
-    return own
+    """The processes of this run's replicas, also of those whose parent is gone."""
+    found = psutil.process_iter(["cmdline", "environ"])
+    ours = (p for p in found if (p.info["environ"] or {}).get(MARK) == os.environ[MARK])
+    return {p for p in ours if SERVER in " ".join(p.info["cmdline"] or ())}
 
 
 @pytest.fixture

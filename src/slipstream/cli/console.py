@@ -141,6 +141,11 @@ def print_info(title: str, rows: list[tuple[str, str]]) -> None:
         console.print(Text.assemble((f"{name:<{width}}  ", "dim"), value))
 
 
+def counted(number: int, noun: str) -> str:
+    """As it is read: 1 replica, 2 replicas. For nouns whose plural is made with an s."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def size(num_bytes: int) -> str:
     """Bytes for a person: exact, and in the unit that fits."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.console import print_info, print_json, size
+from slipstream.cli.console import counted, print_info, print_json, size
 from slipstream.cli.options import add_output_options
 from slipstream.errors import ConfigError
 from slipstream.plan.hardware import GpuInfo, HostInfo, gpus, host_info
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         print()
         rows = [
             (
-                f"{t.kernels}, {t.weights}, {t.num_threads} thread{'s' if t.num_threads > 1 else ''}",
+                f"{t.kernels}, {t.weights}, {counted(t.num_threads, 'thread')}",
                 f"{t.decode_ms:.2f} ms a token, {t.prompt_ms:.1f} ms for 64 tokens",
             )
             for t in choice.timings

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from slipstream.cli.console import print_json
+from slipstream.cli.console import counted, print_json
 from slipstream.cli.options import add_output_options
 from slipstream.errors import ConfigError, EngineError, as_error
 
@@ -79,12 +79,12 @@ def run_up(args: argparse.Namespace) -> int:
     def on_ready() -> None:
         settle()
         shown.__exit__(None, None, None)
-        replicas = len(head.members.all_replicas())
-        info = {"url": url(settings, listener) + "/v1", "models": list(fleet.models), "replicas": replicas}
+        number = len(head.members.all_replicas())
+        info = {"url": url(settings, listener) + "/v1", "models": list(fleet.models), "replicas": number}
         if args.json:
             print_json(info)
         else:
-            print(f"Slipstream serves {', '.join(fleet.models)} at {info['url']} ({replicas} replicas)", flush=True)
+            print(f"Slipstream serves {', '.join(fleet.models)} at {info['url']} ({counted(number, 'replica')})", flush=True)
 
     async def serve() -> None:
         with stop_signals(head.stop):
@@ -136,12 +136,15 @@ def run_status(args: argparse.Namespace) -> int:
                 why = f" ({replica['why']})" if replica["why"] else ""
                 load = f"{replica['running']} running, {replica['waiting']} waiting, cache {replica['kv_cache_usage']:.0%}"
                 print(f"  {replica['id']} {replica['state']}{why}: {load}")
+            for name in version["starting"]:
+                print(f"  {name} starting")
     for model, one in status["autoscale"].items():
         wanted = "nothing decided yet" if one["wanted"] is None else f"{one['wanted']} wanted"
         last = f"; {one['last']['ago_s']:.0f} s ago {one['last']['change']}" if one["last"] else ""
         between = f"{one['min']} to {one['max']}"
         print(f"{model} autoscaler: {one['ready']} ready, {one['starting']} starting, {wanted} ({between}){last}")
-    print(", ".join(f"{number} {name}" for name, number in status["counts"].items()))
+    failovers = counted(status["counts"].pop("failovers"), "failover")
+    print(", ".join([failovers, *(f"{number} {name}" for name, number in status["counts"].items())]))
     return 0
 
 
@@ -151,14 +154,14 @@ def run_rollout(args: argparse.Namespace) -> int:
     from slipstream.fleet.config import read
 
     answer = _tell(args, {"do": "rollout", "fleet": msgspec.to_builtins(read(args.file))})
-    text = f"{answer['replaced']} replicas replaced, {answer['started']} started, {answer['ended']} ended"
+    text = f"{counted(answer['replaced'], 'replica')} replaced, {answer['started']} started, {answer['ended']} ended"
     print_json(answer) if args.json else print(text)
     return 0
 
 
 def run_scale(args: argparse.Namespace) -> int:
     answer = _tell(args, {"do": "scale", "pool": args.pool, "replicas": args.replicas})
-    print_json(answer) if args.json else print(f"{answer['pool']} will have {answer['replicas']} replicas")
+    print_json(answer) if args.json else print(f"{answer['pool']} will have {counted(answer['replicas'], 'replica')}")
     return 0
 
 
@@ -167,7 +170,7 @@ def run_down(args: argparse.Namespace) -> int:
     with _told(args, {"do": "down", "now": args.now}) as (answer, connection, reader):
         pid, within_s = answer["pid"], answer["within_s"]
         if not args.json and answer["in_flight"] and not args.now:
-            print(f"waiting for {answer['in_flight']} requests, {within_s:.0f} s at most", flush=True)
+            print(f"waiting for {counted(answer['in_flight'], 'request')}, {within_s:.0f} s at most", flush=True)
         connection.settimeout(within_s)
         try:
             line = reader.readline()
@@ -182,6 +185,6 @@ def run_down(args: argparse.Namespace) -> int:
         print_json({**told, "seconds": round(time.monotonic() - began, 3)})
     else:
         requests = {"came to their end": told["finished"], "were cut off": told["cut"]}
-        how = "".join(f", {number} requests {what}" for what, number in requests.items() if number)
-        print(f"the fleet has ended: {told['replicas']} replicas{how}")
+        how = "".join(f", {counted(number, 'request')} {what}" for what, number in requests.items() if number)
+        print(f"the fleet has ended: {counted(told['replicas'], 'replica')}{how}")
     return 0

@@ -262,13 +262,19 @@ class Head:
         pause = _FIRST_PAUSE_S
         while not member.unwanted:
             began = time.monotonic()
+            version = self.members.version(member.spec.model, member.spec.version)
             try:
+                if version is not None:
+                    version.starting.add(member.id)
                 await self._live(member)
             except (SlipstreamError, OSError) as error:
                 if not member.serves.is_set() and not self._failed.done() and not self._server.started:
                     self._failed.set_exception(error)
                     return
                 logger.error("replica %s could not start: %s", member.id, error)
+            finally:
+                if version is not None:
+                    version.starting.discard(member.id)
             if member.unwanted:
                 return
             pause = _FIRST_PAUSE_S if time.monotonic() - began > 60 else min(2 * pause, _LONGEST_PAUSE_S)
@@ -466,10 +472,11 @@ class Head:
         """Have so many replicas of a pool, between its `min` and `max`."""
         known = {spec.key: spec for spec in pools(self.fleet)}
         if (spec := known.get(pool)) is None:
-            raise ConfigError(f"there is no pool {pool!r}; there are {', '.join(known)}", field="pool")
+            raise ConfigError(f"there is no pool {pool!r}; the fleet's are {', '.join(known)}", field="pool")
         if not spec.least <= replicas <= spec.most:
             hint = "write others into its file (replicas: {min, max}) and use `slipstream fleet rollout`"
-            raise ConfigError(f"{pool} has from {spec.least} to {spec.most} replicas; {hint}", field="replicas")
+            has = f"from {spec.least} to {spec.most}" if spec.least < spec.most else f"always {spec.most}"
+            raise ConfigError(f"{pool} has {has} replicas; {hint}", field="replicas")
         async with self._changing:
             if self._cluster is not None:
                 await self._cluster.scale(spec, replicas)

@@ -162,6 +162,7 @@ class Version:
         self.router = Router(routing.policy, balance=routing.balance, thrift=routing.thrift)
         self.guard = Guard(routing.slow_factor)
         self.replicas: dict[str, Replica] = {}
+        self.starting: set[str] = set()  # ids of those that have no address yet
         self.num_waiting = 0  # requests that no replica could take yet
         self.autoscale = _to_zero(fleet.models[model])
         self.adapters: frozenset[str] = frozenset()  # that some of its replicas have
@@ -193,6 +194,7 @@ class Version:
     def add(self, replica: Replica) -> None:
         spec = replica.spec
         self.replicas[replica.id] = replica
+        self.starting.discard(replica.id)
         self.guard.add(replica.id)
         self.router.add(
             ReplicaState(
@@ -301,6 +303,7 @@ class Members:
                     "shadow": version.spec.shadow,
                     "waiting_at_door": version.num_waiting,
                     "replicas": [_about(version, replica, now) for replica in version.replicas.values()],
+                    "starting": sorted(version.starting),
                 }
                 for version in versions
             ]

@@ -7,7 +7,7 @@ from typing import Any
 from slipstream.fleet.members import Members
 from slipstream.server.metrics import Metrics
 from slipstream.server.state import ServerState
-from slipstream.server.status import ReplicaStatus, Status, shared_fields
+from slipstream.server.status import ReplicaStatus, Status, replica_status, shared_fields
 
 _STATES = {"serving": "ready", "draining": "draining", "silent": "starting", "out": "down"}
 
@@ -15,25 +15,28 @@ _STATES = {"serving": "ready", "draining": "draining", "silent": "starting", "ou
 def fleet_status(
     members: Members, state: ServerState, metrics: Metrics, autoscale: dict[str, dict[str, Any]]
 ) -> Status:
-    """Latency and responses are those at the door."""
-    replicas = []
-    for name, versions in members.models.items():
+    """Responses and latency are those at the door. Of the time between tokens the replicas tell, every few seconds: the door
+    passes tokens on unread."""
+    replicas, told = [], Metrics("")
+    for versions in members.models.values():
         for version in versions:
             for replica in version.replicas.values():
-                seen = version.router.state(replica.id)
-                replicas.append(
-                    ReplicaStatus(
-                        name=f"{name} {version.name} {replica.id}",
-                        state=_STATES[version.state_of(replica)],
-                        num_running=seen.running,
-                        num_waiting=seen.waiting,
-                        kv_cache_usage=replica.kv_cache_usage,
-                    )
-                )
+                seen, load = version.router.state(replica.id), replica.load
+                doing = _STATES[version.state_of(replica)]
+                if load is None:
+                    one = ReplicaStatus(name=replica.id, state=doing)
+                else:
+                    assert load.stats is not None  # `Replica.load` is the last that has them
+                    one = replica_status(replica.id, doing, load.stats, canary_ok=load.canary_ok)
+                one.num_running, one.num_waiting = seen.running, seen.waiting  # with what is on its way there
+                replicas.append(one)
+                if replica.counts is not None:
+                    told.add(replica.counts)
+            replicas += [ReplicaStatus(name=name, state="starting") for name in sorted(version.starting)]
     return Status(
         models=list(members.models),
         num_in_flight=len(state.in_flight),
         replicas=replicas,
         autoscale=autoscale or None,
-        **shared_fields(state, metrics),
+        **shared_fields(state, metrics, itl=told.itl),
     )

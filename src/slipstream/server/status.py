@@ -92,12 +92,12 @@ def replica_status(name: str, state: str, stats: EngineStats | None, **more: Any
     )
 
 
-def shared_fields(state: ServerState, metrics: Metrics) -> dict[str, Any]:
-    """The fields of a Status that a server and a fleet's door tell alike."""
+def shared_fields(state: ServerState, metrics: Metrics, *, itl: Histogram) -> dict[str, Any]:
+    """The fields of a Status that a server and a fleet's door tell alike. `itl`: the times between tokens."""
     responses: dict[str, int] = {}
     for (_, _, status), count in metrics.responses.items():
         responses[str(status)] = responses.get(str(status), 0) + count
-    latency = {"ttft_s": metrics.ttft, "itl_s": metrics.itl, "e2e_s": metrics.e2e}
+    latency = {"ttft_s": metrics.ttft, "itl_s": itl, "e2e_s": metrics.e2e}
     return {
         "version": __version__,
         "time": time.time(),
@@ -122,7 +122,7 @@ async def server_status(state: ServerState) -> Status:
         models=[*state.model_names, *state.engine.adapters],
         num_in_flight=state.load.num_requests,
         replicas=[replica_status(state.model_names[0], doing, stats, **more)],
-        **shared_fields(state, metrics),
+        **shared_fields(state, metrics, itl=metrics.itl),
     )
 
 

@@ -22,6 +22,10 @@ makes all steps slower alike."""
 FULL = 0.9
 """A cache so full gives up prefixes for want of blocks."""
 
+FEWER = 0.75
+"""So many of the usual sequences, or fewer, run in a full cache while others wait: the cache holds less than it did. With more
+requests as many run as before."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
@@ -41,7 +45,7 @@ _TABLE = (
         "stuck_engine",
         "no step ends while requests wait",
         "take the replica out and restart it; its log has the last step; on a GPU look for Xid errors in the kernel's log",
-        "step_age queue orphans step_time errors answer_length write_stall preemptions",
+        "step_age queue orphans step_time errors answer_length ends write_stall preemptions",
         "critical",
     ),
     _cause(
@@ -81,7 +85,7 @@ _TABLE = (
         "leaking_queue",
         "the engine holds sequences that nobody waits for",
         "restart the replica when it is idle, and report it with the log: a request that ended was not taken out",
-        "orphans queue step_time preemptions hit_rate answer_length",
+        "orphans queue step_time preemptions hit_rate answer_length ends",
         "critical",
     ),
     _cause(
@@ -109,7 +113,7 @@ _TABLE = (
         "answers are longer than before: they may no longer end by themselves",
         "look at the share of finish_reason length; check the chat template and the stop tokens of what was deployed last; "
         "bound max_tokens",
-        "answer_length queue preemptions hit_rate step_time",
+        "answer_length ends queue preemptions hit_rate step_time",
     ),
     _cause(
         "overload",
@@ -132,19 +136,23 @@ _BY_SIGNAL = {
     "canary_failed": "quality_drift",
     "errors": "failing_requests",
     "answer_length": "runaway_answers",
+    "ends": "runaway_answers",
 }
 """What a series says alone, the surest first; `find_cause` has the others."""
 
 
-def find_cause(active: frozenset[str], slowness: Sequence[float], last: Observation) -> Cause:
+def find_cause(
+    active: frozenset[str], slowness: Sequence[float], last: Observation, running: float = 1.0
+) -> Cause:
     """Of the changed series, at least one. `slowness` are values of `step_time` since it changed; `last` is what was seen
-    last."""
+    last; `running` how many sequences ran lately, over how many ran before."""
+    is_full = (last.kv_cache_usage or 0.0) >= FULL
     if "hit_rate" in active and not active & {"preemptions", "prompt_length", "step_age", "orphans", "down"}:
-        return CAUSES["cache_thrash" if (last.kv_cache_usage or 0.0) >= FULL else "prompt_drift"]
+        return CAUSES["cache_thrash" if is_full else "prompt_drift"]
     for signal, cause in _BY_SIGNAL.items():
         if signal in active:
             return CAUSES[cause]
     if "step_time" in active:
         is_unsteady = len(slowness) > 2 and statistics.pstdev(slowness) > UNSTEADY
         return CAUSES["noisy_neighbour" if is_unsteady else "throttled_clock"]
-    return CAUSES["overload"]
+    return CAUSES["cache_thrash" if is_full and running <= FEWER else "overload"]

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import statistics
 from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.fleet.detection.causes import CAUSES, Cause, find_cause
 from slipstream.fleet.detection.observation import ExpectedSteps, Observation
-from slipstream.fleet.detection.signals import SIGNALS, Flag, Watch, new_flags
+from slipstream.fleet.detection.signals import CALM, SIGNALS, Flag, Watch, new_flags, new_watch
 
 SETTLE_S = 120.0
+RUNNING_MEMORY = 120
+"""Observations over which the usual number of sequences is averaged."""
+
 MOST_REPLICAS = 4096
 """Beyond it the replica that was silent the longest is forgotten."""
 
@@ -52,11 +56,25 @@ class _Replica:
     def __init__(self) -> None:
         self.steps = ExpectedSteps()
         self.slowness = Watch(next(s for s in SIGNALS if s.name == "step_time"))
-        others = (Watch(signal) for signal in SIGNALS if signal.name != "step_time")
+        others = (new_watch(signal) for signal in SIGNALS if signal.name != "step_time")
         watches: list[Watch | Flag] = [*new_flags(), self.slowness, *others]
         self.watches = {watch.name: watch for watch in watches}
         self.open: dict[int, Finding] = {}
         self.last_at = 0.0
+        self.usual_running: float | None = None
+        self._running: deque[float] = deque(maxlen=CALM)
+
+    @property
+    def running(self) -> float:
+        """How many sequences ran lately, over how many run usually."""
+        return statistics.median(self._running) / self.usual_running if self._running and self.usual_running else 1.0
+
+    def see_running(self, number: float) -> None:
+        self._running.append(number)
+        if self.usual_running is None:
+            self.usual_running = number
+        elif not self.open:
+            self.usual_running += (number - self.usual_running) / RUNNING_MEMORY
 
 
 class Detector:
@@ -90,6 +108,8 @@ class Detector:
         self._replicas.move_to_end(seen.replica)
         replica.last_at = seen.at
         learned = seen.expected_step_s is None
+        if seen.num_running is not None:
+            replica.see_running(seen.num_running)
         if learned:
             seen = replace(seen, expected_step_s=replica.steps.expected(seen))
         for watch in replica.watches.values():
@@ -143,7 +163,7 @@ class Detector:
 
     @staticmethod
     def _cause(replica: _Replica, names: tuple[str, ...], seen: Observation) -> Cause:
-        return find_cause(frozenset(names), list(replica.slowness.recent), seen)
+        return find_cause(frozenset(names), list(replica.slowness.recent), seen, replica.running)
 
     @staticmethod
     def _described(replica: _Replica, finding: Finding) -> Finding:

@@ -8,7 +8,11 @@ Each series becomes a residual in units of its own noise, z:
 2. Page and Hinkley's test (Page 1954), river's, adds up what of z is beyond `ALLOWANCE`. At `THRESHOLD` the level has changed.
    For a series without memory and of Gaussian noise that is one false alarm in e^(2·ALLOWANCE·THRESHOLD) observations; a change
    of 4 deviations is seen after four.
-3. The change is over when `CALM` observations in turn are within `NEAR` deviations.
+3. Where small changes are usual though they are more than chance (answers of an hour are longer than those of another), a
+   `Signal` says which one `matters`. Half of that is left out of what is added up, as the best test for such a change does.
+4. Of failures it is the logarithm of a likelihood ratio that is added up (`ShareBaseline`): a few of few requests say more than
+   a normal distribution would.
+5. The change is over when `CALM` observations in turn are within `NEAR` deviations.
 
 A change that lasts `ADOPTED_S` is how things are now: it ends, and the baseline is learned anew.
 """
@@ -39,6 +43,9 @@ MEMORY = 720
 
 ADOPTED_S = 6 * 3600.0
 
+MOST_INTERVALS = 60
+"""For which it is known how many sequences ran."""
+
 USUAL_PROMPT = 1000.0
 """So many prompt tokens count as a request, where only tokens are counted."""
 
@@ -49,7 +56,8 @@ Value = tuple[float, float]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
     """`read` gives the series' value of an observation, None where it says nothing. `floor` is the least noise, in the series'
-    unit; `spread` the least of one request, as a share of the level."""
+    unit; `spread` the least of one request, as a share of the level. `matters`: the least change to be found, as a share of
+    the level. `is_share`: the value is the share of requests of which something is true."""
 
     name: str
     what: str
@@ -57,6 +65,8 @@ class Signal:
     direction: Literal["up", "down"]
     floor: float
     spread: float = 0.0
+    matters: float = 0.0
+    is_share: bool = False
 
 
 def _slowness(seen: Observation) -> Value | None:
@@ -90,6 +100,12 @@ def _hit_rate(seen: Observation) -> Value | None:
     return seen.prefix_hits / seen.prefix_queries, max(1.0, seen.prefix_queries / USUAL_PROMPT)
 
 
+def _ends(seen: Observation) -> Value | None:
+    if not seen.generated_tokens or seen.num_finished is None:
+        return None
+    return min(1.0, seen.num_finished / seen.generated_tokens), seen.generated_tokens
+
+
 def _mean(total: float | None, count: float | None) -> Value | None:
     return None if not count or total is None else (total / count, count)
 
@@ -110,11 +126,13 @@ SIGNALS = (
     Signal(name="hit_rate", what="fewer prompt tokens are in the cache", read=_hit_rate, direction="down", floor=0.08),
     Signal(name="preemptions", what="sequences lose their blocks", direction="up", floor=0.7,
            read=lambda o: _count(o.num_preemptions)),
-    Signal(name="prompt_length", what="longer prompts", direction="up", floor=100.0, spread=1.0,
+    Signal(name="prompt_length", what="longer prompts", direction="up", floor=100.0, spread=1.0, matters=1.0,
            read=lambda o: _mean(o.finished_prompt_tokens, o.num_finished)),
-    Signal(name="answer_length", what="longer answers", direction="up", floor=40.0, spread=1.6,
+    Signal(name="answer_length", what="longer answers", direction="up", floor=40.0, spread=1.2, matters=1.0,
            read=lambda o: _mean(o.finished_output_tokens, o.num_finished)),
-    Signal(name="errors", what="requests fail", read=lambda o: _count(o.num_errors), direction="up", floor=0.4),
+    Signal(name="ends", what="fewer tokens end an answer", read=_ends, direction="down", floor=1e-6, is_share=True),
+    Signal(name="errors", what="requests fail", direction="up", floor=0.005, is_share=True,
+           read=lambda o: _mean(o.num_errors, o.num_responses)),
     Signal(name="write_stall", what="clients do not read their answers", direction="up", floor=0.1,
            read=lambda o: None if o.write_stall_s is None else (o.write_stall_s / o.interval_s, 1.0)),
     Signal(name="canary", what="answers differ from the checkpoint's", direction="up", floor=0.4,
@@ -145,6 +163,14 @@ class Baseline:
     def z(self, value: Value) -> float:
         return max(-CLIP, min(CLIP, (value[0] - self.level) / self.noise(value[1])))
 
+    def beyond(self, value: Value) -> float:
+        """What the test adds up: z, and less of it where only a change that `matters` is to be found. That is never below 0:
+        the test takes each value from the mean of all, which would give back what was left out."""
+        if not (matters := self._signal.matters):
+            return self.z(value)
+        far = abs(value[0] - self.level) - 0.5 * matters * abs(self.level)
+        return min(CLIP, max(0.0, far / self.noise(value[1]))) * math.copysign(1.0, value[0] - self.level)
+
     def learn(self, value: Value) -> None:
         if not self.is_ready:
             self._first.append(value)
@@ -157,6 +183,48 @@ class Baseline:
         clipped = max(-3.0, min(3.0, self.z(value))) * self.noise(value[1])
         self.level += clipped / MEMORY
         self._variance += (max(1e-18, clipped * clipped * value[1]) - self._variance) / MEMORY
+
+
+class ShareBaseline(Baseline):
+    """The usual share of requests of which something is true, by a mean: of something rare the median says nothing.
+
+    |z| is ln(P(seen | a share that matters) / P(seen | the usual share)). The usual share is taken as `floor` at least. What
+    matters is `MATTERS`, or `TIMES` the usual share if that is more; of a share that falls, the usual one over `TIMES`.
+    """
+
+    MATTERS = 0.1
+    TIMES = 4.0
+
+    def __init__(self, signal: Signal) -> None:
+        super().__init__(signal)
+        self._true = self._count = 0.0
+        self._num_learned = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return self._num_learned >= WARM_UP
+
+    def z(self, value: Value) -> float:
+        share, count = value
+        usual = min(0.99, max(self._signal.floor, self.level))
+        is_up = self._signal.direction == "up"
+        other = min(max(self.MATTERS, self.TIMES * usual), (1 + usual) / 2) if is_up else usual / self.TIMES
+        ratio = share * math.log(other / usual) + (1 - share) * math.log((1 - other) / (1 - usual))
+        return max(-CLIP, min(CLIP, count * ratio)) * (1 if is_up else -1)
+
+    def beyond(self, value: Value) -> float:
+        z = self.z(value)
+        return max(0.0, z) if self._signal.direction == "up" else min(0.0, z)
+
+    def learn(self, value: Value) -> None:
+        keep = 1 - 1 / MEMORY
+        self._true, self._count = keep * self._true + value[0] * value[1], keep * self._count + value[1]
+        self.level = self._true / self._count
+        self._num_learned += 1
+
+
+def _new_baseline(signal: Signal) -> Baseline:
+    return ShareBaseline(signal) if signal.is_share else Baseline(signal)
 
 
 class Flag:
@@ -187,7 +255,7 @@ class Watch:
 
     def __init__(self, signal: Signal) -> None:
         self.signal, self.name = signal, signal.name
-        self.baseline = Baseline(signal)
+        self.baseline = _new_baseline(signal)
         self._sign = 1.0 if signal.direction == "up" else -1.0
         self._test = self._new_test()
         self._z: deque[float] = deque(maxlen=CALM)
@@ -205,7 +273,7 @@ class Watch:
         return self.since is not None
 
     def update(self, seen: Observation) -> None:
-        value = self.signal.read(seen)
+        value = self._value(seen)
         if value is None:
             return
         if not self.baseline.is_ready:
@@ -219,7 +287,7 @@ class Watch:
         else:
             self.recent.clear()
         if self.since is None:
-            self._test.update(z)  # type: ignore[no-untyped-call]
+            self._test.update(self._sign * self.baseline.beyond(value))  # type: ignore[no-untyped-call]
             if self._test.drift_detected:
                 self.since = seen.at
             elif z < NEAR:
@@ -228,8 +296,11 @@ class Watch:
         if len(self._z) == CALM and max(self._z) < NEAR:
             self._end()
         elif seen.at - self.since >= ADOPTED_S:
-            self.baseline = Baseline(self.signal)
+            self.baseline = _new_baseline(self.signal)
             self._end()
+
+    def _value(self, seen: Observation) -> Value | None:
+        return self.signal.read(seen)
 
     def describe(self) -> str:
         return f"{self.name}: {self.signal.what} ({self.value:.4g}, before {self.baseline.level:.4g})"
@@ -238,3 +309,26 @@ class Watch:
         self.since, self._test = None, self._new_test()
         self._z.clear()
         self.recent.clear()
+
+
+class EndsWatch(Watch):
+    """Of answers that end, over the tokens generated. Only those count that have run for as long as an answer takes: many that
+    begin at once, as after a quiet minute or a long queue, do not end at once."""
+
+    def __init__(self, signal: Signal) -> None:
+        super().__init__(signal)
+        self._running: deque[float] = deque(maxlen=MOST_INTERVALS)
+
+    def _value(self, seen: Observation) -> Value | None:
+        value = super()._value(seen)
+        self._running.append(seen.num_running or 0.0)
+        if value is None or not self.baseline.is_ready:
+            return value
+        share, tokens = value
+        intervals = math.ceil(self._running[-1] / max(self.signal.floor, self.baseline.level) / tokens)  # that an answer takes
+        old = min(list(self._running)[-intervals - 1 :]) / max(1.0, self._running[-1])
+        return None if old <= 0 else (min(1.0, share / old), tokens * old)
+
+
+def new_watch(signal: Signal) -> Watch:
+    return EndsWatch(signal) if signal.name == "ends" else Watch(signal)
