@@ -32,8 +32,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_finish():
-    """What is there now stays: thousands of tests and all that they import. The collection of garbage that each engine of torch's
-    asks for as it starts took a third of a second over them."""
+    """What is there now stays: thousands of tests and all that they import. The collection of garbage that a start of an engine
+    asks for took a third of a second over them."""
     gc.collect()
     gc.freeze()
 
