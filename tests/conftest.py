@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import shutil
@@ -9,6 +10,13 @@ import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from slipstream.plan.hardware import bound_spinning, import_numpy
+
+# Before anything loads torch or NumPy. There is a process of tests for each core: threads that spin while they wait hold the
+# cores that the others' work needs, and the busier the machine is, the longer.
+bound_spinning()
+import_numpy()
 
 # A gate gives the same verdict on the same code, so its examples are the same every time. New ones are looked for with
 # `./check --hypothesis-profile=explore`; what they find becomes a test of its own. How fast the machine is fails no test.
@@ -23,9 +31,19 @@ def pytest_addoption(parser):
     parser.addoption("--clients-python", default=sys.executable, metavar="PYTHON", help=whose)
 
 
+def pytest_collection_finish():
+    """What is there now stays: thousands of tests and all that they import. The collection of garbage that a start of an engine
+    asks for took a third of a second over them."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup():
-    """Each test draws the same numbers, whichever ran before it in its process. Before its fixtures, which draw, too."""
+def pytest_runtest_setup(item):
+    """Each test draws the same numbers and computes on as many threads, whichever ran before it in its process: an engine sets
+    torch's number for good. Before its fixtures, which draw, too. Tests on a GPU have a number of their own."""
+    if "torch" in sys.modules and item.get_closest_marker("gpu") is None:
+        sys.modules["torch"].set_num_threads(1)
     random.seed(0)
     for name, seed in (("numpy", lambda numpy: numpy.random.seed(0)), ("torch", lambda torch: torch.manual_seed(0))):
         if (module := sys.modules.get(name)) is not None:

@@ -179,7 +179,7 @@ def test_mutual_tls(tiny, tmp_path):
         replica = fleet.head.members.all_replicas()[0]
         assert replica.url.startswith("https")
         with pytest.raises(httpx.TransportError):  # without a certificate of the fleet's
-            httpx.get(replica.url + "/live", verify=False)
+            httpx.get(replica.url + "/live", verify=False, timeout=PATIENCE_S)
 
 
 def test_a_folder_with_other_files_is_refused(tiny, tmp_path):

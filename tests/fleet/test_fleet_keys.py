@@ -15,6 +15,7 @@ from slipstream.server import keys
 from slipstream.server.rates import _SPENT, _TOKENS, DAY_S, WINDOW
 from tests.fleet.running import ENGINE, fleet_of, running, version
 from tests.fleet.stubs import PROMPT_TOKENS, numbers, stubbed, text_of
+from tests.waiting import PATIENCE_S
 
 
 def add_key(file, name, **limits):
@@ -58,7 +59,7 @@ def start(tiny, tmp_path):
 
 
 def client_of(fleet, key):
-    return openai.OpenAI(base_url=fleet.url + "/v1", api_key=key, max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=fleet.url + "/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
 
 
 def test_requests_a_minute_are_one_count_over_all_replicas(start):
@@ -74,9 +75,9 @@ def test_requests_a_minute_are_one_count_over_all_replicas(start):
 
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         answers = {key: [pool.submit(ask, key) for _ in range(40)] for key in given}
-        assert [sum(a.result(60) for a in answers[key]) for key in given] == [20, 21, 22]
+        assert [sum(a.result(PATIENCE_S) for a in answers[key]) for key in given] == [20, 21, 22]
     assert sum(len(stub.asked) for stub in stubs) == 63
-    with httpx.Client(base_url=fleet.url, headers={"authorization": f"Bearer {given[0]}"}, timeout=60) as http:
+    with httpx.Client(base_url=fleet.url, headers={"authorization": f"Bearer {given[0]}"}, timeout=PATIENCE_S) as http:
         assert http.post("/tokenize", json={"model": "tiny", "prompt": "x"}).status_code == 429
         assert http.get("/v1/models").status_code == 200
 
@@ -94,7 +95,7 @@ def test_tokens_are_reserved_at_the_door_and_what_is_left_comes_back(start):
             client.completions.create(model="tiny", prompt=prompt, max_tokens=500, n=2)
         assert refused.value.type == "tokens"
         fleet.loop.call_soon_threadsafe(stub.go.set)
-        answer.result(60)
+        answer.result(PATIENCE_S)
     fleet.wait_idle()
     assert used(fleet, key) == (PROMPT_TOKENS + 50,) * 2
     assert len(stub.asked) == 1
@@ -111,9 +112,10 @@ def test_of_a_client_that_leaves_what_was_written_counts(start, stream):
     stub.hang_at = 3
 
     async def ask():
-        async with httpx.AsyncClient(base_url=fleet.url, headers={"authorization": f"Bearer {key}"}) as http:
+        opened = {"authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(base_url=fleet.url, headers=opened, timeout=PATIENCE_S) as http:
             body = {"model": "tiny", "prompt": [5] * PROMPT_TOKENS, "max_tokens": 50, "stream": stream}
-            await http.post("/v1/completions", json=body, timeout=60)
+            await http.post("/v1/completions", json=body)
 
     async def leave():
         asking = asyncio.create_task(ask())

@@ -16,6 +16,7 @@ import pytest
 from slipstream.fleet import forward
 from tests.fleet.running import fleet_of, version
 from tests.fleet.stubs import numbers, stubbed, text_of
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_a_replica_that_says_nothing_at_all_is_left_out(start):
         answers = [pool.submit(text_of, client) for _ in range(4)]
         fleet.wait_for(lambda: stubs[0].asked, "nothing came to it")
         stubs[0].silent = True
-        assert {a.result(60) for a in answers} == {numbers()}
+        assert {a.result(PATIENCE_S) for a in answers} == {numbers()}
         assert states(fleet)[of(fleet, stubs[0])][0] == "silent"
         before = len(stubs[0].asked)
         assert text_of(client) == text_of(client) == numbers()
@@ -131,7 +132,7 @@ def test_the_first_of_two_answers_is_taken(start):
         fleet.wait_for(lambda: one.asked[0].cancelled, "who lost goes on")
         assert not found.done()
         fleet.loop.call_soon_threadsafe(other.go.set)
-        assert found.result(60) == numbers()
+        assert found.result(PATIENCE_S) == numbers()
     assert fleet.head.door.forwarder.num_hedged == 1
     assert fleet.head.door.forwarder.num_failovers == 0
     fleet.wait_idle()
@@ -291,7 +292,7 @@ def test_a_clock_that_jumps_changes_nothing(start, monkeypatch):
             answers = [pool.submit(text_of, client) for _ in range(4)]
             fleet.wait_for(lambda asked=asked: sum(len(stub.asked) for stub in stubs) > asked, "nothing began")
             jump[0] = seconds
-            assert {a.result(60) for a in answers} == {numbers()}
+            assert {a.result(PATIENCE_S) for a in answers} == {numbers()}
     assert fleet.head.door.forwarder.num_failovers == 0
     assert {state for state, _ in states(fleet).values()} == {"serving"}
 

@@ -17,6 +17,7 @@ import pytest
 from slipstream.fleet.config import check
 from tests.fleet.running import ENGINE, alive, fleet_of, running, version
 from tests.fleet.test_fleet import ask
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.slow
@@ -35,7 +36,7 @@ def test_a_replica_that_is_stopped_costs_no_answer(tiny, tmp_path, which):
                 (process,) = [p for p in process.children() if "resource_tracker" not in " ".join(p.cmdline())]
             process.suspend()
             try:
-                assert [a.result(120) for a in asked] == expected
+                assert [a.result(PATIENCE_S) for a in asked] == expected
                 assert client.completions.create(model="tiny", prompt="x", max_tokens=3).choices[0].finish_reason == "length"
             finally:
                 process.resume()
@@ -67,21 +68,21 @@ def test_a_lost_head_leaves_no_process_and_is_started_again(tiny, tmp_path):
     try:
         replicas = psutil.Process(head.pid).children(recursive=True)
         assert len(replicas) >= 4
-        assert httpx.get(told["url"] + "/models", timeout=60).json()["data"][0]["id"] == "tiny"
+        assert httpx.get(told["url"] + "/models", timeout=PATIENCE_S).json()["data"][0]["id"] == "tiny"
         head.send_signal(signal.SIGKILL)
         head.wait()
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE_S
         while any(alive(p.pid) and p.status() != psutil.STATUS_ZOMBIE for p in replicas if p.is_running()):
             assert time.monotonic() < until, "a replica outlives its head"
             time.sleep(0.05)
         again, told = up()
         try:
             body = {"model": "tiny", "prompt": "x", "max_tokens": 3}
-            answer = httpx.post(told["url"] + "/completions", json=body, timeout=60)
+            answer = httpx.post(told["url"] + "/completions", json=body, timeout=PATIENCE_S)
             assert (answer.status_code, told["replicas"]) == (200, 2)
         finally:
             again.send_signal(signal.SIGTERM)
-            assert again.wait(60) == 0
+            assert again.wait(PATIENCE_S) == 0
     finally:
         if head.poll() is None:
             os.kill(head.pid, signal.SIGKILL)

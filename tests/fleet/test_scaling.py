@@ -19,6 +19,7 @@ from slipstream.fleet.scaling import Scaling
 from slipstream.server.record import RequestRecord
 from tests.browser import Browser
 from tests.fleet.running import ENGINE, fleet_of, running, version
+from tests.waiting import PATIENCE_S
 
 OBJECTIVES = Objectives(ttft_s=2.0, itl_s=0.1)
 AUTOSCALE = {"objectives": {"ttft_s": 2.0, "itl_s": 0.1}}
@@ -218,7 +219,7 @@ def test_none_to_one_to_none_with_real_replicas(tiny, tmp_path):
             assert fleet.pids() == {}
 
             async def ask_many():
-                async with httpx.AsyncClient(base_url=fleet.url, timeout=90) as many:
+                async with httpx.AsyncClient(base_url=fleet.url, timeout=PATIENCE_S) as many:
                     return await asyncio.gather(*(many.post("/v1/completions", json=body) for _ in range(5)))
 
             answers = asyncio.run(ask_many())

@@ -296,7 +296,7 @@ def test_choices_are_counted_but_for_padding(ops):
 
 
 @pytest.mark.parametrize("scheme", [None, "int8"])
-@pytest.mark.parametrize("num_tokens", [1, 3, 70])
+@pytest.mark.parametrize("num_tokens", [1, 3, 19])  # not sorted; few pairs; tiles
 @pytest.mark.parametrize("ops", [REFERENCE, CpuOps(), TritonOps()], ids=lambda o: o.name)
 def test_experts_on_two_ranks_add_up(ops, num_tokens, scheme):
     """Each has some of the experts; one of them may have none of a token's. Biases and counts go by experts, too."""

@@ -15,6 +15,7 @@ from slipstream.errors import UnsupportedModelError
 from slipstream.spec import families
 from slipstream.spec.families.base import Family
 from tests import tiny_models
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "adding-a-model.md").read_text("utf-8")
@@ -26,7 +27,7 @@ STABLELM = {**tiny_models.FAMILIES["llama"], "model_type": "stablelm", "use_qkv_
 def check(model, path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *path])}
     command = [sys.executable, "-m", "slipstream", "check-model", str(model), "--json"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     return done.returncode, json.loads(done.stdout)
 
 

@@ -18,6 +18,7 @@ from slipstream.spec.offload import NUM_SLOTS, plan_offload
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.harness import CPU, load, run
+from tests.waiting import PATIENCE_S
 
 TOKENS = list(range(5, 25))
 MIB = 2**20
@@ -92,7 +93,7 @@ def test_a_start_holds_one_layer_beside_what_stays(tmp_path):
 
     def peak(bound):
         command = [sys.executable, "-c", program, str(tmp_path), str(bound)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
         rss, weights = text.split()
         return int(rss), int(weights)
 

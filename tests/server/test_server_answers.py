@@ -20,6 +20,7 @@ from slipstream.stats import EngineStats
 from slipstream.types import FinishReason, PromptLogprobs, TokenLogprobs, TokenOutput
 from tests.data.make_tokens import write_gguf
 from tests.server.fake_engine import FakeEngine
+from tests.waiting import PATIENCE_S
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "data/small_vocabularies.json").read_text(encoding="utf-8"))
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -369,7 +370,7 @@ def test_tls(serve, tmp_path):
     assert server.url.startswith("https://")
     import ssl
 
-    with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=str(cert))) as http:
+    with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=str(cert)), timeout=PATIENCE_S) as http:
         assert http.get("/live").status_code == 200
 
 

@@ -15,6 +15,7 @@ from slipstream.engine.tool_formats import REASONING
 from tests.server.conftest import TEMPLATE
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_server_tools import SCHEMAS
+from tests.waiting import PATIENCE_S
 
 TOOLS = [{"name": n, "description": "x", "input_schema": s} for n, s in SCHEMAS.items()]
 SAID = [{"role": "user", "content": "Say hello."}]
@@ -218,7 +219,7 @@ def test_the_kinds_of_errors(serve):
         assert refused.value.body["error"]["type"] == "not_found_error"
     with connect(server, api_key=None, auth_token="right") as client:
         assert client.messages.count_tokens(model="fake", messages=SAID).input_tokens > 0
-    with httpx.Client(base_url=server.url, headers={"x-api-key": "right"}) as http:
+    with httpx.Client(base_url=server.url, headers={"x-api-key": "right"}, timeout=PATIENCE_S) as http:
         for headers in ({}, {"anthropic-version": "2020-01-01"}):
             answer = http.post("/v1/messages", json=ask, headers=headers)
             assert (answer.status_code, answer.json()["type"]) == (400, "error")

@@ -15,6 +15,7 @@ from slipstream.cli.main import main
 from slipstream.errors import ConfigError
 from slipstream.server import audit as audit_module
 from slipstream.server.audit import AuditLog, ChainError, records, rotated
+from tests.waiting import PATIENCE_S
 
 ASK = {"model": "fake", "prompt": "a secret prompt", "max_tokens": 4}
 
@@ -74,7 +75,7 @@ def test_prompts_by_choice(serve, tmp_path):
 
 
 def test_feedback_needs_the_log(shared):
-    answer = httpx.post(f"{shared.url}/v1/feedback", json={"request_id": "0" * 32, "rating": "up"})
+    answer = httpx.post(f"{shared.url}/v1/feedback", json={"request_id": "0" * 32, "rating": "up"}, timeout=PATIENCE_S)
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "feedback_disabled")
 
 

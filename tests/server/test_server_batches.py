@@ -112,7 +112,7 @@ def test_big_file_goes_through_the_disk(client):
     ],
 )
 def test_bad_uploads(client, fields, param):
-    answer = httpx.post(f"{client.base_url}files", **fields)
+    answer = httpx.post(f"{client.base_url}files", **fields, timeout=PATIENCE_S)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 

@@ -252,7 +252,7 @@ def test_keys(serve):
         assert texts(client.infer("fake", inputs_of(over_grpc), headers={"authorization": "Bearer right"}))
     counts, methods = server.state.metrics.responses, ("ServerMetadata", "ModelInfer", "ModelStreamInfer")
     server.wait_for(lambda: [counts["gRPC", name, 401] for name in methods] == [2, 2, 2], "refused calls are not counted")
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
         assert http.get("/v2/health/ready").status_code == 200
         assert http.get("/v2/models/fake").json()["error"].startswith("missing or wrong API key")
 

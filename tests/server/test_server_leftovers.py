@@ -13,6 +13,7 @@ from slipstream.errors import ConfigError
 from slipstream.server import connection
 from slipstream.server.store import ResponseStore, Stored
 from tests.server.fake_engine import FakeEngine
+from tests.waiting import PATIENCE_S
 
 
 def stored(name, size=10):
@@ -78,7 +79,7 @@ def test_a_client_that_reads_slowly_is_not(serve, monkeypatch):
     ],
 )
 def test_hints_of_routes(shared, method, path, status, hint):
-    answer = httpx.request(method, shared.url + path)
+    answer = httpx.request(method, shared.url + path, timeout=PATIENCE_S)
     assert answer.status_code == status
     assert hint in answer.json()["error"]["message"]
     assert "secret" not in answer.text
@@ -88,7 +89,7 @@ def test_hints_of_routes(shared, method, path, status, hint):
 
 @pytest.mark.parametrize(("field", "hint"), [("max_tokens", "max_output_tokens"), ("messages", "input")])
 def test_hints_of_responses(shared, field, hint):
-    answer = httpx.post(shared.url + "/v1/responses", json={"model": "fake", "input": "x", field: 5})
+    answer = httpx.post(shared.url + "/v1/responses", json={"model": "fake", "input": "x", field: 5}, timeout=PATIENCE_S)
     assert answer.json()["error"]["message"].endswith(f"; here it is {hint}")
 
 

@@ -36,8 +36,8 @@ def queries():
 
 
 def test_every_metric_is_there(shared):
-    httpx.post(shared.url + "/v1/completions", json={"prompt": "hello", "max_tokens": 3})
-    served = set(NAMES.findall(httpx.get(shared.url + "/metrics").text))
+    httpx.post(shared.url + "/v1/completions", json={"prompt": "hello", "max_tokens": 3}, timeout=PATIENCE_S)
+    served = set(NAMES.findall(httpx.get(shared.url + "/metrics", timeout=PATIENCE_S).text))
     asked = set(NAMES.findall(json.dumps(rules(Objectives())) + json.dumps(board())))
     assert asked
     assert not asked - served
@@ -46,8 +46,8 @@ def test_every_metric_is_there(shared):
 
 
 def test_bounds_are_those_of_the_histograms(shared):
-    httpx.post(shared.url + "/v1/completions", json={"prompt": "hello", "max_tokens": 3})
-    text = httpx.get(shared.url + "/metrics").text
+    httpx.post(shared.url + "/v1/completions", json={"prompt": "hello", "max_tokens": 3}, timeout=PATIENCE_S)
+    text = httpx.get(shared.url + "/metrics", timeout=PATIENCE_S).text
     written = json.dumps(rules(Objectives())).replace("\\", "")
     for metric, bound in re.findall(r'slipstream:(\w+)_bucket\{le="([0-9.]+)"', written):
         assert re.search(rf'slipstream:{metric}_bucket\{{le="{re.escape(bound)}"', text), (metric, bound)
@@ -155,7 +155,7 @@ def test_every_panel_has_data(tiny_server, folder):
             client.completions.create(model="smollm2", prompt=prompt, max_tokens=8, extra_body={"ignore_eos": True})
             time.sleep(0.5)
             missing = {title for title, expr in queries() if not has_data(base, expr)}
-        problems = httpx.get(base + "/api/v1/rules").json()["data"]["groups"]
+        problems = httpx.get(base + "/api/v1/rules", timeout=PATIENCE_S).json()["data"]["groups"]
         assert not [rule["lastError"] for group in problems for rule in group["rules"] if rule.get("lastError")]
     finally:
         process.terminate()
@@ -165,7 +165,7 @@ def test_every_panel_has_data(tiny_server, folder):
 def has_data(base, expr):
     expr = expr.replace("$__rate_interval", "15s").replace("$model", ".*")
     try:
-        found = httpx.get(base + "/api/v1/query", params={"query": expr}).json()
+        found = httpx.get(base + "/api/v1/query", params={"query": expr}, timeout=PATIENCE_S).json()
     except httpx.TransportError:
         return False  # it is starting
     assert found["status"] == "success", found

@@ -62,6 +62,7 @@ def test_all_front_ends_sleep(tiny_path):
                     served.base + "/v1/completions",
                     json={"model": "tiny", "prompt": "hello"},
                     headers={"authorization": f"Bearer {KEY}"},
+                    timeout=PATIENCE_S,
                 )
                 assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_asleep")
             assert http.post("/sleep?level=1").status_code == 200  # it does

@@ -16,6 +16,7 @@ from slipstream.errors import ConfigError
 from slipstream.server.run import make_server
 from slipstream.server.state import ServerSettings
 from tests.server.fake_engine import FakeEngine
+from tests.waiting import PATIENCE_S
 
 trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 metrics_service = pytest.importorskip("opentelemetry.proto.collector.metrics.v1.metrics_service_pb2")
@@ -83,7 +84,7 @@ def test_spans_and_metrics(serve, collector):
         client.completions.create(model="fake", prompt="x", temperature=-1)
     client.completions.create(**ASK, extra_headers={"traceparent": f"00-{TRACE}-{PARENT}-00"})  # not sampled
     client.models.list()
-    httpx.get(server.url + "/health")
+    httpx.get(server.url + "/health", timeout=PATIENCE_S)
     server.begin_stop()
     server.join()
 

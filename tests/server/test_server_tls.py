@@ -59,7 +59,8 @@ def test_renewal(serve, pairs, tmp_path, monkeypatch, caplog):
 
     assert shown(server) == (old / "cert").read_text()
     assert ask(old) == b"length"
-    with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=str(old / "cert"))) as open_connection:
+    trusted = ssl.create_default_context(cafile=str(old / "cert"))
+    with httpx.Client(base_url=server.url, verify=trusted, timeout=PATIENCE_S) as open_connection:
         assert open_connection.get("/live").status_code == 200
         put(new, "cert")  # half of it: the key is still the old one
         server.wait_for(lambda: "cannot be used, the old ones stay" in caplog.text, "nothing was said")

@@ -34,7 +34,7 @@ from tests.waiting import free_port
 
 pytestmark = pytest.mark.skipif(not native.has_cpu_kernels(), reason="the C++ kernels are not built")
 
-SIZES = dict(device="cpu", dtype="float32", max_model_len=64, max_num_seqs=4, num_threads=2, kv_cache_bytes=2**20)
+SIZES = dict(device="cpu", dtype="float32", max_model_len=64, max_num_seqs=4, num_threads=1, kv_cache_bytes=2**20)
 REFUSED = {"granite": "residual_scale", "olmo2": "qk_norm", "olmo3": "qk_norm"}
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([5, 9, 200, 41, 7, 7, 3], [11] * 20, [4, 8], [30, 31, 32, 33, 34])]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -93,7 +93,7 @@ def test_every_family(tmp_path, monkeypatch, family):
         {"quantization": "int4-g32"},
         {"speculative_model": "ngram", "num_speculative_tokens": 3},
         {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
-        {"num_threads": 1},
+        {"num_threads": 2},
     ],
     ids=lambda s: next(iter(s)),
 )
@@ -279,7 +279,7 @@ def test_answers_do_not_depend_on_how_many_threads_work(tmp_path, monkeypatch, s
     monkeypatch.setattr("slipstream.worker.host_runner.ThreadGovernor.note", note)
     found = []
     for follows in (False, True):
-        with LLM(str(tmp_path), skip_tokenizer_init=True, **{**SIZES, **settings}) as llm:
+        with LLM(str(tmp_path), skip_tokenizer_init=True, **{**SIZES, "num_threads": 2, **settings}) as llm:
             runner = llm.core.executor.runner
             runner._governor = ThreadGovernor(runner.ops.pool) if follows else None
             outputs = list(chain(*answers(llm)))
@@ -295,7 +295,7 @@ TEXTS = [{"prompt_token_ids": [5 + 7 * i % 190 for i in range(n)]} for n in (5, 
 
 
 def vectors(path, kind, read, **settings):
-    with LLM(str(path), skip_tokenizer_init=True, device="cpu", num_threads=2, **settings) as llm:
+    with LLM(str(path), skip_tokenizer_init=True, device="cpu", num_threads=1, **settings) as llm:
         assert type(llm.core.executor.runner) is kind
         return np.array(read(llm))
 
@@ -325,7 +325,7 @@ def test_cross_encoders_give_torchs_scores(tmp_path, monkeypatch, family):
     tiny_models.write_wordpiece(tmp_path)
 
     def scores(kind):
-        with LLM(str(tmp_path), device="cpu", dtype="float32", num_threads=2) as llm:
+        with LLM(str(tmp_path), device="cpu", dtype="float32", num_threads=1) as llm:
             assert type(llm.core.executor.runner) is kind
             return [o.score for o in llm.score("hello world", ["a b c", "hello", "what is this world"])]
 

@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as build:
         sanitize = f"-DSLIPSTREAM_SANITIZE={'ON' if args.sanitize else 'OFF'}"
         subprocess.run(["cmake", "-S", SOURCE, "-B", build, "-DCMAKE_BUILD_TYPE=Release", sanitize], check=True)
-        subprocess.run(["cmake", "--build", build, "--parallel"], check=True)
+        subprocess.run(["cmake", "--build", build, "--parallel", str(os.cpu_count() or 1)], check=True)
         (built,) = Path(build).glob("libslipstream_cpu.*")
         target = args.into / built.name
         temporary = target.with_suffix(".new")  # a running process may have the old one mapped
