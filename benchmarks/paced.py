@@ -1,4 +1,4 @@
-"""An engine whose steps compute nothing: a step sleeps for a given time and gives random tokens. All else is the real one.
+"""An engine whose steps compute nothing: a step sleeps for a given time and gives random common tokens. All else is the real one.
 
     python benchmarks/paced.py STEP_MS serve smollm2 …        # `slipstream serve`, over such an engine
 
@@ -11,6 +11,9 @@ import subprocess
 import sys
 import time
 from typing import Any
+
+COMMON = range(300, 3300)
+"""Tokens of answers: as many kinds as a text has, which stand in the first thousands of a vocabulary."""
 
 CORE = "slipstream.engine.core_process"
 
@@ -43,7 +46,7 @@ def run_core(step_s: float, address: str) -> int:
         sampled = given.sampled
         assert sampled is not None
         time.sleep(step_s)
-        tokens = random.integers(0, runner.model.spec.vocab_size, len(sampled.rows))
+        tokens = random.integers(COMMON.start, min(COMMON.stop, runner.model.spec.vocab_size), len(sampled.rows))
         runner._under_way = step = InFlightStep(plan, sampled, tokens, None)  # type: ignore[arg-type]
         runner._take_tokens()
         return step
