@@ -2,11 +2,11 @@
 
     python benchmarks/http_share.py [--users 16,64] [--rounds 3]
 
-A server and an engine of this process take turns, and change who is first: a closed loop of users, random prompts, greedy answers
-of full length, no prefix cache. The server's client is that of `slipstream bench serve`, and runs on the same cores. Processor
-time is the kernel's count for each process, so that a neighbour changes it little; tokens a second mean something on a quiet
-machine alone. Microseconds of a token: all that a process took between the first request and the last answer of a round, over
-the round's tokens.
+A server and an engine of this process take turns, and change who is first: a closed loop of users, random prompts, greedy
+answers of full length, no prefix cache. The server's client is that of `slipstream bench serve`, and runs on the same cores.
+Processor time is the kernel's count for each process, so that a neighbour changes it little; tokens a second mean something
+on a quiet machine alone. Microseconds of a token are all that a process took from the first request of a round to the last
+answer, over the round's tokens.
 
 With `--step-ms` the engines compute nothing: a step sleeps so long (`paced.py`). Then it can be measured on a busy machine what
 serving takes, while the share says nothing.

@@ -1,4 +1,4 @@
-"""An engine whose steps compute nothing: a step sleeps for a given time and gives random common tokens. All else is the real one.
+"""An engine whose steps compute nothing: a step sleeps for a given time and gives random common tokens. All else is real.
 
     python benchmarks/paced.py STEP_MS serve smollm2 …        # `slipstream serve`, over such an engine
 
