@@ -172,7 +172,7 @@ def measured(args: argparse.Namespace) -> Table:
     rounds: dict[Candidate, list[Result]] = {c: [] for c in every}
     for line in kept.read_text("utf-8").splitlines() if kept.is_file() else ():
         row = json.loads(line)
-        if row.pop("conditions") == measurer.conditions and (result := result_of(row, space)).candidate in rounds:
+        if row.pop("conditions") == measurer.conditions and (result := run.result_of(row, space)).candidate in rounds:
             rounds[result.candidate].append(result)
     for number in range(args.rounds):
         for place, candidate in enumerate(random.Random(number).sample(every, len(every))):
@@ -190,11 +190,6 @@ def measured(args: argparse.Namespace) -> Table:
             place_text = f"round {number + 1}, {place + 1} of {len(every)}"
             print(f"{place_text}: {candidate.name}: {result.throughput or result.error}", flush=True)
     return Table(space=space, kl_limit=limits.kl or 0.1, rounds=rounds, predicted={c: prior(c) for c in every})
-
-
-def result_of(row: Mapping[str, Any], space: Space) -> Result:
-    candidate = Candidate(row["compression"], tuple((name, row["settings"][name]) for name in space.axes))
-    return Result(candidate=candidate, **{n: v for n, v in row.items() if n not in ("compression", "settings")})
 
 
 def rows_of(table: Table) -> list[dict[str, Any]]:

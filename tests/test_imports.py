@@ -24,7 +24,10 @@ FILES = {
 }
 
 PUBLIC = {f"slipstream.{name}": module for name, module in slipstream._PUBLIC.items()}
-BASE = ("errors", "arguments", "spec", "sampling_params", "outputs", "stats", "types", "locks", "config", "hub", "plan")
+BASE = (
+    *("errors", "arguments", "spec", "sampling_params", "outputs", "stats", "types", "locks", "files"),
+    *("config", "hub", "plan"),
+)
 """Imported by all above them; among themselves, each may import those before it."""
 
 PLATFORM = (*BASE, "platform")

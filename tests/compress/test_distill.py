@@ -161,10 +161,10 @@ def test_an_interrupted_run_goes_on_bit_for_bit(teacher, student, tmp_path):
 
 def test_every_example_comes_once_an_epoch(teacher, student):
     training = Training(student, teacher, EXAMPLES, FAST, device=CPU)
-    first, second = [[i for s in steps for i in training.indices(s)] for steps in ((0, 1), (2, 3))]
+    first, second = [[i for s in steps for i in training.epochs.indices(s)] for steps in ((0, 1), (2, 3))]
     assert sorted(first) == sorted(second) == list(range(8))
     assert first != second
-    assert training.indices(0) + training.indices(1) == first
+    assert training.epochs.indices(0) + training.epochs.indices(1) == first
 
 
 def test_logits_on_disk_do_as_the_teacher(teacher, student, tmp_path):

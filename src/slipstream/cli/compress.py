@@ -149,7 +149,6 @@ def _carry_out(
     """Write the checkpoint: the recipe taken, which may be another one with --back-off, its plan and the report."""
     from slipstream.compress.checkpoint import Attempts, fingerprint
     from slipstream.compress.pipeline import clean, layer_recipe, publish, reshape
-    from slipstream.compress.planning import calibration
     from slipstream.compress.recipe import more_bits
     from slipstream.compress.report import write_receipt
     from slipstream.compress.run import compress, resolve_device
@@ -186,7 +185,7 @@ def _carry_out(
             return recipe, planned, reports[-1] if reports else None
     windows: list[tuple[int, ...]] = []
     if planned.needs_text:
-        text = calibration(recipe)
+        text = recipe.calibration
         progress.update("reading text", 0, 0)
         windows = calibration_windows(
             text.text,

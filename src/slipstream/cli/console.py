@@ -28,13 +28,12 @@ def print_json(value: Any) -> None:
 def write_files(folder: Path, texts: Mapping[str, str]) -> None:
     """Write `texts` by their names; each file appears whole. ConfigError if the folder takes none."""
     from slipstream.errors import ConfigError
+    from slipstream.files import write_whole
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            partial = folder / f".{name}.new"
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(folder / name)
+            write_whole(folder / name, text)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}", field="dir") from None
 

@@ -23,7 +23,7 @@ from slipstream.kernels.quantize import numbers, quantize_rows
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Attention, Layer, MoE, build_layer
-from slipstream.model.sequences import SequenceBatch, run_layer
+from slipstream.model.sequences import SequenceBatch, layer_output
 from slipstream.model.weights import load_parameters
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.scheme import FORMAT_MAX, InputFormat
@@ -72,6 +72,10 @@ class InputStats:
     def mean_square(self) -> Tensor:
         """The mean of x², [in]."""
         return self.hessian.diagonal() / max(1, self.num_rows)
+
+    def energy(self, weight: Tensor) -> float:
+        """Σ |W x|² of a weight [out, in]: tr(W H Wᵀ). Of a weight's change it is the squared error of the product's output."""
+        return float(((weight @ self.hessian) * weight).sum())
 
     def scaled(self, by: Tensor) -> InputStats:
         """The statistics of the inputs times `by` [in]."""
@@ -217,8 +221,11 @@ class Stream:
             self.original = self.run(index, load_original(), ObservingOps(), self.original)
 
     def layer(self, index: int, parameters: Mapping[str, Tensor], ops: ObservingOps) -> Layer:
+        """The layer `index` with these parameters, whose products `ops` know by name."""
         own = {name: value.to(self.dtype) for name, value in parameters.items()}
-        return build_layer(self.spec.layers[index], own, ops, self.tables)
+        layer = build_layer(self.spec.layers[index], own, ops, self.tables)
+        ops.bind(layer)
+        return layer
 
     @torch.no_grad()
     def run(
@@ -231,11 +238,9 @@ class Stream:
         self, index: int, parameters: Mapping[str, Tensor], ops: ObservingOps, states: Sequence[Tensor]
     ) -> Iterator[Tensor]:
         layer = self.layer(index, parameters, ops)
-        ops.bind(layer)
         for batch, state in zip(self.batches, states, strict=True):
             try:
-                pending, residual = run_layer(layer, ops, state.to(self.device), None, batch)
-                yield (pending if residual is None else pending + residual).to(self.home)
+                yield layer_output(layer, ops, state.to(self.device), batch).to(self.home)
             except StopLayer:
                 yield state
 

@@ -8,7 +8,6 @@ can continue. The result appears at the end, complete.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from slipstream.compress.dense import write_tokenizer
 from slipstream.compress.quantize.rounding import Grid, Rounded
 from slipstream.compress.recipe import RECIPE_NAME
 from slipstream.errors import ConfigError, UnsupportedModelError
+from slipstream.files import digest, write_whole
 from slipstream.model.checkpoint import place
 from slipstream.model.compressed import expanded
 from slipstream.model.packing import pack_words, unpack_words
@@ -217,15 +217,9 @@ def _inputs(fmt: WeightFormat) -> dict[str, Any] | None:
 # --- The folder -------------------------------------------------------------------------------------------------------
 
 
-def work_folder(out: Path) -> Path:
-    return out.parent / f".{out.name}.partial"
-
-
-def _write(file: Path, data: bytes) -> None:
-    """Replace the file atomically."""
-    temporary = file.with_suffix(".unfinished")
-    temporary.write_bytes(data)
-    os.replace(temporary, file)
+def work_folder(out: Path, kind: str = "partial") -> Path:
+    """The folder beside `out` in which an interrupted work of this kind is kept."""
+    return out.parent / f".{out.name}.{kind}"
 
 
 class Attempts:
@@ -240,20 +234,16 @@ class Attempts:
 
     def cost(self, attempt: Mapping[str, Any]) -> float | None:
         """The KL of an attempt; None if it was not made."""
-        return self.costs.get(self._key(attempt))
+        return self.costs.get(digest(attempt))
 
     def add(self, attempt: Mapping[str, Any], cost: float) -> None:
         """Add an attempt. Its layers are deleted first, so that an interruption in between can't leave them to the next."""
         shutil.rmtree(work_folder(self.out), ignore_errors=True)
-        self.costs[self._key(attempt)] = cost
-        _write(self.path, json.dumps(self.costs).encode())
+        self.costs[digest(attempt)] = cost
+        write_whole(self.path, json.dumps(self.costs))
 
     def clear(self) -> None:
         self.path.unlink(missing_ok=True)
-
-    @staticmethod
-    def _key(attempt: Mapping[str, Any]) -> str:
-        return hashlib.sha256(json.dumps(attempt, sort_keys=True).encode()).hexdigest()
 
 
 def claim(work: Path, out: Path, plan: Mapping[str, Any], *, restart: bool) -> None:
@@ -273,7 +263,7 @@ def claim(work: Path, out: Path, plan: Mapping[str, Any], *, restart: bool) -> N
         )
     try:
         work.mkdir(parents=True, exist_ok=True)
-        _write(kept, text.encode())
+        write_whole(kept, text)
     except OSError as error:
         raise ConfigError(f"out={str(out)!r}: {out.parent} can't be written to ({error.strerror})", field="out") from error
 
@@ -303,7 +293,7 @@ class WorkFolder:
         temporary = self.path / f"{name}.unfinished"
         save_file(held, temporary, metadata={"format": "pt"})
         os.replace(temporary, self.part(name))
-        _write(self.path / f"{name}.json", json.dumps(note).encode())
+        write_whole(self.path / f"{name}.json", json.dumps(note))
 
     def publish(
         self,
@@ -337,5 +327,4 @@ def fingerprint(source: ModelDescription) -> str:
     files = (
         [source.path] if source.path.is_file() else [*sorted(source.path.glob("*.safetensors")), source.path / "config.json"]
     )
-    info = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return hashlib.sha256(json.dumps(info).encode()).hexdigest()
+    return digest([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files])

@@ -3,9 +3,8 @@
 A *unit* (a token, a word with the space after it, or a sentence) is removed as a whole. Its information is the mean
 self-information of its tokens, −ln p(token | all before it), by the small model. There are two methods:
 
-    selective   one pass over the whole text, then the units with the least information are removed (Selective Context, Li et
-    al.
-                2023)
+    selective   one pass over the whole text, then the units with the least information are removed (Selective Context, Li
+                et al. 2023)
     iterative   segment by segment, each read after what was kept of those before, so that repetitions are removed too
                 (LLMLingua, Jiang et al. 2023, Alg. 2); every segment keeps the same share
 
@@ -363,13 +362,11 @@ def answer_change(llm: LLM, before: str, after: str, *, max_tokens: int = 64) ->
     tokenizer = llm.get_tokenizer()
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     first, second = llm.generate([before, after], params, progress=False)
-    answer = list(first.outputs[0].token_ids)
-    scored = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    answer, score = list(first.outputs[0].token_ids), scorer(llm)
     nats = []
     for text in (before, after):
         tokens = tokenizer.encode(text) + answer
-        found = llm.generate({"prompt_token_ids": tokens}, scored, progress=False)[0]
-        values = information(found.prompt_logprobs)[-len(answer) :]
+        values = score(tokens)[-len(answer) :]
         nats.append(sum(values) / max(1, len(values)))
     texts = first.outputs[0].text, second.outputs[0].text
     return AnswerChange(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from slipstream.compress.dense import DenseModel, load_dense
 from slipstream.compress.objective import LayerOutputs, Matching, TappedOps, TopK, layer_pairs, token_losses
 from slipstream.compress.steps import DistillSettings, Divergence
 from slipstream.compress.teacher import Example, LogitCache, check_examples, fingerprint, read_examples
+from slipstream.compress.training import Epochs, full, parameter_groups, read_state, restore_state, save_state
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.model.save import new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel
@@ -116,12 +116,10 @@ class Training:
             self._shard()
         modules = [self.model, *([self.matching] if self.matching is not None else [])]
         self.named = {f"{i}.{n}": p for i, module in enumerate(modules) for n, p in module.named_parameters()}
-        decayed = [p for p in self.named.values() if p.dim() > 1]
-        others = [p for p in self.named.values() if p.dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.learning_rate, betas=settings.betas)
+        groups = parameter_groups(self.named.values(), settings.weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
         self.step, self.history = 0, list[StepRecord]()
-        self._order: tuple[int, list[int]] = (-1, [])  # (epoch, the order of examples in it)
+        self.epochs = Epochs(len(examples), settings.batch_size, settings.seed)
         self._resume()
 
     def _check(self, student: DenseModel, teacher: DenseModel | LogitCache) -> None:
@@ -167,20 +165,8 @@ class Training:
                 self._save(self.work)
             yield record
 
-    def indices(self, step: int) -> list[int]:
-        """The examples of a step. An epoch has each example once, in an order of its own."""
-        count, size = len(self.examples), self.settings.batch_size
-        found = []
-        for place in range(step * size, (step + 1) * size):
-            epoch = place // count
-            if self._order[0] != epoch:
-                generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + epoch)
-                self._order = epoch, torch.randperm(count, generator=generator).tolist()
-            found.append(self._order[1][place % count])
-        return found
-
     def _train_step(self) -> StepRecord:
-        s, indices = self.settings, self.indices(self.step)
+        s, indices = self.settings, self.epochs.indices(self.step)
         total = sum((len(e.token_ids) - e.num_context) * e.weight for e in (self.examples[i] for i in indices))
         num_tokens = sum(len(self.examples[i].token_ids) for i in indices)
         own = indices[self.rank :: self.world]
@@ -205,7 +191,7 @@ class Training:
             what = f"the loss of step {self.step} is {loss}"
             raise ConfigError(f"{what}: lower learning_rate, or use dtype='float32'", field="learning_rate")
         means = {"loss": loss, "divergence": div, "nll": nll, "states": states, "attention": attention}
-        return StepRecord(step=self.step, **means, rate=s.rate(self.step), grad_norm=float(_full(norm)))
+        return StepRecord(step=self.step, **means, rate=s.rate(self.step), grad_norm=float(full(norm)))
 
     def _losses(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(divergence, negative log-likelihood, states, attention), sums over tokens."""
@@ -276,7 +262,7 @@ class Training:
 
     def result(self) -> DenseModel:
         """The student, in float32 on the CPU."""
-        values = {n: _full(p.detach()).cpu().clone() for n, p in self.model.named_parameters()}
+        values = {n: full(p.detach()).cpu().clone() for n, p in self.model.named_parameters()}
         return replace(self.student, parameters=values)
 
     # --- Saved state --------------------------------------------------------------------------------------------------
@@ -289,44 +275,21 @@ class Training:
         return found
 
     def _save(self, work: Path) -> None:
-        """Write the state. It is valid when state.json names it; then the one before is deleted."""
-        from safetensors.torch import save_file
-
-        tensors = {f"parameter.{n}": _full(p.detach()).cpu() for n, p in self.named.items()}
-        for n, p in self.named.items():
-            held = self.optimizer.state[p]
-            tensors |= {f"{key}.{n}": _full(held[key]).cpu() for key in ("exp_avg", "exp_avg_sq")}
-        if self.rank == 0:
-            work.mkdir(parents=True, exist_ok=True)
-            name = f"state-{self.step}.safetensors"
-            save_file(tensors, work / name)
-            about = {"file": name, "step": self.step, "plan": self._plan(), "history": [asdict(r) for r in self.history]}
-            (work / "state.new").write_text(json.dumps(about))
-            os.replace(work / "state.new", work / "state.json")
-            for old in work.glob("state-*.safetensors"):
-                if old.name != name:
-                    old.unlink()
+        about = {"step": self.step, "plan": self._plan(), "history": [asdict(r) for r in self.history]}
+        save_state(work, self.named, self.optimizer, about, write=self.rank == 0)
         if self.world > 1:
             dist.barrier()
 
     def _resume(self) -> None:
-        from safetensors.torch import load_file
-
-        if self.work is None or not (self.work / "state.json").is_file():
+        if self.work is None or (about := read_state(self.work)) is None:
             return
-        about = json.loads((self.work / "state.json").read_text())
         if about["plan"] != self._plan():
             raise CheckpointError(
                 f"{self.work} holds a run with other settings, examples or sizes; name another folder, or remove it",
                 field="work",
             )
-        tensors = load_file(self.work / about["file"])
+        restore_state(self.work, self.named, self.optimizer, about)
         self.step, self.history = about["step"], [StepRecord(**r) for r in about["history"]]
-        with torch.no_grad():
-            for n, p in self.named.items():
-                p.copy_(_like(tensors[f"parameter.{n}"], p))
-                moments = {key: _like(tensors[f"{key}.{n}"], p) for key in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[p] = {"step": torch.tensor(float(self.step)), **moments}
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------
@@ -434,18 +397,3 @@ def _batch(examples: Sequence[Example], device: torch.device) -> tuple[SequenceB
         weights[-1][: e.num_context - 1] = 0.0  # predicts context
         weights[-1][-1] = 0.0  # has nothing to predict
     return batch, torch.cat(weights).to(device), batch.token_ids.roll(-1)
-
-
-def _full(value: Tensor) -> Tensor:
-    """A sharded tensor, gathered."""
-    from torch.distributed.tensor import DTensor
-
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """The tensor on the parameter's device, sharded like it."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    value = value.to(parameter.device)
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else value

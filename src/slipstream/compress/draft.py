@@ -10,7 +10,6 @@ The folder is what `speculative_config` takes: {"method": "eagle3", "model": FOL
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import time
@@ -23,17 +22,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slipstream.compress.checkpoint import claim, fingerprint
+from slipstream.compress.checkpoint import claim, fingerprint, work_folder
 from slipstream.compress.heads import EagleNet, MedusaNet, eagle_for, eagle_start, losses, medusa_for, medusa_start
 from slipstream.compress.steps import DraftHead, warmup_cosine
 from slipstream.compress.teacher import Example, read_examples, read_questions, teacher_examples, write_examples
+from slipstream.compress.training import in_bfloat16, parameter_groups, write_receipt
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.evals.states import States
 from slipstream.model.save import new_folder, stored, write_config, write_tensors
 from slipstream.model.weights import load_parameters
-from slipstream.plan.environment import environment, plain
-from slipstream.plan.hardware import cpu_features
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.draft_heads import EagleSpec, MedusaSpec
 from slipstream.spec.model import RopeSpec
@@ -61,7 +59,7 @@ def train_head(
     progress: Progress = lambda phase, done, total: None,
 ) -> dict[str, Any]:
     """Write the head to `out`, with its receipt, which is returned."""
-    work, seconds = out.parent / f".{out.name}.draft", 60 * settings.limit(on_gpu=device.type != "cpu")
+    work, seconds = work_folder(out, "draft"), 60 * settings.limit(on_gpu=device.type != "cpu")
     claim(work, out, {"settings": asdict(settings), "source": fingerprint(source)}, restart=restart)
     begin = time.perf_counter()
     examples = _answers(
@@ -78,23 +76,19 @@ def train_head(
     trained = time.perf_counter() - begin
     with new_folder(out) as folder:
         training.write(folder)
-        receipt: dict[str, Any] = {
-            "format": 1,
-            **environment(),
-            "model": source.name,
-            "settings": asdict(settings),
+        parts: dict[str, Any] = {
             "training": {
                 "num_answers": len(examples),
                 "num_tokens": sum(len(e.token_ids) - e.num_context for e in examples),
                 "num_steps": len(history),
                 "seconds": round(trained, 1),
                 "history": history[:: max(1, len(history) // 100)],
-            },
+            }
         }
         if held_out:
             training.forget()
-            receipt["acceptance"] = measure_head(source, settings, folder, held_out, device=device, progress=progress)
-        (folder / RECEIPT_NAME).write_text(json.dumps(receipt, indent=1, default=plain) + "\n")
+            parts["acceptance"] = measure_head(source, settings, folder, held_out, device=device, progress=progress)
+        receipt = write_receipt(folder / RECEIPT_NAME, source, settings, **parts)
     shutil.rmtree(work, ignore_errors=True)
     return receipt
 
@@ -250,10 +244,7 @@ class HeadTraining:
     def run(self, until: float, progress: Progress) -> list[dict[str, Any]]:
         """Train until the steps are done or the time is up; a record of each step."""
         s, begin, history = self.settings, time.perf_counter(), list[dict[str, Any]]()
-        groups = [
-            {"params": [p for p in self.net.parameters() if p.dim() > 1], "weight_decay": s.weight_decay},
-            {"params": [p for p in self.net.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-        ]
+        groups = parameter_groups(self.net.parameters(), s.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=s.learning_rate, betas=(0.9, 0.95))
         for step, indices in enumerate(self.batches()):
             share = max(step / s.num_steps, (time.perf_counter() - begin) / max(1e-9, until - begin))
@@ -312,11 +303,6 @@ class HeadTraining:
         tensors = {name: stored(values[place.target].detach(), place).bfloat16() for name, place in names.items()}
         write_tensors(folder, (*tensors.items(), *maps.items()))
         write_config(folder, {**config, "dtype": "bfloat16"})
-
-
-def in_bfloat16(device: torch.device) -> bool:
-    """Whether products are faster so."""
-    return device.type != "cpu" or "AVX-512 BF16" in cpu_features()
 
 
 def frequent_tokens(examples: Sequence[Example], vocab_size: int, count: int) -> Tensor:

@@ -235,5 +235,4 @@ def outlier_columns(absmax: Tensor, threshold: float) -> list[int]:
 
 def relative_error(before: Tensor, after: Tensor, stats: InputStats) -> float:
     """|(W' − W) x|² / |W x|² over the calibration text."""
-    d = after - before
-    return float(((d @ stats.hessian) * d).sum() / ((before @ stats.hessian) * before).sum().clamp(min=1e-30))
+    return stats.energy(after - before) / max(stats.energy(before), 1e-30)

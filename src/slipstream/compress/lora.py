@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import time
@@ -32,9 +31,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.compress.checkpoint import claim, fingerprint
-from slipstream.compress.draft import in_bfloat16
+from slipstream.compress.checkpoint import claim, fingerprint, work_folder
 from slipstream.compress.steps import LoRA, warmup_cosine
+from slipstream.compress.training import Epochs, in_bfloat16, read_state, restore_state, save_state, write_receipt
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, RequestError
 from slipstream.evals.text import Document, Part, read_documents
@@ -44,7 +43,6 @@ from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.save import new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel, attention_of
 from slipstream.model.weights import load_parameters, transform
-from slipstream.plan.environment import environment, plain
 from slipstream.spec.adapters import CONFIG_NAME, WEIGHTS_NAME
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.parameters import Placement, Transpose, parameters
@@ -98,7 +96,7 @@ def train_adapter(
     tokenizer = Tokenizer.for_model(source)
     train, held_out, skipped = read_samples(settings, tokenizer, source.spec.max_position, download_dir)
     digest = hashlib.sha256(json.dumps([asdict(sample) for sample in (*train, *held_out)]).encode()).hexdigest()
-    work = out.parent / f".{out.name}.lora"
+    work = work_folder(out, "lora")
     claim(work, out, {"settings": asdict(settings), "source": fingerprint(source), "data": digest}, restart=restart)
     training = Training(source, settings, modules, train, work, device)
     before = training.evaluate(held_out) if training.step == 0 else training.before
@@ -107,12 +105,11 @@ def train_adapter(
     after = training.evaluate(held_out)
     with new_folder(out) as folder:
         write_adapter(folder, source, settings, modules, training.values)
-        receipt: dict[str, Any] = {
-            "format": 1,
-            **environment(),
-            "model": source.name,
-            "settings": asdict(settings),
-            "data": {
+        receipt = write_receipt(
+            folder / RECEIPT_NAME,
+            source,
+            settings,
+            data={
                 "sha256": digest,
                 "num_documents": len(train),
                 "num_tokens": sum(len(s.token_ids) for s in train),
@@ -120,18 +117,10 @@ def train_adapter(
                 "num_held_out": len(held_out),
                 "num_skipped": skipped,
             },
-            "adapter": {
-                "num_modules": len(modules),
-                "num_parameters": sum(v.numel() for v in training.values.values()),
-            },
-            "held_out": {"perplexity_before": round(math.exp(before), 4), "perplexity_after": round(math.exp(after), 4)},
-            "training": {
-                "num_steps": training.step,
-                "seconds": round(training.seconds, 1),
-                "loss": training.history,
-            },
-        }
-        (folder / RECEIPT_NAME).write_text(json.dumps(receipt, indent=1, default=plain) + "\n")
+            adapter={"num_modules": len(modules), "num_parameters": sum(v.numel() for v in training.values.values())},
+            held_out={"perplexity_before": round(math.exp(before), 4), "perplexity_after": round(math.exp(after), 4)},
+            training={"num_steps": training.step, "seconds": round(training.seconds, 1), "loss": training.history},
+        )
     shutil.rmtree(work, ignore_errors=True)
     return receipt
 
@@ -313,6 +302,7 @@ class Training:
         )
         self.step, self.seconds, self.before = 0, 0.0, math.nan
         self.history: list[float] = []
+        self.epochs = Epochs(len(samples), settings.batch_size, settings.seed)
         self._resume()
 
     def run(self, progress: Progress) -> None:
@@ -332,19 +322,11 @@ class Training:
                 self._save()
                 saved = now
 
-    def indices(self, step: int) -> list[int]:
-        """The documents of a step. An epoch has each once, in an order of its own."""
-        count, size, found = len(self.samples), self.settings.batch_size, list[int]()
-        for place in range(step * size, (step + 1) * size):
-            generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + place // count)
-            found.append(int(torch.randperm(count, generator=generator)[place % count]))
-        return found
-
     def _train_step(self, rate: float) -> float:
         """The loss: nats of a learned token."""
         s = self.settings
         torch.manual_seed(s.seed * 1_000_003 + self.step)  # dropout's
-        some = sorted((self.samples[i] for i in self.indices(self.step)), key=lambda sample: len(sample.token_ids))
+        some = sorted((self.samples[i] for i in self.epochs.indices(self.step)), key=lambda sample: len(sample.token_ids))
         total = sum(sum(sample.learned) for sample in some)
         self.ops.training = True
         self.optimizer.zero_grad(set_to_none=True)
@@ -386,36 +368,15 @@ class Training:
     # --- Saved state ------------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """The state is valid when state.json names it; then the one before is deleted."""
-        from safetensors.torch import save_file
-
-        tensors = {f"value.{n}": p.detach().cpu() for n, p in self.values.items()}
-        for n, p in self.values.items():
-            held = self.optimizer.state[p]
-            tensors |= {f"{key}.{n}": held[key].cpu() for key in ("exp_avg", "exp_avg_sq")}
-        name = f"state-{self.step}.safetensors"
-        save_file(tensors, self.work / name)
-        about = {"file": name, "step": self.step, "seconds": self.seconds, "before": self.before, "history": self.history}
-        (self.work / "state.new").write_text(json.dumps(about))
-        os.replace(self.work / "state.new", self.work / "state.json")
-        for old in self.work.glob("state-*.safetensors"):
-            if old.name != name:
-                old.unlink()
+        about = {"step": self.step, "seconds": self.seconds, "before": self.before, "history": self.history}
+        save_state(self.work, self.values, self.optimizer, about)
 
     def _resume(self) -> None:
-        from safetensors.torch import load_file
-
-        if not (self.work / "state.json").is_file():
+        if (about := read_state(self.work)) is None:
             return
-        about: Mapping[str, Any] = json.loads((self.work / "state.json").read_text())
-        tensors = load_file(self.work / about["file"])
+        restore_state(self.work, self.values, self.optimizer, about)
         self.step, self.seconds, self.before = about["step"], about["seconds"], about["before"]
         self.history = list(about["history"])
-        with torch.no_grad():
-            for n, p in self.values.items():
-                p.copy_(tensors[f"value.{n}"])
-                moments = {key: tensors[f"{key}.{n}"].to(self.device) for key in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[p] = {"step": torch.tensor(float(self.step)), **moments}
 
 
 def frozen_base(

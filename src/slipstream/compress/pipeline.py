@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from slipstream.compress.checkpoint import claim, fingerprint
+from slipstream.compress.checkpoint import claim, fingerprint, work_folder
 from slipstream.compress.dense import DenseModel, load_dense
 from slipstream.compress.distill import DistillFiles, StepRecord, distill_files
-from slipstream.compress.planning import calibration
 from slipstream.compress.prune import prune, pruned_spec
 from slipstream.compress.recipe import RECIPE_NAME, Recipe
 from slipstream.compress.steps import Distill, PruneSettings
@@ -83,7 +82,7 @@ def reshape(
     """Carry out the first part. The result is the description of a dense checkpoint in the work folder, `.OUT.reshaped`.
     `publish` makes it the result of the recipe, `clean` removes the folder."""
     reshaped_spec(source, recipe)
-    work = work_folder(out)
+    work = work_folder(out, "reshaped")
     claim(work, out, {"recipe": recipe.as_data(), "source": fingerprint(source)}, restart=restart)
     student = work / "student"
     if not student.is_dir():
@@ -105,10 +104,6 @@ def reshape(
     return read_spec(done)
 
 
-def work_folder(out: Path) -> Path:
-    return out.parent / f".{out.name}.reshaped"
-
-
 def publish(made: ModelDescription, recipe: Recipe, out: Path, finish: Callable[[Path], None]) -> None:
     """Make the first part's checkpoint the result. `finish` gets the folder before, and may raise."""
     with new_folder(out) as folder:
@@ -119,7 +114,7 @@ def publish(made: ModelDescription, recipe: Recipe, out: Path, finish: Callable[
 
 
 def clean(out: Path) -> None:
-    shutil.rmtree(work_folder(out), ignore_errors=True)
+    shutil.rmtree(work_folder(out, "reshaped"), ignore_errors=True)
 
 
 def batches(windows: list[tuple[int, ...]], device: torch.device) -> list[SequenceBatch]:
@@ -139,7 +134,7 @@ def _prune(
     settings = recipe.one(PruneSettings)
     assert settings is not None
     model = load_dense(source.path, dtype=torch.float32, device=device)
-    text = calibration(recipe)
+    text = recipe.calibration
     windows: list[tuple[int, ...]] = []
     if settings.needs_text:
         context = min(text.context, source.spec.max_position)

@@ -14,7 +14,7 @@ import torch
 
 from slipstream.compress.checkpoint import Names
 from slipstream.compress.quantize import rotate
-from slipstream.compress.recipe import QAT, Calibrate, KVCache, Quantize, Recipe, Rotate
+from slipstream.compress.recipe import QAT, KVCache, Quantize, Recipe, Rotate
 from slipstream.compress.sparsify import check_inner
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
@@ -125,11 +125,6 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
     return CompressionPlan(
         weights=tuple(weights), bytes_before=before, bytes_after=after, scale_bytes=element, needs_text=needs
     )
-
-
-def calibration(recipe: Recipe) -> Calibrate:
-    """The recipe's calibration text, or the default."""
-    return recipe.one(Calibrate) or Calibrate()
 
 
 def _product_shapes(source: ModelDescription) -> dict[str, tuple[int, int]]:

@@ -3,9 +3,9 @@ smaller dense checkpoint.
 
 The importance of a unit is a sum over its weights:
 
-    magnitude    w²; needs no text activation   (w · ‖x‖)² of the weights that read the unit, x its activations on calibration
-    text (Wanda's measure, Sun et al.
-                 2024, for structures)
+    magnitude    w²; needs no text
+    activation   (w · ‖x‖)² of the weights that read the unit, x its activations on calibration text (Wanda's measure, Sun et
+                 al. 2024, for structures)
     taylor       |w · ∂L/∂w| for each batch: the first-order change of the loss (LLM-Pruner, Ma et al. 2023, Eq. 5)
     wactigrad    |w| · ‖x‖ · |∂L/∂w| of the weights that read the unit (after WActiGrad, Chitty-Venkata et al. 2024)
 

@@ -251,6 +251,8 @@ STEPS: dict[str, type[Step]] = {
     "lora": LoRA,
 }
 
+STEP_NAMES = {kind: name for name, kind in STEPS.items()}
+
 LAYER_STEPS = (Rotate, Sparsify, Quantize, QAT, KVCache)
 """The steps that `run.py` takes, in their order."""
 
@@ -295,10 +297,15 @@ class Recipe:
         return quantize.bits if quantize is not None and isinstance(quantize.bits, Budget) else None
 
     @property
+    def calibration(self) -> Calibrate:
+        """The calibration text, or the default."""
+        return self.one(Calibrate) or Calibrate()
+
+    @property
     def num_windows(self) -> int:
         """The number of windows that calibration and training read."""
-        calibrate, qat = self.one(Calibrate) or Calibrate(), self.one(QAT)
-        return max(calibrate.num_windows, 0 if qat is None else qat.num_windows or 0)
+        qat = self.one(QAT)
+        return max(self.calibration.num_windows, 0 if qat is None else qat.num_windows or 0)
 
     @property
     def reshapes(self) -> bool:
@@ -307,8 +314,7 @@ class Recipe:
 
     def as_data(self) -> list[dict[str, Any]]:
         """The data that `parse` takes, with every setting."""
-        names = {kind: name for name, kind in STEPS.items()}
-        return [{names[type(step)]: _plain(step)} for step in self.steps]
+        return [{STEP_NAMES[type(step)]: _plain(step)} for step in self.steps]
 
 
 def read_recipe(given: str) -> Recipe:
@@ -400,16 +406,15 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
             raise ConfigError(
                 "qat needs a quantize step before it, with scales by row or group and without static_inputs", field="qat"
             )
-        calibrate = recipe.one(Calibrate) or Calibrate()
-        if qat.num_windows is not None and qat.num_windows < calibrate.num_windows:
+        least = recipe.calibration.num_windows
+        if qat.num_windows is not None and qat.num_windows < least:
             raise ConfigError(
-                f"num_windows={qat.num_windows} is below the {calibrate.num_windows} of calibrate; give at least as many",
+                f"num_windows={qat.num_windows} is below the {least} of calibrate; give at least as many",
                 field="qat",
             )
     layers = [kind for kind in LAYER_STEPS if recipe.one(kind) is not None]
     if [type(s) for s in found if isinstance(s, LAYER_STEPS)] != layers:
-        names = {kind: name for name, kind in STEPS.items()}
-        order = ", ".join(names[kind] for kind in layers)
+        order = ", ".join(STEP_NAMES[kind] for kind in layers)
         raise ConfigError(f"these steps are taken in the order {order}; list them in it", field="steps")
     fixed = quantize is not None and isinstance(quantize.bits, int) and recipe.one(QAT) is None
     if recipe.one(Rotate) is not None and not fixed:

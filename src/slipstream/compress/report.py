@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from slipstream.evals.divergence import KL_EDGES, Divergence, compare
 from slipstream.evals.scorer import Scorer
 from slipstream.evals.tasks import TaskResult, run_tasks
 from slipstream.evals.text import TextSettings, read_windows
+from slipstream.files import write_whole
 from slipstream.hub import resolve_model
 from slipstream.plan.environment import environment, plain
 from slipstream.worker.canary import Canary, write_canary
@@ -228,9 +228,7 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
         folder / HTML_NAME: render(report.document),
     }
     for path, content in files.items():
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(content, encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, content)
     return folder / JSON_NAME, folder / HTML_NAME
 
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from slipstream.compress.checkpoint import (
     stored_formats,
 )
 from slipstream.compress.layer_steps import LayerState, layer_steps
-from slipstream.compress.planning import ORDER, TORCH_DTYPES, CompressionPlan, calibration, plan
+from slipstream.compress.planning import ORDER, TORCH_DTYPES, CompressionPlan, plan
 from slipstream.compress.quantize import rotate
 from slipstream.compress.quantize.mixed import choose_bits, measure
 from slipstream.compress.quantize.qat import train
@@ -40,6 +39,7 @@ from slipstream.compress.recipe import QAT, Budget, KVCache, Quantize, Recipe, R
 from slipstream.compress.sparsify import layer_ratios, outlier_share
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
+from slipstream.files import digest
 from slipstream.model.weights import load_parameters
 from slipstream.platform import num_gpus
 from slipstream.spec.description import ModelDescription, read_spec
@@ -74,13 +74,13 @@ def compress(
     windows = [w[: source.spec.max_position] for w in windows]
     if planned.needs_text and not windows:
         raise ConfigError("this recipe calibrates: give windows of text", field="windows")
-    text_hash = hashlib.sha256(json.dumps([list(w) for w in windows]).encode()).hexdigest() if planned.needs_text else ""
+    text_hash = digest([list(w) for w in windows]) if planned.needs_text else ""
     identity = {"recipe": recipe.as_data(), "source": fingerprint(source), "text": text_hash, "dtype": str(dtype)}
     work = WorkFolder(out, identity, restart=restart)
     run = Run(source, recipe, planned, work, device, dtype)
     qat, training = recipe.one(QAT), windows
     if qat is not None and qat.num_windows is not None:
-        windows, training = windows[: calibration(recipe).num_windows], windows[: qat.num_windows]
+        windows, training = windows[: recipe.calibration.num_windows], windows[: qat.num_windows]
 
     num_layers = source.spec.num_layers
     done = 0 if recipe.budget is None else num_layers

@@ -6,7 +6,6 @@ al. 2023): the answer, and the teacher's reasoning with the weight `rationale_we
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 from slipstream.compress.objective import TopK
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.evals.text import Part, read_documents
+from slipstream.files import digest
 from slipstream.model.save import new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel
 
@@ -111,7 +111,7 @@ def check_examples(examples: Sequence[Example]) -> None:
 
 
 def fingerprint(examples: Sequence[Example]) -> str:
-    return hashlib.sha256(json.dumps([e.token_ids for e in examples]).encode()).hexdigest()
+    return digest([e.token_ids for e in examples])
 
 
 # --- Logits on disk ---------------------------------------------------------------------------------------------------

@@ -40,9 +40,10 @@ Origins: TypeAlias = dict[str, Origin]
 
 CPU_SCHEMES = frozenset(name for name, scheme in SCHEMES.items() if scheme.name in HELD_PRODUCTS["cpu"])
 DENSE_SHARE = 0.25
+"""The largest share of a GPU's memory that dense copies of 4-bit weights take if the user says nothing."""
+
 FEW_SEQUENCES = 8
 """A CPU's sparse weights are the faster form for steps of about so many tokens."""
-"""The largest share of a GPU's memory that dense copies of 4-bit weights take if the user says nothing."""
 
 
 def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> EngineConfig:

@@ -87,6 +87,12 @@ def run_layer(
     return layer(ops, pending, residual, batch.flat_cache(attention_of(layer.spec), dtype), batch.meta)
 
 
+def layer_output(layer: Layer, ops: OpSet, x: Tensor, batch: SequenceBatch) -> Tensor:
+    """The residual [T, E] after the layer, of the residual `x` before it."""
+    pending, residual = run_layer(layer, ops, x, None, batch)
+    return pending if residual is None else pending + residual
+
+
 class Block(nn.Module):
     """A layer whose parameters are this module's, by the names of `spec.parameters` less their `layers.N.`."""
 

@@ -23,6 +23,7 @@ from slipstream.compress.steps import DraftHead
 from slipstream.config import EngineArgs
 from slipstream.engine.folder import this_machine
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
+from slipstream.files import digest
 from slipstream.hub import resolve_model
 from slipstream.optimize.candidates import Candidate, Result, Space
 from slipstream.optimize.prior import guessed_kl
@@ -35,6 +36,7 @@ SURE = 1.96
 """Standard errors: a limit is kept if the upper end of the 95 % interval is below it."""
 
 LIMITS = ("kl", "perplexity")
+WORKER = (sys.executable, "-m", "slipstream.optimize.worker")
 NOT_MEASURED = "random weights: quality is not measured"
 
 
@@ -183,7 +185,7 @@ class Measurer:
         """What results follow from, besides the candidate: a search goes on only where this is the same."""
         given = [self.base, self._files(), self.traffic, dict(self.objectives), self.limits, dict(self.text), self.task_limit]
         given += [dataclasses.asdict(_machine()), [files_of(path) for path in self.files]]
-        return hashlib.sha256(json.dumps(given, default=plain, sort_keys=True).encode()).hexdigest()[:16]
+        return digest(given, default=plain)[:16]
 
     def __call__(self, candidate: Candidate) -> Result:
         self.told(candidate.name)
@@ -231,33 +233,20 @@ class Measurer:
         if not out.is_dir():
             self.told(f"compressing, {compression}")
             out.parent.mkdir(parents=True, exist_ok=True)
-            words = [
-                sys.executable,
-                "-m",
-                "slipstream.optimize.worker",
-                "slipstream",
-                "compress",
-                self.base.model,
-                "--recipe",
-                recipe,
-                "--out",
-                str(out),
-            ]
-            words += ["--no-report", "--device", self.base.device]
+            words = [*WORKER, "slipstream", "compress", self.base.model, "--recipe", recipe, "--out", str(out), "--no-report"]
+            words += ["--device", self.base.device]
             words += ["--download-dir", self.base.download_dir] if self.base.download_dir else []
             self._finish(words, None, f"compress --recipe {recipe}", most_s=self.compress_s)
         return out
 
     def _files(self) -> list[tuple[str, int, int]]:
         """What tells the model from another one of its name."""
-        source = resolve_model(self.base.model, download_dir=self.base.download_dir)
-        return files_of(source)
+        return files_of(resolve_model(self.base.model, download_dir=self.base.download_dir))
 
     def _made_of(self, compression: str) -> str:
         """Of a compressed checkpoint: the model and the recipe that it follows from."""
         recipe = read_recipe(compression.removeprefix("recipe:")).as_data()
-        told = json.dumps([self._files(), recipe], default=plain, sort_keys=True)
-        return hashlib.sha256(told.encode()).hexdigest()[:12]
+        return digest([self._files(), recipe], default=plain)[:12]
 
     def quality(self, candidate: Candidate) -> dict[str, Any]:
         key = candidate.quality_key
@@ -277,7 +266,7 @@ class Measurer:
         if key not in self._quality:
             folder = self.receipt(candidate)
             kept = folder / "quality.json"
-            told = {"conditions": self.conditions, "key": list(map(plain_pair, key))}
+            told = {"conditions": self.conditions, "key": [list(x) if isinstance(x, tuple) else x for x in key]}
             if candidate.compression not in ("none", *SCHEMES):
                 told["made_of"] = self._made_of(candidate.compression)
             if kept.is_file() and (known := json.loads(kept.read_text("utf-8"))).get("of") == told:
@@ -300,10 +289,7 @@ class Measurer:
         return self.folder / "quality" / f"{candidate.compression.replace(':', '_').replace('/', '_')}-{name}"
 
     def _run(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        text = self._finish(
-            [sys.executable, "-m", "slipstream.optimize.worker"], json.dumps(job, default=plain), str(job["kind"])
-        )
-        found: dict[str, Any] = json.loads(text)
+        found: dict[str, Any] = json.loads(self._finish(WORKER, json.dumps(job, default=plain), str(job["kind"])))
         if "error" in found:
             raise EngineError(found["error"])
         return found
@@ -345,10 +331,6 @@ def files_of(source: Path) -> list[tuple[str, int, int]]:
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
 
 
-def plain_pair(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
 # --- What is kept -----------------------------------------------------------------------------------------------------
 
 
@@ -368,6 +350,12 @@ def as_row(result: Result) -> dict[str, Any]:
     }
 
 
+def result_of(row: Mapping[str, Any], space: Space) -> Result:
+    """What `as_row` made a row of. KeyError if it is of another space."""
+    candidate = Candidate(row["compression"], tuple((name, row["settings"][name]) for name in space.axes))
+    return Result(candidate=candidate, **{name: v for name, v in row.items() if name not in ("compression", "settings")})
+
+
 def read_results(measurer: Measurer, space: Space) -> list[Result]:
     """Those of the same conditions whose choices the space still has; the last of each candidate."""
     file = measurer.folder / RESULTS_NAME
@@ -375,16 +363,12 @@ def read_results(measurer: Measurer, space: Space) -> list[Result]:
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
         try:
             row = json.loads(line)
-            settings = tuple((name, row["settings"][name]) for name in space.axes)
+            conditions, result = row.pop("conditions"), result_of(row, space)
         except (ValueError, KeyError):
             continue  # cut off when the search was interrupted, or of another space
-        lost_too_much = row.get("kl") is not None
-        if row.pop("conditions") == measurer.conditions and (
-            row["error"] is None or lost_too_much
-        ):  # else it is tried again
-            candidate = Candidate(row.pop("compression"), settings)
-            row.pop("settings")
-            found[candidate] = Result(candidate=candidate, **row)
+        lost_too_much = result.kl is not None
+        if conditions == measurer.conditions and (result.error is None or lost_too_much):  # else it is tried again
+            found[result.candidate] = result
     return list(found.values())
 
 

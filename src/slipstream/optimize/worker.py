@@ -28,7 +28,7 @@ def speed(job: dict[str, Any]) -> dict[str, Any]:
     from slipstream.bench.load import parse_arrivals, run_load
     from slipstream.bench.metrics import summarize
     from slipstream.bench.power import EnergyMeter
-    from slipstream.bench.sweep.results import figures
+    from slipstream.bench.sweep.results import energy_figures, figures
     from slipstream.bench.workload import warmup
     from slipstream.optimize.traffic import Traffic
 
@@ -47,12 +47,10 @@ def speed(job: dict[str, Any]) -> dict[str, Any]:
             ledger, phases, canary = engine.engine.ledger, engine.engine.phases, engine.engine.canary
         if summary.num_failed:
             raise SlipstreamError("; ".join(summary.errors))
-        found = {**figures(summary), "start_s": sum(phases.values()), "weights_bytes": ledger.weights_bytes}
+        start = {"start_s": sum(phases.values()), "weights_bytes": ledger.weights_bytes}
+        found = {**figures(summary), **start, **energy_figures(energy)}
         if canary is not None:
             found["canary"] = {"ok": canary.ok, "kl": canary.kl_mean, "most": canary.limit}
-        if energy is not None:
-            found |= {"energy_j": energy.joules, "power_w": energy.watts, "cpu_power_w": energy.cpu_watts}
-            found["j_per_output_token"] = energy.joules_per_output_token
         return found
 
     return asyncio.run(measure())

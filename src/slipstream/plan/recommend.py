@@ -254,55 +254,37 @@ def recommended(
     limits: dict[str, int] | None,
     load: Load,
 ) -> list[Recommended]:
-    config, ledger = engine.config, engine.ledger
-    found = []
+    ledger, scheduling = engine.ledger, engine.config.scheduling
+    found: list[Recommended] = []
+
+    def recommend(setting: str, value: Any, reason: str) -> None:
+        found.append(Recommended(setting=setting, value=value, reason=reason))
+
     if engine.hardware.is_gpu:
         why = "the fewest devices that hold the model and meet the objectives: replicas carry more than shared models do"
-        found.append(Recommended(setting="tensor_parallel_size", value=engine.num_gpus, reason=why))
-    peak = peak_sequences(run)
-    seqs = config.scheduling.max_num_seqs
+        recommend("tensor_parallel_size", engine.num_gpus, why)
+    peak, seqs = peak_sequences(run), scheduling.max_num_seqs
     wanted = min(seqs, max(8, -(-math.ceil(peak * SPARE) // 8) * 8))
-    found.append(
-        Recommended(
-            setting="max_num_seqs",
-            value=wanted,
-            reason=f"at the load at most {peak} sequences run at once; a quarter more for bursts"
-            if wanted < seqs
-            else f"the load fills {peak} of {seqs}",
-        )
-    )
-    tokens = config.scheduling.max_num_batched_tokens
-    found.append(
-        Recommended(setting="max_num_batched_tokens", value=tokens, reason="prompts alone in a step keep the products busy")
-    )
-    mixed = config.scheduling.max_num_mixed_tokens
+    why = f"at the load at most {peak} sequences run at once; a quarter more for bursts"
+    recommend("max_num_seqs", wanted, why if wanted < seqs else f"the load fills {peak} of {seqs}")
+    why = "prompts alone in a step keep the products busy"
+    recommend("max_num_batched_tokens", scheduling.max_num_batched_tokens, why)
     why = "fewer tokens a step did not carry more requests within the objectives"
     if limits is None:
         why = "the engine's own choice; fewer were not tried"
     elif limits:
         why = "shorter steps keep the time between tokens within the objectives, and so more requests"
-    found.append(Recommended(setting="max_num_mixed_tokens", value=mixed, reason=why))
+    recommend("max_num_mixed_tokens", scheduling.max_num_mixed_tokens, why)
     if engine.hardware.is_gpu:
         longest = 2 * ledger.blocks_per_sequence * ledger.block_bytes
         cache = min(ledger.kv_bytes, max(longest, ledger.kv_bytes * run.peak_cache_usage * SPARE))
         used = ledger.used_bytes - ledger.kv_bytes + cache
         share = min(0.95, max(0.1, math.ceil(used / ledger.total_bytes * 20) / 20))
-        found.append(
-            Recommended(
-                setting="gpu_memory_utilization",
-                value=max(share, 0.9) if bound == "memory" else share,
-                reason=f"the KV cache is filled to {run.peak_cache_usage:.0%} at most; the rest may serve other programs, or "
-                "prefixes",
-            )
-        )
+        why = f"the KV cache is filled to {run.peak_cache_usage:.0%} at most; the rest may serve other programs, or prefixes"
+        recommend("gpu_memory_utilization", max(share, 0.9) if bound == "memory" else share, why)
     if replicas is not None:
-        found.append(
-            Recommended(
-                setting="replicas",
-                value=replicas,
-                reason=f"one carries {capacity.rate:.3g} requests/s within the objectives" if capacity.rate else "",
-            )
-        )
+        why = f"one carries {capacity.rate:.3g} requests/s within the objectives" if capacity.rate else ""
+        recommend("replicas", replicas, why)
     return found
 
 
@@ -357,7 +339,7 @@ def as_data(plan: DevicePlan, load: Load, price: float | None) -> dict[str, Any]
     shape = mean_shape(plan.load)
     table = engine.table
     one_gib = more_memory(plan, load)
-    n_out = sum(r.output_tokens for r in load.workload.requests) / len(load.workload.requests)
+    _, n_out = load.workload.mean_lengths
     return {
         "device": engine.hardware.name,
         "title": engine.hardware.title,
@@ -410,7 +392,5 @@ def as_data(plan: DevicePlan, load: Load, price: float | None) -> dict[str, Any]
 
 def concurrency_of(engine: PlannedEngine, workload: Workload) -> int:
     """Requests of the workload's mean length that the KV cache holds at once."""
-    n_in = sum(r.input_tokens for r in workload.requests) / len(workload.requests)
-    n_out = sum(r.output_tokens for r in workload.requests) / len(workload.requests)
-    blocks = math.ceil((n_in + n_out) / engine.config.cache.block_size) * len(engine.config.cache.groups)
+    blocks = math.ceil(sum(workload.mean_lengths) / engine.config.cache.block_size) * len(engine.config.cache.groups)
     return (engine.ledger.num_blocks - 1) // blocks

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from slipstream import __version__
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
+from slipstream.files import write_whole
 from slipstream.hub import machine_folder
 from slipstream.plan.devices import DATA
 from slipstream.plan.environment import plain
@@ -59,9 +59,7 @@ def keep_table(table: StepTable) -> Path:
     """Written whole or not at all."""
     path = table_path(table.identity)
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(f".{os.getpid()}")
-    new.write_text(json.dumps(table.as_data(), default=plain) + "\n", encoding="utf-8")
-    new.replace(path)
+    write_whole(path, json.dumps(table.as_data(), default=plain) + "\n")
     return path
 
 
@@ -73,7 +71,7 @@ def ceilings_path(device: str, num_threads: int) -> Path:
 def keep_ceilings(device: str, num_threads: int, found: dict[str, float]) -> Path:
     path = ceilings_path(device, num_threads)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"kind": "ceilings", "device": device, "found": found}) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps({"kind": "ceilings", "device": device, "found": found}) + "\n")
     return path
 
 

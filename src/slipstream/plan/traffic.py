@@ -39,6 +39,12 @@ class TrafficRequest(NamedTuple):
     prefix: tuple[int, ...] = ()
 
 
+def mean_lengths(requests: Sequence[TrafficRequest]) -> tuple[float, float]:
+    """(input tokens, output tokens) of a request."""
+    count = len(requests)
+    return sum(r.input_tokens for r in requests) / count, sum(r.output_tokens for r in requests) / count
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     """`users`: of a closed loop, each of whom sends the next request when the last is answered; None: requests come in time."""
@@ -49,8 +55,7 @@ class Traffic:
 
     @property
     def mean_lengths(self) -> tuple[float, float]:
-        count = len(self.requests)
-        return sum(r.input_tokens for r in self.requests) / count, sum(r.output_tokens for r in self.requests) / count
+        return mean_lengths(self.requests)
 
     @property
     def rate(self) -> float | None:
@@ -70,6 +75,10 @@ class Workload:
     name: str
     requests: tuple[TrafficRequest, ...]
     recorded: bool = False
+
+    @property
+    def mean_lengths(self) -> tuple[float, float]:
+        return mean_lengths(self.requests)
 
     def take(self, count: int) -> Iterator[TrafficRequest]:
         """`count` requests, from the beginning again when they are used up. The arrivals of a trace go on."""

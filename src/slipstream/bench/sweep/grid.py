@@ -22,8 +22,6 @@ Errors name the place of a wrong setting ("engines[1].schemes").
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +33,7 @@ from slipstream.bench.adapters import AS_STORED, ENGINES, Parallel
 from slipstream.bench.metrics import OBJECTIVES
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
+from slipstream.files import digest
 from slipstream.spec.scheme import SCHEMES
 
 T = TypeVar("T")
@@ -135,7 +134,7 @@ class Grid:
             "grid": [self.seed, self.warmup, self.max_model_len, max(self.batch_sizes), self.vocab_size],
             "objectives": sorted(self.objectives.items()),
         }
-        return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        return digest(told, default=str)[:16]
 
 
 def read_grid(path: Path) -> Grid:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from slipstream.bench.metrics import DISTRIBUTIONS, PERCENTILES, Summary
+from slipstream.bench.power import Energy
 from slipstream.errors import ConfigError
 
 Kind: TypeAlias = Literal["text", "int", "float"]
@@ -48,6 +49,20 @@ def figures(summary: Summary) -> Row:
         if (distribution := getattr(summary, field)) is not None:
             found |= {f"{field}_{q}": getattr(distribution, q) for q in ("mean", *PERCENTILES)}
     return found
+
+
+def energy_figures(energy: Energy | None) -> Row:
+    """The columns of a run's energy, as far as it is known."""
+    if energy is None:
+        return {}
+    found = {
+        "energy_j": energy.joules,
+        "power_w": energy.watts,
+        "power_source": ", ".join(energy.sources),
+        "j_per_output_token": energy.joules_per_output_token,
+        "cpu_power_w": energy.cpu_watts,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def append(row: Row, folder: Path) -> None:

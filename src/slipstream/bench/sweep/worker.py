@@ -20,7 +20,7 @@ from slipstream import __version__
 from slipstream.bench.adapters import ENGINES, Engine, Parallel, Setup, make_engine
 from slipstream.bench.metrics import summarize
 from slipstream.bench.power import EnergyMeter
-from slipstream.bench.sweep.results import figures
+from slipstream.bench.sweep.results import energy_figures, figures
 from slipstream.bench.workload import fixed, warmup
 from slipstream.errors import SlipstreamError
 
@@ -36,10 +36,7 @@ def measure(engine: Engine, meter: EnergyMeter, case: Mapping[str, Any], *, remo
     after = meter.read()
     summary = summarize(records, case["objectives"])
     found = {**figures(summary), **({} if remote else {"peak_memory_bytes": peak_memory()})}
-    if (energy := meter.energy(before, after, summary.wall_s, summary.output_tokens)) is not None:
-        found |= {"energy_j": energy.joules, "power_w": energy.watts, "power_source": ", ".join(energy.sources)}
-        more = {"j_per_output_token": energy.joules_per_output_token, "cpu_power_w": energy.cpu_watts}
-        found |= {name: value for name, value in more.items() if value is not None}
+    found |= energy_figures(meter.energy(before, after, summary.wall_s, summary.output_tokens))
     if summary.num_failed:
         found["error"] = "; ".join(summary.errors)
     return found

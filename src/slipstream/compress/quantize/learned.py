@@ -20,8 +20,7 @@ from torch import Tensor
 
 from slipstream.compress.calibrate import FakeInputs, ObservingOps, StraightThrough, Stream
 from slipstream.compress.quantize.rounding import Grid, Rounded, bounds, fit, straight_through
-from slipstream.model.layers import build_layer
-from slipstream.model.sequences import SequenceBatch, run_layer
+from slipstream.model.sequences import SequenceBatch, layer_output
 from slipstream.spec.scheme import WeightFormat
 
 MAX_SCALE_CHANGE = 0.25
@@ -129,19 +128,14 @@ def learn(
     through = {name: StraightThrough(fake) for name, fake in inputs.items()}
     rng = torch.Generator().manual_seed(seed)
     per_step = max(1, step_tokens // max(len(x) for x in texts))
-    spec = stream.spec.layers[index]
     with torch.enable_grad():
         for step in range(num_steps):
             chosen = torch.randperm(len(texts), generator=rng)[:per_step].tolist()
             batch = SequenceBatch.of([torch.zeros(len(texts[i]), dtype=torch.int64) for i in chosen], stream.device)
             weights = {f"{name}.weight": own.dequantized() for name, own in learned.items()}
             ops = ObservingOps(inputs=through)
-            own_values = {name: value.to(stream.dtype) for name, value in {**values, **weights}.items()}
-            layer = build_layer(spec, own_values, ops, stream.tables)
-            ops.bind(layer)
-            x = torch.cat([texts[i] for i in chosen]).to(stream.device)
-            pending, residual = run_layer(layer, ops, x, None, batch)
-            out = pending if residual is None else pending + residual
+            layer = stream.layer(index, {**values, **weights}, ops)
+            out = layer_output(layer, ops, torch.cat([texts[i] for i in chosen]).to(stream.device), batch)
             loss = (out.float() - torch.cat([targets[i] for i in chosen]).to(stream.device).float()).square().mean()
             loss.backward()
             for own in learned.values():

@@ -162,7 +162,7 @@ def _errors(
     for b in choices:
         d = nearest(weight, settings.format(weight.shape[1], b), written, clip=settings.clip).dequantized() - weight
         parts = d.chunk(len(stats)) if len(stats) > 1 else [d]
-        found[b] = sum(float(((part @ own.hessian) * part).sum()) for part, own in zip(parts, stats, strict=True))
+        found[b] = sum(own.energy(part) for part, own in zip(parts, stats, strict=True))
     return found
 
 

@@ -25,7 +25,7 @@ from slipstream.compress.steps import warmup_cosine
 from slipstream.errors import ConfigError
 from slipstream.kernels.positions import PositionTables
 from slipstream.model.layers import build_layer
-from slipstream.model.sequences import SequenceBatch, run_layer
+from slipstream.model.sequences import SequenceBatch, layer_output
 from slipstream.spec.description import ModelDescription
 
 MAX_GRAD_NORM = 1.0
@@ -88,8 +88,7 @@ def train(
         ops = ObservingOps(inputs={} if exact else {name: StraightThrough(fake) for name, fake in inputs[index].items()})
         layer = build_layer(spec.layers[index], {n: v.to(dtype) for n, v in own.items()}, ops, tables)
         ops.bind(layer)
-        pending, residual = run_layer(layer, ops, h, None, batch)
-        return pending if residual is None else pending + residual
+        return layer_output(layer, ops, h, batch)
 
     def student(index: int, h: Tensor, batch: SequenceBatch) -> Tensor:
         prefix = f"layers.{index}."

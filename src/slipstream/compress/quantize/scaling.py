@@ -136,8 +136,7 @@ def _output_error(
         grid = fit(scaled, fmt, dtype, clip=False)
         rounded = Rounded(grid, grid.codes(scaled)).dequantized()
         if awq:
-            d = rounded / s - weight
-            return float(((d @ stats.hessian) * d).sum())
+            return stats.energy(rounded / s - weight)
         assert fmt.inputs is not None
         x = stats.sample / s
         scale = float(x.abs().max()) / FORMAT_MAX[fmt.inputs] if fmt.static_inputs else None

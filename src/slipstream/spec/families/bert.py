@@ -65,7 +65,7 @@ def _read(
     return model(
         c,
         family,
-        lambda i: layer,
+        layer,
         None,
         rows - offset,
         learned_positions=LearnedPositionSpec(num_positions=rows, offset=offset),
@@ -107,7 +107,7 @@ def read_distilbert(c: ConfigReader) -> ModelSpec:
     return model(
         c,
         "distilbert",
-        lambda i: layer,
+        layer,
         None,
         rows,
         hidden="dim",

@@ -7,7 +7,7 @@ from typing import Any
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import attention, before, called, heads, layer_norm, model, plain
 from slipstream.spec.families.metadata import layer_norm_gguf_config
-from slipstream.spec.families.names import gguf_table, table
+from slipstream.spec.families.names import MEGATRON, Theirs, gguf_table, table
 from slipstream.spec.model import AlibiSpec, LayerSpec, ModelSpec
 
 
@@ -28,7 +28,7 @@ def read(c: ConfigReader) -> ModelSpec:
     return model(
         c,
         "bloom",
-        lambda i: layer,
+        layer,
         norm,
         c.size("seq_length", 2048),
         hidden=hidden_key,
@@ -38,17 +38,12 @@ def read(c: ConfigReader) -> ModelSpec:
     )
 
 
-NAMES = {
+NAMES: dict[str, Theirs] = {
+    **MEGATRON,
     "embed": "word_embeddings",
     "embed_norm": "word_embeddings_layernorm",
     "final_norm": "ln_f",
     "head": "lm_head",
-    "pre_attention": "input_layernorm",
-    "attention.qkv": "self_attention.query_key_value",
-    "attention.out": "self_attention.dense",
-    "pre_mlp": "post_attention_layernorm",
-    "mlp.up": "mlp.dense_h_to_4h",
-    "mlp.down": "mlp.dense_4h_to_h",
 }
 
 

@@ -85,7 +85,7 @@ def before(norm: NormSpec) -> SequentialBlock:
 def model(
     c: ConfigReader,
     family: str,
-    layer: Callable[[int], LayerSpec],
+    layer: LayerSpec | Callable[[int], LayerSpec],
     norm: NormSpec | None,
     max_position: int,
     *,
@@ -95,13 +95,14 @@ def model(
     tied: bool = False,
     **more: Any,
 ) -> ModelSpec:
-    """The spec. Call it last: no key of the config may be left. `tied`: the default of tie_word_embeddings. `more`: fields of
-    `ModelSpec`. If the architecture is a classifier's, a decoder gets the head that transformers gives all of them
-    (`score`)."""
+    """The spec. Call it last: no key of the config may be left. `layer`: the one that all are like, or each by its index. `tied`:
+    the default of tie_word_embeddings. `more`: fields of `ModelSpec`. If the architecture is a classifier's, a decoder gets the
+    head that transformers gives all of them (`score`)."""
     if "classifier" not in more and (labels := num_labels(c)) is not None:
         more["classifier"] = ClassifierSpec(num_labels=labels, activation=None, pooling="last")
     is_tied = c.take("tie_word_embeddings", bool, tied)
-    layers = tuple(layer(i) for i in range(c.size(num_layers)))
+    count = c.size(num_layers)
+    layers = (layer,) * count if isinstance(layer, LayerSpec) else tuple(map(layer, range(count)))
     is_encoder = not getattr(layers[0].attention, "causal", True)  # its config speaks of a head that is not read
     spec = ModelSpec(
         family=family,

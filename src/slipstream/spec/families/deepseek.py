@@ -147,6 +147,18 @@ def names(spec: ModelSpec) -> Names:
     return table({**NAMES, "attention.q": q})(spec)
 
 
+def gguf_experts(m: ConfigReader) -> dict[str, Any]:
+    return {
+        "n_routed_experts": m.size("expert_count"),
+        "n_shared_experts": m.maybe("expert_shared_count", int),
+        "num_experts_per_tok": m.size("expert_used_count"),
+        "moe_intermediate_size": m.size("expert_feed_forward_length"),
+        "first_k_dense_replace": m.take("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": m.take("expert_weights_scale", float, 1.0),
+        "norm_topk_prob": m.take("expert_weights_norm", bool, False),
+    }
+
+
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
     """The keys since llama.cpp attends over latents. Older files, which hold `attn_kv_b`, are not supported."""
     rotary, kv_rank = m.size("rope.dimension_count"), m.size("attention.kv_lora_rank")
@@ -170,15 +182,9 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
         **yarn_gguf_config(m, mscale=log_multiplier, mscale_all_dim=log_multiplier),
         "rms_norm_eps": m.take("attention.layer_norm_rms_epsilon", float),
         "hidden_act": "silu",
-        "n_routed_experts": m.size("expert_count"),
-        "n_shared_experts": m.maybe("expert_shared_count", int),
-        "num_experts_per_tok": m.size("expert_used_count"),
-        "moe_intermediate_size": m.size("expert_feed_forward_length"),
-        "first_k_dense_replace": m.take("leading_dense_block_count", int, 0),
-        "routed_scaling_factor": m.take("expert_weights_scale", float, 1.0),
+        **gguf_experts(m),
         "n_group": groups,
         "topk_group": m.size("expert_group_used_count", 1),
-        "norm_topk_prob": m.take("expert_weights_norm", bool, False),
     }
     m.require("expert_gating_func", 1, 2)
     if m.take("expert_gating_func", int, 1) == 2:

@@ -18,7 +18,7 @@ from slipstream.spec.families.builders import (
     rope,
 )
 from slipstream.spec.families.metadata import layer_norm_gguf_config
-from slipstream.spec.families.names import Change, gguf_table, table
+from slipstream.spec.families.names import MEGATRON, Change, Theirs, gguf_table, table
 from slipstream.spec.model import AlibiSpec, BlockSpec, LayerSpec, ModelSpec, NormSpec, ParallelBlock
 
 
@@ -43,7 +43,7 @@ def read(c: ConfigReader) -> ModelSpec:
         block=_block(c, grouped, norm),
     )
     layers_key = called(c, "num_hidden_layers", "n_layer")
-    return model(c, "falcon", lambda i: layer, norm, max_position, num_layers=layers_key, tied=True)
+    return model(c, "falcon", layer, norm, max_position, num_layers=layers_key, tied=True)
 
 
 def _block(c: ConfigReader, grouped: bool, norm: NormSpec) -> BlockSpec:
@@ -64,17 +64,12 @@ def names(spec: ModelSpec) -> Names:
     return table({**NAMES, "norm": "ln_attn" if two else "input_layernorm"}, layer="h.{i}.", changes=BY_GROUP)(spec)
 
 
-NAMES = {
+NAMES: dict[str, Theirs] = {
+    **MEGATRON,
     "embed": "word_embeddings",
     "final_norm": "ln_f",
     "head": "lm_head",
-    "pre_attention": "input_layernorm",
-    "attention.qkv": "self_attention.query_key_value",
-    "attention.out": "self_attention.dense",
-    "pre_mlp": "post_attention_layernorm",
     "mlp_norm": "ln_mlp",
-    "mlp.up": "mlp.dense_h_to_4h",
-    "mlp.down": "mlp.dense_4h_to_h",
 }
 BY_GROUP: dict[str, Change] = {"attention.qkv": "ungroup"}
 

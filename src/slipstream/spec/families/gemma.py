@@ -64,7 +64,7 @@ def read_gemma1(c: ConfigReader) -> ModelSpec:
         block=before(norm),
     )
     c.require("use_bidirectional_attention", False)
-    return model(c, "gemma", lambda i: layer, norm, max_position, embed_scale=hidden**0.5, tied=True)
+    return model(c, "gemma", layer, norm, max_position, embed_scale=hidden**0.5, tied=True)
 
 
 def read_gemma2(c: ConfigReader) -> ModelSpec:

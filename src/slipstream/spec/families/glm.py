@@ -11,9 +11,9 @@ from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import QKVLayout, attention, before, gated, heads, model, rms, rope
-from slipstream.spec.families.deepseek import SHARED, corrected_mixture
+from slipstream.spec.families.deepseek import SHARED, corrected_mixture, gguf_experts
 from slipstream.spec.families.metadata import llama_gguf_config
-from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
+from slipstream.spec.families.names import LLAMA, MEGATRON, Theirs, gguf_table, table
 from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
 
 
@@ -37,7 +37,7 @@ def _read(c: ConfigReader, family: str, *, sandwich: bool) -> ModelSpec:
         mlp=gated(c),
         block=four if sandwich else before(norm),
     )
-    return model(c, family, lambda i: layer, norm, max_position)
+    return model(c, family, layer, norm, max_position)
 
 
 def read_chatglm(c: ConfigReader) -> ModelSpec:
@@ -65,7 +65,7 @@ def read_chatglm(c: ConfigReader) -> ModelSpec:
     c.ignore("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "fp32_residual_connection", "bias_dropout_fusion")
     c.ignore("prefix_projection")
     max_position = c.size("seq_length", 2048)
-    return model(c, "chatglm", lambda i: layer, norm, max_position, vocab="padded_vocab_size", num_layers="num_layers")
+    return model(c, "chatglm", layer, norm, max_position, vocab="padded_vocab_size", num_layers="num_layers")
 
 
 def read_glm4_moe(c: ConfigReader) -> ModelSpec:
@@ -89,16 +89,11 @@ def read_glm4_moe(c: ConfigReader) -> ModelSpec:
 
 FUSED = {**LLAMA, "mlp.up": "mlp.gate_up_proj"}
 SANDWICH = {**FUSED, "post_attention": "post_self_attn_layernorm", "post_mlp": "post_mlp_layernorm"}
-CHATGLM = {
+CHATGLM: dict[str, Theirs] = {
+    **MEGATRON,
     "embed": "transformer.embedding.word_embeddings",
     "final_norm": "transformer.encoder.final_layernorm",
     "head": "transformer.output_layer",
-    "pre_attention": "input_layernorm",
-    "attention.qkv": "self_attention.query_key_value",
-    "attention.out": "self_attention.dense",
-    "pre_mlp": "post_attention_layernorm",
-    "mlp.up": "mlp.dense_h_to_4h",
-    "mlp.down": "mlp.dense_4h_to_h",
 }
 
 
@@ -115,13 +110,7 @@ def glm4_moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
         "num_hidden_layers": config["num_hidden_layers"] - m.take("nextn_predict_layers", int, 0),
         "attention_bias": "blk.0.attn_q.bias" in m,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in m,
-        "n_routed_experts": m.size("expert_count"),
-        "n_shared_experts": m.maybe("expert_shared_count", int),
-        "num_experts_per_tok": m.size("expert_used_count"),
-        "moe_intermediate_size": m.size("expert_feed_forward_length"),
-        "first_k_dense_replace": m.take("leading_dense_block_count", int, 0),
-        "routed_scaling_factor": m.take("expert_weights_scale", float, 1.0),
-        "norm_topk_prob": m.take("expert_weights_norm", bool, False),
+        **gguf_experts(m),
         "n_group": 1,
         "topk_group": 1,
     }

@@ -34,7 +34,7 @@ def _heads(c: ConfigReader) -> QKVLayout:
 
 def _model(c: ConfigReader, family: str, layer: LayerSpec, max_position: int, **more: Any) -> ModelSpec:
     c.require("n_ctx", max_position)
-    return model(c, family, lambda i: layer, _norm(c), max_position, hidden="n_embd", num_layers="n_layer", **more)
+    return model(c, family, layer, _norm(c), max_position, hidden="n_embd", num_layers="n_layer", **more)
 
 
 def _learned(c: ConfigReader, family: str, h: QKVLayout) -> ModelSpec:

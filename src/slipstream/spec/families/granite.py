@@ -26,7 +26,7 @@ def read(c: ConfigReader) -> ModelSpec:
     return model(
         c,
         "granite",
-        lambda i: layer,
+        layer,
         norm,
         max_position,
         embed_scale=c.take("embedding_multiplier", float, 1.0),

@@ -110,7 +110,7 @@ def read_eurobert(c: ConfigReader) -> ModelSpec:
         block=before(norm),
     )
     c.ignore("classifier_pooling", "mask_token", "mask_token_id", "clf_pooling")
-    return model(c, "eurobert", lambda i: layer, norm, max_position)
+    return model(c, "eurobert", layer, norm, max_position)
 
 
 MODERNBERT: dict[str, Theirs] = {

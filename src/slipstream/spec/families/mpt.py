@@ -36,7 +36,7 @@ def read(c: ConfigReader) -> ModelSpec:
     c.require("logit_scale")
     c.ignore("learned_pos_emb", "init_config", "tokenizer_name", "verbose")  # the first has no effect with ALiBi
     max_position = c.size("max_seq_len", 2048)
-    return model(c, "mpt", lambda i: layer, norm, max_position, hidden="d_model", num_layers="n_layers", tied=True)
+    return model(c, "mpt", layer, norm, max_position, hidden="d_model", num_layers="n_layers", tied=True)
 
 
 NAMES = {

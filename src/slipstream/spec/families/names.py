@@ -45,6 +45,16 @@ LLAMA: dict[str, Theirs] = {
 }
 """The names of most families; those of a layer come after `model.layers.{i}.`."""
 
+MEGATRON: dict[str, Theirs] = {
+    "pre_attention": "input_layernorm",
+    "attention.qkv": "self_attention.query_key_value",
+    "attention.out": "self_attention.dense",
+    "pre_mlp": "post_attention_layernorm",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+"""A layer's names in models that were trained with Megatron-LM."""
+
 GGUF: dict[str, Theirs] = {
     "embed": "token_embd",
     "positions": "position_embd",

@@ -8,7 +8,7 @@ from typing import Any
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import activation, attention, before, heads, layer_norm, model, plain, rope
 from slipstream.spec.families.metadata import layer_norm_gguf_config
-from slipstream.spec.families.names import gguf_table, table
+from slipstream.spec.families.names import MEGATRON, Theirs, gguf_table, table
 from slipstream.spec.model import BlockSpec, LayerSpec, ModelSpec, ParallelBlock
 
 
@@ -29,21 +29,18 @@ def read(c: ConfigReader) -> ModelSpec:
         block=block,
     )
     c.require("is_decoder", False, True)
-    return model(c, "gpt_neox", lambda i: layer, norm, max_position)
+    return model(c, "gpt_neox", layer, norm, max_position)
 
 
-NAMES = {
+NAMES: dict[str, Theirs] = {
+    **MEGATRON,
     "embed": "gpt_neox.embed_in",
     "final_norm": "gpt_neox.final_layer_norm",
     "head": "embed_out",
     "norm": "input_layernorm",
-    "pre_attention": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
     "attention.qkv": "attention.query_key_value",
     "attention.out": "attention.dense",
-    "mlp_norm": "post_attention_layernorm",
-    "pre_mlp": "post_attention_layernorm",
-    "mlp.up": "mlp.dense_h_to_4h",
-    "mlp.down": "mlp.dense_4h_to_h",
 }
 
 

@@ -71,7 +71,7 @@ def _read(
     )
     more: dict[str, Any] = {"num_token_types": c.take("type_vocab_size", int, 1), "classifier": bert_classifier(c, "tanh")}
     return model(
-        c, family, lambda i: layer, None, max_position, hidden=hidden, num_layers=num_layers, embed_norm=norm, **more
+        c, family, layer, None, max_position, hidden=hidden, num_layers=num_layers, embed_norm=norm, **more
     )
 
 

@@ -26,7 +26,7 @@ def read(c: ConfigReader) -> ModelSpec:
     return model(
         c,
         "opt",
-        lambda i: layer,
+        layer,
         norm if first else None,
         max_position,
         learned_positions=LearnedPositionSpec(num_positions=max_position + 2, offset=2),

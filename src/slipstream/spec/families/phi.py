@@ -34,7 +34,7 @@ def read_phi(c: ConfigReader) -> ModelSpec:
         block=ParallelBlock(norm=norm),
     )
     c.require("qk_layernorm", False)
-    return model(c, "phi", lambda i: layer, norm, max_position, head_bias=True)
+    return model(c, "phi", layer, norm, max_position, head_bias=True)
 
 
 def read_phi3(c: ConfigReader) -> ModelSpec:
@@ -51,7 +51,7 @@ def read_phi3(c: ConfigReader) -> ModelSpec:
     c.require("interpolate_factor", 1)
     c.require("lm_head_bias", False)
     c.require("mlp_bias", False)
-    return model(c, "phi3", lambda i: layer, norm, max_position)
+    return model(c, "phi3", layer, norm, max_position)
 
 
 PHI = {

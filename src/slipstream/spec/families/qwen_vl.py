@@ -54,7 +54,7 @@ def read_text(c: ConfigReader) -> ModelSpec:
         raise c.unsupported("layer_types", "only full_attention is supported")
     of = attention(h, rope(c, h.head_dim, theta=1e6, max_position=max_position, sectioned=True), qkv_bias=True)
     layer = LayerSpec(attention=of, mlp=gated(c), block=before(norm))
-    return model(c, "qwen2_5_vl", lambda i: layer, norm, max_position)
+    return model(c, "qwen2_5_vl", layer, norm, max_position)
 
 
 def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:

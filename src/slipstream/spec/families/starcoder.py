@@ -28,7 +28,7 @@ def read(c: ConfigReader) -> ModelSpec:
     c.require("scale_attn_weights", True)
     c.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")  # always so here
     c.ignore("activation_function", "layer_norm_epsilon")  # keys of StarCoder, which others replace
-    return model(c, "starcoder2", lambda i: layer, norm, max_position, tied=True)
+    return model(c, "starcoder2", layer, norm, max_position, tied=True)
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
