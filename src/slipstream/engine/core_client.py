@@ -56,7 +56,7 @@ class Link(ABC):
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Future[None] | None = None  # of who waits in `receive`
         self._look: asyncio.TimerHandle | None = None  # for a death that nothing tells
-        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         try:
             self._socket.setsockopt(zmq.SNDHWM, 0)
             self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -106,7 +106,8 @@ class Link(ABC):
 
     def _take(self) -> bytes | None:
         try:
-            return self._socket.recv(self._zmq.NOBLOCK)
+            data: bytes = self._socket.recv(self._zmq.NOBLOCK)
+            return data
         except self._zmq.Again:
             return None
 
