@@ -21,7 +21,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
@@ -80,7 +80,7 @@ class Link(ABC):
         except self._zmq.Again:
             sent = False
         # A send may have taken the descriptor's signal that a message has come.
-        if self._news is not None and self._socket.getsockopt(self._zmq.EVENTS) & self._zmq.POLLIN:
+        if self._news is not None and cast("int", self._socket.getsockopt(self._zmq.EVENTS)) & self._zmq.POLLIN:
             self._wake()
         return sent
 
