@@ -24,7 +24,7 @@ from typing import Any
 
 import common
 import paced
-from online import served
+from cases.online_loads import served
 
 from slipstream.bench.adapters.openai import Endpoint
 from slipstream.bench.adapters.slipstream import AsyncSlipstream

@@ -952,6 +952,18 @@ def test_log_probabilities_come_with_their_tokens():
     assert (second.request_id, second.logprobs, second.prompt_logprobs) == ("b", (), extras[1])
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_blocks_for_the_next_drafts_are_for_drafters_that_go_ahead(ahead):
+    speculation = SpeculationConfig(method="draft", num_speculative_tokens=4)
+    scheduler = Scheduler(**config(speculation=speculation, num_blocks=40), drafts_ahead=ahead)
+    scheduler.add(request("a", range(3), max_tokens=40))
+    prompt = scheduler.schedule()
+    scheduler.update(prompt, StepResult(prompt.step_id, [5], None, ()))
+    assert scheduled(scheduler.schedule()) == {"a": 5}
+    (blocks,) = scheduler.requests.by_id["a"].blocks
+    assert len(blocks) * BLOCK == (12 if ahead else 8)
+
+
 @pytest.mark.parametrize("most", [None, 4], ids=["auto", "4"])
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_answers_are_the_same_with_drafts(method, most):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
-from slipstream.config import DeviceInfo, EngineArgs, resolve
+from slipstream.config import DeviceInfo, EngineArgs, SpeculationConfig, resolve
 from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError, UnsupportedModelError
 from slipstream.kernels import native
 from slipstream.kernels.native import has_cpu_kernels
@@ -505,6 +505,16 @@ def test_what_a_gpu_computes_in_16_bits_is_not_asked_for_in_32(path):
     with pytest.raises(ConfigError) as caught:
         on_a_gpu(path, quantization="int4", dtype="float32")
     assert caught.value.field == "dtype"
+
+
+@pytest.mark.parametrize("method", ["draft", "medusa", "eagle3", "mtp"])
+def test_only_a_heads_chain_in_graphs_goes_ahead(path, method):
+    on_gpu, eager = on_a_gpu(path), on_a_gpu(path, enforce_eager=True)
+    info = dataclasses.replace(on_gpu.device.info, device="cpu")
+    on_cpu = dataclasses.replace(on_gpu, device=dataclasses.replace(on_gpu.device, info=info))
+    found = [dataclasses.replace(c, speculation=SpeculationConfig(method=method)) for c in (on_gpu, eager, on_cpu)]
+    assert [c.drafts_ahead for c in found] == [method in ("eagle3", "mtp"), False, False]
+    assert not on_gpu.drafts_ahead
 
 
 def test_a_gpu_that_has_a_part_of_the_weights(path, tmp_path):

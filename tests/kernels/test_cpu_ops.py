@@ -26,11 +26,11 @@ from slipstream.kernels.host_ops import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, TOKE
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.programs import LinearArgmax, LinearProgram, add_linear
-from slipstream.kernels.quantize import chunk_of, pack4, round_linear
 from slipstream.kernels.quantize import dequantize as dequantize_linear
+from slipstream.kernels.quantize import pack4, round_linear
 from slipstream.kernels.reference import ReferenceOps, to_cache
 from slipstream.kernels.select import select_ops
-from slipstream.kernels.weights import BlockLinear, BlockRows, GroupedLinear, ScaledLinear
+from slipstream.kernels.weights import BlockLinear, BlockRows, GroupedLinear, ScaledLinear, chunk_of
 from slipstream.model.gguf_quants import dequantize
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, SCHEMES
 from tests.kernels.cases import Shape, attention_options, edge_shapes, layer_norm, rms_norm, rows_of, sampling, step

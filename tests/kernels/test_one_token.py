@@ -18,7 +18,7 @@ import torch
 from slipstream.kernels.metadata import LayerKV, by_dim
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.kernels.token_shape import match_layers
+from slipstream.kernels.token_shape import OTHER_RANK, match_layers
 from slipstream.kernels.triton import TritonOps, one_token
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.layers import Partition
@@ -590,3 +590,28 @@ class Spoilt(ReferenceOps):
 def test_faults_that_the_judgement_sees(gptj, scheme, fault):
     with pytest.raises(AssertionError):
         judged(gptj[0], scheme, torch.float8_e4m3fn, Spoilt(fault), one_token_steps.LENGTHS, gptj[1])
+
+
+class OtherRanks:
+    """A group whose other ranks can run the kernel, or can't."""
+
+    size = 2
+
+    def __init__(self, others):
+        self.others, self.told = others, []
+
+    def least(self, number):
+        self.told.append(bool(number))
+        return [min(int(number), self.others)]
+
+    def share(self, num_bytes):
+        raise AssertionError("it waits for a rank that does not come")
+
+
+@pytest.mark.parametrize("refused", ["here", "there"])
+def test_no_rank_waits_for_one_that_refuses(monkeypatch, refused):
+    reason = Reason("it does not fit here")
+    monkeypatch.setattr(one_token, "_refusal_here", lambda *given: reason if refused == "here" else None)
+    group = OtherRanks(others=int(refused == "here"))
+    assert one_token.one_token(None, [], None, None, group) is (reason if refused == "here" else OTHER_RANK)
+    assert group.told == [refused == "there"]

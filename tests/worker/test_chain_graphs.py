@@ -122,6 +122,7 @@ def proposals(folder, prompts, lengths, *, graphs, ahead=True, **more):
         draft, found, count = runner.draft, {}, 0
         if graphs:
             draft.graphs = Replayed(draft, runner.rows, (1, 3, 5), max_model_len=SIZES["max_model_len"], max_num_seqs=4)
+            llm.core.scheduler._drafts_ahead = True  # as the config of a GPU says
         if not ahead:
             draft.go_ahead = lambda plan, rows: None
         propose = draft.propose

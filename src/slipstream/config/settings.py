@@ -358,6 +358,12 @@ class EngineConfig:
         return -(-self.model.max_model_len // self.cache.block_size)
 
     @property
+    def drafts_ahead(self) -> bool:
+        """Whether the drafter goes on before the host knows which drafts were right: a head's chain of graphs, on a GPU."""
+        is_chain = self.speculation is not None and self.speculation.method in ("eagle3", "mtp")
+        return is_chain and self.device.info.is_cuda and not self.device.enforce_eager
+
+    @property
     def max_num_sampled(self) -> int:
         """The most tokens that a step samples: one of each sequence, and one behind each draft."""
         drafts = 0 if self.speculation is None else self.speculation.limit

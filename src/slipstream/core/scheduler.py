@@ -51,7 +51,6 @@ from slipstream.core.tiers import BlockStore
 from slipstream.errors import EngineOverloadedError, RequestError
 from slipstream.stats import SchedulerStats
 from slipstream.types import (
-    FROM_MODEL,
     EngineOutput,
     EngineRequest,
     FinishReason,
@@ -96,8 +95,8 @@ MOST_PASSED_BY = 128
 
 class Scheduler:
     """`num_blocks` is the size of the pool, with the null block. `salt` separates cached prefixes from other models'.
-    `whole_images`: the tokens of a picture see one another, so a step holds all of them. `store` has the tiers below the
-    device."""
+    `drafts_ahead`: the drafter begins the next drafts before these are verified. `whole_images`: the tokens of a picture see
+    one another, so a step holds all of them. `store` has the tiers below the device."""
 
     def __init__(
         self,
@@ -108,6 +107,7 @@ class Scheduler:
         num_blocks: int,
         salt: str = "",
         speculation: SpeculationConfig | None = None,
+        drafts_ahead: bool = False,
         max_adapters: int = 0,
         whole_images: bool = False,
         store: BlockStore | None = None,
@@ -121,6 +121,7 @@ class Scheduler:
         self.policy = make_policy(scheduling)
         self._pace = None if scheduling.target_itl_ms is None else Pace(scheduling.target_itl_ms / 1e3)
         self.speculation = None if speculation is None else Speculation(speculation)
+        self._drafts_ahead = drafts_ahead
         self._num_stages = scheduling.num_stages
         self._max_adapters = max_adapters  # of the requests that run
         self._whole_images = whole_images
@@ -152,8 +153,7 @@ class Scheduler:
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
         """End requests now. Their blocks are free for the next step. Unknown ids are ignored."""
         found = [self.requests.by_id[i] for i in request_ids if i in self.requests.by_id]
-        outputs = [self.requests.finish(request, reason) for request in found]
-        return outputs
+        return [self.requests.finish(request, reason) for request in found]
 
     def fail_all(self, reason: FinishReason, error: str) -> list[EngineOutput]:
         """End everything, after a step failed. Results of steps in flight are not expected any more."""
@@ -290,7 +290,7 @@ class Scheduler:
             count += max(0, min(len(forced or request.drafts), spare, request.end - request.num_tokens - 1))
             if count > 1 and not self.kv.allocate(step, request, position + count):
                 count = 1
-            elif count > 1 and FROM_MODEL in request.drafts:
+            elif count > 1 and self._drafts_ahead and request.drafts:
                 self._allocate_ahead(step, request, position + count)
         while not self.kv.allocate(step, request, position + count):
             if self._make_room(step) is request:
@@ -298,8 +298,7 @@ class Scheduler:
         self._advance(step, request, count, forced[: count - 1])
 
     def _allocate_ahead(self, step: StepBuilder, request: Request, num_tokens: int) -> None:
-        """Have blocks for the next drafts, too, if many are free. A drafter then goes on before the host knows which of these
-        were right."""
+        """Have blocks for the next drafts, too, if many are free."""
         wanted = min(num_tokens + len(request.drafts), request.end)
         if self.pool.num_free > self._watermark + self.kv.blocks_for(len(request.drafts)) * len(self.kv.own):
             self.kv.allocate(step, request, wanted)

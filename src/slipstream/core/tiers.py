@@ -229,7 +229,7 @@ class Tiers:
 
     def offer(self, block: int, key: bytes, step_id: int) -> None:
         """The block is cached under `key`; the steps up to `step_id` may still write it."""
-        if key not in self._storing and self._tier_of(key) is None:
+        if key not in self._storing and not self.has(key):
             self._counts["dropped_blocks"] += len(self._offers) == self._offers.maxlen
             self._offers.append((step_id, block, key))
 
@@ -241,7 +241,7 @@ class Tiers:
             if self._pool.hashes[block] == key and not self._pool.ref_counts[block] and self._pool.num_free <= spare:
                 break  # requests need the blocks more
             self._offers.popleft()
-            if key in self._storing or self._tier_of(key) is not None:
+            if key in self._storing or self.has(key):
                 continue
             if self._pool.hashes[block] != key:
                 self._counts["dropped_blocks"] += 1
@@ -382,22 +382,15 @@ class Tiers:
             copy = self._order("disk", "device", key, block, 0, arrived)
         elif slot is not None:
             self._host.hold((slot,))
-
-            def released(ok: bool) -> None:
-                self._release_slot(slot)
-                arrived(ok)
-
-            copy = self._order("host", "device", key, block, slot, released)
+            copy = self._from_host(block, key, slot, arrived)
         elif (new := self._slot()) is None:
             copy = self._order("disk", "disk", key, block, 0, arrived)  # no room to read it into
         else:
-            copy = self._order("disk", "host", key, 0, new, self._read(load, block, key, new, arrived))
+            copy = self._order("disk", "host", key, 0, new, self._read(block, key, new, arrived))
         load.pending[copy.number] = block, key
         return copy
 
-    def _read(
-        self, load: Load, block: int, key: bytes, slot: int, arrived: Callable[[bool], None]
-    ) -> Callable[[bool], None]:
+    def _read(self, block: int, key: bytes, slot: int, arrived: Callable[[bool], None]) -> Callable[[bool], None]:
         """What follows when a block has come from the disk to the host: its way to the device."""
         era = self._era
 
@@ -407,14 +400,18 @@ class Tiers:
                 return arrived(False)
             if self._host is not None and era == self._era:
                 self._host.register(slot, key)
-
-            def released(ok: bool) -> None:
-                self._release_slot(slot)
-                arrived(ok)
-
-            return self._store.submit([self._order("host", "device", key, block, slot, released)])
+            return self._store.submit([self._from_host(block, key, slot, arrived)])
 
         return done
+
+    def _from_host(self, block: int, key: bytes, slot: int, arrived: Callable[[bool], None]) -> BlockCopy:
+        """The copy to the device of a slot that is held, and then released."""
+
+        def done(ok: bool) -> None:
+            self._release_slot(slot)
+            arrived(ok)
+
+        return self._order("host", "device", key, block, slot, done)
 
     def _take(self, load: Load, number: int, ok: bool) -> None:
         """One of a load's blocks has arrived, or is missing."""

@@ -73,6 +73,7 @@ class EngineCore:
                 num_blocks=num_blocks,
                 salt=salt,
                 speculation=self.config.speculation,
+                drafts_ahead=self.config.drafts_ahead,
                 max_adapters=0 if self.config.lora is None else self.config.lora.max_loras,
                 whole_images=self.description.spec.vision is not None and self.description.spec.vision.bidirectional,
                 store=executor.store,

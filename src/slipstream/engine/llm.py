@@ -109,6 +109,11 @@ def _read_by(how: Reading, sampling: SamplingParams, tokenizer: Tokenizer) -> Sa
     )
 
 
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several."""
+    return [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+
+
 class LLM:
     """A model ready to generate. The settings are the fields of `EngineArgs`, which `help(LLM)` explains.
 
@@ -201,7 +206,7 @@ class LLM:
             lists = [lists] if lists and isinstance(lists[0], int) else lists
             prompts = [{"prompt_token_ids": ids} for ids in lists]
         assert prompts is not None
-        prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        prompts = _listed(prompts)
         shown = progress if use_tqdm is None else use_tqdm
         return self._run(prompts, sampling_params, progress=shown, add_special_tokens=True, lora=lora_request)
 
@@ -281,7 +286,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The likeliest answers of each prompt, as transformers finds them; `engine/beams.py` says how. A RequestError names a
         prompt that can't work before anything runs."""
-        prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        prompts = _listed(prompts)
         adapters = self._adapters(lora_request, len(prompts))
         searches = [self._input.prepare_beams(p, params, lora=a) for p, a in zip(prompts, adapters, strict=True)]
         found: dict[str, BeamsOutput] = {}
@@ -309,7 +314,7 @@ class LLM:
         """A vector for each text, pooled and normalised as the model's files say; a decoder gives its last token's state.
         `dimensions` asks for shorter vectors, of models trained to give them. A text that is too long is a ContextLengthError;
         with `truncate` its end is cut off."""
-        prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        prompts = _listed(prompts)
         refuse_classifier(self.core.description)
         check_dimensions(self.core.description, dimensions)
         found: dict[int, list[EmbeddingOutput]] = {}  # by the first one's place
@@ -367,7 +372,7 @@ class LLM:
     ) -> list[EncodingOutput]:
         """What the model says of each text, as an array: the vector of `embed`, or a classifier's scores of its labels, before
         they become probabilities. `pooling_task` ("embed", "classify" or "score") is checked against the model."""
-        prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        prompts = _listed(prompts)
         check_task(self.core.description, pooling_task)
         shown = progress if use_tqdm is None else use_tqdm
         return encoded(self._read(prompts, truncate, lambda first, vectors: None, progress=shown).vectors())

@@ -147,13 +147,9 @@ class Tokenizer:
             ids = [*ids, *suffix]
         return ids
 
-    def encode_pair(self, first: str, second: str, *, max_length: int | None = None) -> tuple[list[int], int]:
-        """Two texts as the model's files join them, and how many tokens are of the first part. With `max_length` the second is
-        cut at its end, and the first too if nothing else helps."""
-        return self.encode_pairs([(first, second)], max_length=max_length)[0]
-
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, max_length: int | None = None) -> list[tuple[list[int], int]]:
-        """`encode_pair` of each, on all cores where the library may use them."""
+        """Two texts each, as the model's files join them, and how many tokens are of the first part; on all cores where the
+        library may use them. With `max_length` the second is cut at its end, and the first too if nothing else helps."""
         if len(pairs) == 1:
             found = [on_text(self._backend.encode, *pairs[0], add_special_tokens=True)]
         else:

@@ -22,6 +22,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.native import Arena, Packed, PackedExperts, Program, stand_in
 from slipstream.kernels.weights import BlockLinear, GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.weights import chunk_of as chunk_of
 from slipstream.spec.model import MoESpec
 from slipstream.spec.scheme import E2M1, Scheme
 
@@ -180,11 +181,6 @@ def _round_floats(weight: npt.NDArray[Any], size: int, kind: np.dtype[Any]) -> t
     codes = np.searchsorted(np.array(edges, np.float32), np.abs(scaled).reshape(-1), side="right").astype(np.uint8)
     codes = codes.reshape(weight.shape) + np.where(scaled < 0, np.uint8(8), np.uint8(0)).reshape(weight.shape)
     return codes, np.ascontiguousarray(np.exp2(exponents).astype(kind).T)
-
-
-def chunk_of(inner: int, size: int) -> int:
-    """`quantize.chunk_of`"""
-    return next(c for c in (4 * size, 2 * size, size) if inner % c == 0 and c >= 64)
 
 
 def pack4(codes: npt.NDArray[np.uint8], chunk: int) -> npt.NDArray[np.int16]:

@@ -299,9 +299,9 @@ class HostMixture:
 
 
 def _numbers(experts: Experts) -> int:
-    """Of one expert's weights."""
+    """Of one expert's weights and biases."""
     ways = cast("tuple[NativeExperts, NativeExperts]", (experts.up, experts.down))
-    return sum(w.rows * w.inner for w in ways)
+    return sum(w.rows * (w.inner + (w.bias is not None)) for w in ways)
 
 
 class SharedMemory:

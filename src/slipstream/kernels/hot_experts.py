@@ -58,7 +58,7 @@ class HotExperts:
 
     @property
     def num_bytes(self) -> int:
-        return sum(w.numel() * w.element_size() for w in self._weights)
+        return sum(x.nbytes for x in (*self._weights, *self._biases) if x is not None)
 
     def follow(self, counts: Sequence[int]) -> int:
         """Let experts that tokens chose more take the places of others, by the counts since the start. Returns how many did."""

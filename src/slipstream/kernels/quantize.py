@@ -8,7 +8,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from slipstream.kernels.weights import GroupedLinear, Linear, Quantized, ScaledLinear, TileScaledLinear
+from slipstream.kernels.weights import GroupedLinear, Linear, Quantized, ScaledLinear, TileScaledLinear, chunk_of
 from slipstream.spec.scheme import E2M1, FORMAT_MAX, FP8_TILE, InputFormat, Scheme
 
 SMALLEST = 1e-12
@@ -68,12 +68,6 @@ def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme, scales_dty
         chunk=chunk,
         codes="e2m1" if floats else "int4",
     )
-
-
-def chunk_of(inner: int, size: int) -> int:
-    """`GroupedLinear.chunk` of a weight with `inner` inputs in groups of `size`. A longer chunk means longer reads. A
-    quarter of a chunk may not hold two groups, or fewer than 16 inputs."""
-    return next(c for c in (4 * size, 2 * size, size) if inner % c == 0 and c >= 64)
 
 
 def _round_tiles(weight: Tensor) -> tuple[Tensor, Tensor]:

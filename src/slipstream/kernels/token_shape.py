@@ -31,6 +31,8 @@ LACKS = {
     "all_reduce": "the one-token kernel sums over ranks after attention and after the MLP, each",
 }
 
+OTHER_RANK = Reason("another rank can't run the one-token kernel")
+
 COLUMN = 64
 """Bytes of a row that a warp multiplies at once."""
 MOST_EXPERTS = 512

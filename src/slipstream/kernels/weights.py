@@ -33,6 +33,12 @@ Activations: TypeAlias = "Tensor | Quantized"
 """The input of `linear`: rows of the model's type, or quantised as the weight's scheme needs them."""
 
 
+def chunk_of(inner: int, size: int) -> int:
+    """`GroupedLinear.chunk` of a weight with `inner` inputs in groups of `size`. A longer chunk means longer reads. A
+    quarter of a chunk may not hold two groups, or fewer than 16 inputs."""
+    return next(c for c in (4 * size, 2 * size, size) if inner % c == 0 and c >= 64)
+
+
 @dataclass(frozen=True, slots=True)
 class SparseCopy:
     """A 2:4 weight without its zeros, in a library's layout. It is faster from `from_tokens` tokens on."""

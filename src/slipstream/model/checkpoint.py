@@ -180,10 +180,15 @@ def assign_array(into: Array, value: Array, how: Transform | None) -> None:
 
 
 def dummy_arrays(description: ModelDescription, dtype: str, seed: int) -> dict[str, Array]:
-    """Random weights of the true shapes by our names, of `dtype`: std 0.02, norms 1, biases 0. NumPy draws them, so torch's of
-    the same seed are others."""
+    """Random weights of the true shapes by our names."""
+    return random_arrays(parameters(description.spec), dtype, seed)
+
+
+def random_arrays(shapes: Mapping[str, Shape], dtype: str, seed: int) -> dict[str, Array]:
+    """Parameters of these shapes, of `dtype`: std 0.02, norms 1, biases 0. NumPy draws them, so torch's of the same seed are
+    others."""
     generator, values = np.random.default_rng(seed), dict[str, Array]()
-    for name, shape in parameters(description.spec).items():
+    for name, shape in shapes.items():
         kind = _kept_type(name, dtype)
         if name.endswith(".bias"):
             values[name] = np.zeros(shape, kind)
@@ -227,13 +232,13 @@ def gguf_arrays(description: ModelDescription, dtype: str) -> Iterator[Read]:
 
 def place(target: Value, placement: Placement) -> Value:
     """The part of a parameter that a tensor fills."""
-    start, own = placement.start, target
-    if placement.copies is None:
-        own = target[start : len(target) if placement.rows is None else start + placement.rows]
-        return own
-    whole = target.reshape((placement.copies, -1, *target.shape[1:]))
-    own = whole[:, start : whole.shape[1] if placement.rows is None else start + placement.rows]
-    return own
+    rows = slice(placement.start, None if placement.rows is None else placement.start + placement.rows)
+    part: Value = (
+        target[rows]
+        if placement.copies is None
+        else target.reshape((placement.copies, -1, *target.shape[1:]))[:, rows]
+    )
+    return part
 
 
 def placed_shape(shape: Shape, placement: Placement) -> Shape:

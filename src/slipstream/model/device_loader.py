@@ -24,7 +24,7 @@ from slipstream.model.decoder import Decoder
 from slipstream.model.device_stream import DeviceStream, layer_bytes, with_tensors, without_data
 from slipstream.model.layers import Layer, build_layer
 from slipstream.model.loaded import LoadedModel, decoder_bytes, decoder_forms, held_bytes
-from slipstream.model.weights import dummy_values, load_parameters
+from slipstream.model.weights import by_layer, dummy_values, load_parameters
 from slipstream.platform import platform_of
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.offload import plan_offload
@@ -122,19 +122,14 @@ class DeviceLoader:
             for i in sorted(wanted):
                 yield i, self._made(i, *self._values(_prefix(i)))
             return
-        own: dict[str, Tensor] = {}
         following = iter(sorted(wanted))
         at = next(following, None)
-        for name, value in self._random():
-            if own and at is not None and not name.startswith(_prefix(at)):
-                yield at, self._made(at, own, {})
-                own, at = {}, next(following, None)
+        for prefix, own in by_layer(self._random()):
             if at is None:
                 return
-            if name.startswith(_prefix(at)):
-                own[name] = value
-        if own and at is not None:
-            yield at, self._made(at, own, {})
+            if prefix == _prefix(at):
+                yield at, self._made(at, dict(own), {})
+                at = next(following, None)
 
     def _made(self, index: int, values: dict[str, Tensor], products: dict[str, Linear]) -> Layer:
         how: dict[str, Any] = dict(name=_prefix(index), scheme=self.scheme, products=products)

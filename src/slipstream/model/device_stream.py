@@ -24,6 +24,7 @@ from torch import Tensor
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.layouts import MLAParams
 from slipstream.kernels.weights import Linear
+from slipstream.model.layer_stream import with_parts
 from slipstream.model.layers import Layer
 from slipstream.platform import Event, Platform
 from slipstream.spec.offload import NUM_SLOTS, PIECE
@@ -36,21 +37,19 @@ ALIGNMENT = 512
 """Of a tensor in its place, in bytes: as torch's allocator aligns."""
 
 
-def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def with_tensors(layer: Layer, change: Callable[[Tensor], Tensor]) -> Layer:
     """A layer with each tensor of its weights changed, in their order. A weight's second form, without its zeros, is dropped:
     it would have to be copied, too."""
-    changed: dict[str, Any]
-    if isinstance(value, (Linear, MLAParams)):
-        own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        changed = {name: change(x) for name, x in own.items() if isinstance(x, Tensor) and name != "cos_sin"}
-        if isinstance(value, Linear):
-            changed["sparse"] = None
-        return dataclasses.replace(value, **changed)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        changed = {name: new for name, old in own.items() if (new := with_tensors(old, change)) is not old}
-        return dataclasses.replace(value, **changed) if changed else value
-    return value
+
+    def changed(w: Linear | MLAParams) -> Linear | MLAParams:
+        own = {f.name: getattr(w, f.name) for f in dataclasses.fields(w)}
+        new: dict[str, Any] = {n: change(x) for n, x in own.items() if isinstance(x, Tensor) and n != "cos_sin"}
+        if isinstance(w, Linear):
+            new["sparse"] = None
+        return dataclasses.replace(w, **new)
+
+    made: Layer = with_parts(layer, (Linear, MLAParams), changed)
+    return made
 
 
 def layer_bytes(layer: Layer) -> int:
@@ -68,8 +67,7 @@ def layer_bytes(layer: Layer) -> int:
 
 def without_data(layer: Layer) -> Layer:
     """The layer with stand-ins for the tensors of its weights, which have their shapes and types."""
-    made: Layer = with_tensors(layer, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"))
-    return made
+    return with_tensors(layer, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"))
 
 
 class DeviceStream:
@@ -148,8 +146,7 @@ class DeviceStream:
             shape = [tensor.shape[dim] for dim in order]
             return memory.view(tensor.dtype).view(shape).permute([order.index(dim) for dim in range(len(order))])
 
-        made: Layer = with_tensors(layer, view)
-        return made
+        return with_tensors(layer, view)
 
     # --- In a step ----------------------------------------------------------------------------------------------------
 

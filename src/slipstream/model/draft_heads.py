@@ -1,5 +1,5 @@
 """Runs draft heads, which propose tokens for a loaded model. `spec.draft_heads` describes them, `draft_loader` and
-`host_model` load them.
+`host_head` load them.
 
 A chain head (EAGLE-3, MTP) computes a *pair* at each position: the model's state at a token, and the token that follows. It
 returns the state from which the next token is drawn, and the state that the next pair takes in place of the model's. The
@@ -232,6 +232,15 @@ class MedusaHead:
         for block in self.blocks[place]:
             x = x + torch.nn.functional.silu(self.ops.linear(x, block))
         return self.ops.linear(x, self.heads[place])
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHead:
+    """`target_ids`: the model's token for each of the head's, int64; None: they are the same."""
+
+    head: ChainHead | MedusaHead
+    target_ids: Any
+    weights_bytes: int
 
 
 def build_head(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
@@ -11,19 +10,10 @@ from torch import Tensor
 
 from slipstream.errors import OutOfMemoryError
 from slipstream.model.decoder import Decoder
-from slipstream.model.draft_heads import ChainHead, MedusaHead, build_head, target_ids
-from slipstream.model.weights import fill, stored_tensors_of
+from slipstream.model.draft_heads import LoadedHead, build_head, target_ids
+from slipstream.model.weights import fill, random_values, stored_tensors_of
 from slipstream.spec.draft_heads import EagleSpec, HeadDescription, MedusaSpec, MTPSpec
 from slipstream.spec.scheme import Scheme
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedHead:
-    """`target_ids`: the model's token for each of the head's; None: they are the same."""
-
-    head: ChainHead | MedusaHead
-    target_ids: Tensor | None  # int64
-    weights_bytes: int
 
 
 def load_head(
@@ -68,19 +58,12 @@ def _load(
 
     values = fill(spec.shapes, description.names, others(), dtype=dtype, device=device)
     ids = target_ids(spec, maps) if isinstance(spec, EagleSpec) else None
-    return values, None if ids is None else torch.from_numpy(ids)
+    return values, None if ids is None else torch.from_numpy(ids).to(device)
 
 
 def _dummy(
     spec: EagleSpec | MTPSpec | MedusaSpec, dtype: torch.dtype, device: torch.device, seed: int
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    generator = torch.Generator(device).manual_seed(seed)
-    values = {}
-    for name, shape in spec.shapes.items():
-        value = values[name] = torch.empty(shape, dtype=dtype, device=device)
-        if len(shape) == 1:
-            value.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            value.normal_(0.0, 0.02, generator=generator)
-    ids = None if spec.draft_vocab_size == spec.vocab_size else torch.arange(spec.draft_vocab_size)
+    values = dict(random_values(spec.shapes, dtype=dtype, device=device, seed=seed))
+    ids = None if spec.draft_vocab_size == spec.vocab_size else torch.arange(spec.draft_vocab_size, device=device)
     return values, ids

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.weights import BlockLinear, BlockRows, Linear
+from slipstream.model.checkpoint import placed_shape
 from slipstream.spec.gguf import GGUFFile
 from slipstream.spec.native_formats import is_product, rounds
 from slipstream.spec.parameters import Placement, Shape, Unpermute
@@ -49,10 +50,8 @@ class BlockWeights:
                 continue
             if not isinstance(place.transform, Unpermute | None):
                 continue
-            out, inner = shapes[place.target]
-            copies = place.copies or 1
-            rows = out // copies - place.start if place.rows is None else place.rows
-            expected = (rows, inner) if place.copies is None else (copies, rows, inner)
+            expected = placed_shape(shapes[place.target], place)
+            copies, rows = place.copies or 1, expected[-2]
             if tuple(tensor.shape) != expected:
                 raise CheckpointError(
                     f"the tensor {name!r} has shape {list(tensor.shape)}, and the model's is {list(expected)}",

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.model.checkpoint import Read, assign_array, fill_named, safetensors_arrays
+from slipstream.model.checkpoint import Read, assign_array, fill_named, random_arrays, safetensors_arrays
 from slipstream.model.decoder import Decoder
-from slipstream.model.draft_heads import ChainHead, MedusaHead, build_head, target_ids
+from slipstream.model.draft_heads import LoadedHead, build_head, target_ids
 from slipstream.spec.draft_heads import EagleSpec, HeadDescription, MedusaSpec, MTPSpec
 from slipstream.spec.scheme import Scheme
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class HostHead:
-    """`draft_loader.LoadedHead`"""
-
-    head: ChainHead | MedusaHead
-    target_ids: npt.NDArray[np.int64] | None
-    weights_bytes: int
 
 
 def load_host_head(
@@ -36,12 +26,12 @@ def load_host_head(
     scheme: Scheme | None = None,
     load_format: str = "auto",
     seed: int = 0,
-) -> HostHead:
+) -> LoadedHead:
     """`draft_loader.load_head`. Random weights are NumPy's, so torch's of the same seed are others."""
     made: Any = _dummy(description.spec, dtype, seed) if load_format == "dummy" else _load(description, dtype)
     values, ids = made
     num_bytes = sum(v.nbytes for v in values.values())
-    return HostHead(build_head(description.spec, values, decoder, max_model_len=max_model_len, scheme=scheme), ids, num_bytes)
+    return LoadedHead(build_head(description.spec, values, decoder, max_model_len=max_model_len, scheme=scheme), ids, num_bytes)
 
 
 def _load(description: HeadDescription, dtype: str) -> tuple[dict[str, Array], npt.NDArray[np.int64] | None]:
@@ -63,10 +53,5 @@ def _load(description: HeadDescription, dtype: str) -> tuple[dict[str, Array], n
 def _dummy(
     spec: EagleSpec | MTPSpec | MedusaSpec, dtype: str, seed: int
 ) -> tuple[dict[str, Array], npt.NDArray[np.int64] | None]:
-    generator, values = np.random.default_rng(seed), dict[str, Array]()
-    for name, shape in spec.shapes.items():
-        if len(shape) == 1:
-            values[name] = np.full(shape, 0.0 if name.endswith("bias") else 1.0, np.dtype(dtype))
-        else:
-            values[name] = (generator.standard_normal(shape, np.float32) * np.float32(0.02)).astype(np.dtype(dtype))
-    return values, None if spec.draft_vocab_size == spec.vocab_size else np.arange(spec.draft_vocab_size)
+    ids = None if spec.draft_vocab_size == spec.vocab_size else np.arange(spec.draft_vocab_size)
+    return random_arrays(spec.shapes, dtype, seed), ids

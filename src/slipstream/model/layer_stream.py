@@ -15,7 +15,7 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,17 @@ from slipstream.spec.offload import CHUNK, NUM_SLOTS
 ALIGNMENT = 4096
 READERS = 2
 """Threads that read: one alone does not reach what a disk, or the file cache, can give."""
+
+
+def with_parts(value: Any, kinds: tuple[type, ...], change: Callable[[Any], Any]) -> Any:
+    """A layer (or what it is made of) with each part of these `kinds` changed, in their order."""
+    if isinstance(value, kinds):
+        return change(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        changed = {name: new for name, old in own.items() if (new := with_parts(old, kinds, change)) is not old}
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
 
 
 def products_of(value: Any) -> Iterator[NativeLinear | NativeExperts]:
@@ -178,23 +189,17 @@ def _moved(layer: Layer, memory: Bytes | None) -> Layer:
     """The layer with its products' bytes in `memory`, where `LayerStream.write` puts them."""
     at = 0
 
-    def moved(value: Any) -> Any:
+    def moved(w: NativeLinear | NativeExperts) -> NativeLinear | NativeExperts:
         nonlocal at
-        if isinstance(value, (NativeLinear, NativeExperts)):
-            parts = []
-            for part in value.parts:
-                size = part.data.size
-                data = stand_in((size,), np.uint8) if memory is None else memory[at : at + size]
-                parts.append(dataclasses.replace(part, data=data))
-                at += _aligned(size)
-            return dataclasses.replace(value, parts=tuple(parts))  # type: ignore[arg-type]
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-            changed = {name: new for name, old in own.items() if (new := moved(old)) is not old}
-            return dataclasses.replace(value, **changed) if changed else value
-        return value
+        parts = []
+        for part in w.parts:
+            size = part.data.size
+            data = stand_in((size,), np.uint8) if memory is None else memory[at : at + size]
+            parts.append(dataclasses.replace(part, data=data))
+            at += _aligned(size)
+        return dataclasses.replace(w, parts=tuple(parts))  # type: ignore[arg-type]
 
-    made: Layer = moved(layer)
+    made: Layer = with_parts(layer, (NativeLinear, NativeExperts), moved)
     return made
 
 

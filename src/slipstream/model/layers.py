@@ -223,65 +223,46 @@ class Layer:
     def __call__(
         self, ops: OpSet, pending: Tensor, residual: Tensor | None, kv: LayerKV, meta: AttentionMetadata
     ) -> tuple[Tensor, Tensor | None]:
-        """(pending, the residual). `meta` is the whole step's; the layer takes its group's. With fewer rows than the step has
-        tokens they are this rank's tokens (`Partition.sequence`)."""
-        step, meta = meta, meta.of_group(self.group)
-        if self.shares_tokens and len(pending) < len(meta.positions):
-            return self._shared(ops, pending, residual, kv, meta)
-        n, scale = self.norms, self.spec.residual_scale
-        if isinstance(self.spec.block, PostNormBlock):
-            x = _sum(pending, residual)
-            x = normed(ops, n["attention_norm"], _scaled(self._attend(ops, x, kv, meta), scale), x)
-            return normed(ops, n["mlp_norm"], _scaled(self._feed(ops, x, kv, meta), scale), x), None
-        if isinstance(self.spec.block, ParallelBlock):
-            # The branches share a norm, or each has its own. All products of a layer have the same scheme, except a router.
-            inputs = self.attention.inputs if "mlp_norm" in n else self.mlp.inputs
-            rows, residual = self._before("norm", ops, pending, residual, inputs)
-            for_mlp = ops.norm(residual, n["mlp_norm"], inputs=self.mlp.inputs)[0] if "mlp_norm" in n else rows
-            if self.attention_ranks is self.mlp_ranks:  # one sum for both
-                both = self.attention(ops, rows, kv, meta) + self._fed(ops, for_mlp, kv, meta)
-                return _scaled(_summed(ops, both, self.mlp_ranks), scale), residual
-            return _scaled(self._attend(ops, rows, kv, meta) + self._feed(ops, for_mlp, kv, meta), scale), residual
-        rows, residual = self._before("pre_attention", ops, pending, residual, self.attention.inputs)
-        h = self._after("post_attention", ops, self._attend(ops, rows, kv, meta))
-        if self.cross is not None:
-            rows, residual = self._before("pre_cross", ops, h, residual, self.cross.q.inputs)
-            h = _summed(ops, self.cross(ops, rows, kv, step.of_group(self.cross_group)), self.attention_ranks)
-        rows, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, self.mlp.inputs)
-        return _scaled(self._after("post_mlp", ops, self._feed(ops, rows, kv, meta)), scale), residual
+        """(pending, the residual). `meta` is the whole step's; the layer takes its group's.
 
-    def _shared(
-        self, ops: OpSet, pending: Tensor, residual: Tensor | None, kv: LayerKV, meta: AttentionMetadata
-    ) -> tuple[Tensor, Tensor | None]:
-        """The layer with norms and residual of this rank's tokens alone. Products read all tokens; what they give is a part of
-        a sum, of which each rank takes its tokens."""
-        ranks, n, scale, num_tokens = self.mlp_ranks, self.norms, self.spec.residual_scale, len(meta.positions)
-        assert ranks is not None
+        With fewer rows than the step has tokens they are this rank's (`Partition.sequence`), and so are those of norms and
+        residual. Products read all tokens; what they give is a part of a sum, of which each rank takes its tokens."""
+        step, meta = meta, meta.of_group(self.group)
+        shared = self.shares_tokens and len(pending) < len(meta.positions)
+        n, scale = self.norms, self.spec.residual_scale
+        # All products of a layer have the same scheme, except a router. Rows are gathered before they are quantised.
+        to_attention, to_mlp = (None, None) if shared else (self.attention.inputs, self.mlp.inputs)
+
+        def summed(branch: Callable[[Any], Tensor], x: Any, ranks: Group | None) -> Tensor:
+            if not shared:
+                return _summed(ops, branch(x), ranks)
+            assert ranks is not None
+            return ops.scatter_tokens(branch(ops.gather_tokens(x, ranks, len(meta.positions))), ranks)
 
         def attend(x: Any) -> Tensor:
-            return ops.scatter_tokens(self.attention(ops, ops.gather_tokens(x, ranks, num_tokens), kv, meta), ranks)
+            return summed(lambda rows: self.attention(ops, rows, kv, meta), x, self.attention_ranks)
 
         def feed(x: Any) -> Tensor:
-            return ops.scatter_tokens(self._fed(ops, ops.gather_tokens(x, ranks, num_tokens), kv, meta), ranks)
+            return summed(lambda rows: self._fed(ops, rows, kv, meta), x, self.mlp_ranks)
 
         if isinstance(self.spec.block, PostNormBlock):
             x = _sum(pending, residual)
             x = normed(ops, n["attention_norm"], _scaled(attend(x), scale), x)
             return normed(ops, n["mlp_norm"], _scaled(feed(x), scale), x), None
-        if isinstance(self.spec.block, ParallelBlock):
-            rows, residual = self._before("norm", ops, pending, residual, None)
-            for_mlp = ops.norm(residual, n["mlp_norm"])[0] if "mlp_norm" in n else rows
+        if isinstance(self.spec.block, ParallelBlock):  # the branches share a norm, or each has its own
+            rows, residual = self._before("norm", ops, pending, residual, to_attention if "mlp_norm" in n else to_mlp)
+            for_mlp = ops.norm(residual, n["mlp_norm"], inputs=to_mlp)[0] if "mlp_norm" in n else rows
+            if self.attention_ranks is self.mlp_ranks and not shared:  # one sum for both
+                both = self.attention(ops, rows, kv, meta) + self._fed(ops, for_mlp, kv, meta)
+                return _scaled(_summed(ops, both, self.mlp_ranks), scale), residual
             return _scaled(attend(rows) + feed(for_mlp), scale), residual
-        rows, residual = self._before("pre_attention", ops, pending, residual, None)
+        rows, residual = self._before("pre_attention", ops, pending, residual, to_attention)
         h = self._after("post_attention", ops, attend(rows))
-        rows, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, None)
+        if self.cross is not None:
+            rows, residual = self._before("pre_cross", ops, h, residual, self.cross.q.inputs)
+            h = _summed(ops, self.cross(ops, rows, kv, step.of_group(self.cross_group)), self.attention_ranks)
+        rows, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, to_mlp)
         return _scaled(self._after("post_mlp", ops, feed(rows)), scale), residual
-
-    def _attend(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        return _summed(ops, self.attention(ops, x, kv, meta), self.attention_ranks)
-
-    def _feed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        return _summed(ops, self._fed(ops, x, kv, meta), self.mlp_ranks)
 
     def _fed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """What this rank's part of the MLP gives."""

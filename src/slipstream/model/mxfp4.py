@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.quantize import chunk_of, pack4
-from slipstream.kernels.weights import GroupedLinear, Linear
+from slipstream.kernels.quantize import pack4
+from slipstream.kernels.weights import GroupedLinear, Linear, chunk_of
 from slipstream.spec.parameters import Placement, Shape, Untwine
 from slipstream.spec.scheme import Scheme
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.kernels.layouts import TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.token_shape import LayerMatch, match_layers
+from slipstream.kernels.token_shape import OTHER_RANK, LayerMatch, match_layers
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.decoder import Decoder
 from slipstream.model.trace import HOST_EXPERTS, SPLIT, STREAMED, trace
@@ -38,10 +38,11 @@ def compile_one_token(decoder: Decoder) -> OneTokenKernel | Reason:
     if part is not None and (part.pipe is not None or part.sequence):
         return SPLIT
     found = _matched(decoder)
-    if part is not None and not part.group.least(not isinstance(found, Reason))[0] and not isinstance(found, Reason):
-        return Reason("another rank can't run the one-token kernel")
+    everywhere = part is None or part.group.least(not isinstance(found, Reason))[0]
     if isinstance(found, Reason):
         return found
+    if not everywhere:
+        return OTHER_RANK
     shape, layers = found
     tensors, first = [_tensors(layer) for layer in layers], layers[0]
     product = next(iter(first.products.values()))

@@ -21,7 +21,7 @@ from slipstream.model.decoder import Decoder
 from slipstream.model.layer_stream import LayerStream, layer_bytes, without_data
 from slipstream.model.layers import Layer, build_layer
 from slipstream.model.loaded import LoadedModel, decoder_bytes, decoder_forms
-from slipstream.model.weights import dummy_values, load_parameters
+from slipstream.model.weights import by_layer, dummy_values, load_parameters
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.offload import plan_offload
 from slipstream.spec.scheme import Scheme
@@ -94,15 +94,9 @@ def _parts(
         )
         return
     others: dict[str, Tensor] = {}
-    own: dict[str, Tensor] = {}
-    at = ""
-    for name, value in dummy_values(description, dtype=dtype, device=device, seed=seed):
-        prefix = ".".join(name.split(".")[:2]) + "." if name.startswith("layers.") else ""
-        if own and prefix != at:
-            yield at, own
-            own = {}
+    for prefix, own in by_layer(dummy_values(description, dtype=dtype, device=device, seed=seed)):
         if prefix:
-            at, own[name] = prefix, value
+            yield prefix, dict(own)
         else:
-            others[name] = value
+            others.update(own)
     yield "", others

@@ -7,6 +7,7 @@ into its rows and dropped. A tensor that is missing, unknown or of another shape
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
@@ -155,8 +156,15 @@ def dummy_values(
     description: ModelDescription, *, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
     """`dummy_parameters`, one after the other."""
+    return random_values(parameters(description.spec), dtype=dtype, device=device, seed=seed)
+
+
+def random_values(
+    shapes: Mapping[str, Shape], *, dtype: torch.dtype, device: torch.device, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of these shapes, one after the other: std 0.02, norms 1, biases 0."""
     generator = torch.Generator(device).manual_seed(seed)
-    for name, shape in parameters(description.spec).items():
+    for name, shape in shapes.items():
         value = torch.empty(shape, dtype=_dtype(name, dtype), device=device)
         if name.endswith(".bias"):
             value.zero_()
@@ -165,6 +173,17 @@ def dummy_values(
         else:
             value.normal_(0.0, 0.02, generator=generator)
         yield name, value
+
+
+def layer_prefix(name: str) -> str:
+    """What the names of a parameter's layer begin with; "" if it is of no layer."""
+    return ".".join(name.split(".")[:2]) + "." if name.startswith("layers.") else ""
+
+
+def by_layer(values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
+    """`dummy_values` in runs of one layer's (`layer_prefix`), whose parameters follow one another. A run that is not taken is
+    dropped value by value."""
+    return groupby(values, key=lambda named: layer_prefix(named[0]))
 
 
 def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:

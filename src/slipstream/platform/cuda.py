@@ -6,7 +6,7 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -86,11 +86,18 @@ class CudaPlatform(Platform):
     def pin(self, memory: npt.NDArray[np.uint8]) -> None:
         runtime, at = torch.cuda.cudart(), memory.ctypes.data
         if error := int(runtime.cudaHostRegister(at, memory.nbytes, 0)):
+            self._clear_last_error()
             raise OutOfMemoryError(
                 f"{memory.nbytes / 2**30:.1f} GiB of the host's memory can't be kept in place for the GPU to read (CUDA error "
                 f"{error}); raise the limit on locked memory (ulimit -l)"
             )
         weakref.finalize(memory, runtime.cudaHostUnregister, at)
+
+    def _clear_last_error(self) -> None:
+        """Of a refused call that was not torch's own, CUDA keeps the error, and the check behind torch's next launch raises and
+        forgets it. That launch is made here."""
+        with suppress(RuntimeError):
+            torch.ones(1, device=self.device)
 
     # --- Order --------------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,4 @@
-"""A `Drafter` with a trained head, which predicts tokens from the states of the engine's model (`model.draft_heads`).
-
-1. `StateCache` keeps the states of every token that the engine computes, in the token's KV block. So prefix hits,
-   preemption and copied blocks need no code here, and a head computes nothing while no drafts are wanted.
-2. A chain reads pairs of the state at position p and the token at p + 1. The pair's keys and values stand at position p of its
-   cache. So the last pair of a shared block depends on the token behind the block. Of requests that share a prefix and go on
-   differently, the last to draft writes its pair there. Only drafts depend on it, never answers.
-"""
+"""Draft heads by torch: `head_drafter`, on a device."""
 
 from __future__ import annotations
 
@@ -18,99 +11,36 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.ops import OpSet
 from slipstream.model.decoder import Decoder
-from slipstream.model.draft_heads import ChainHead, MedusaHead
-from slipstream.model.draft_loader import LoadedHead, load_head
+from slipstream.model.draft_heads import ChainHead, LoadedHead
+from slipstream.model.draft_loader import load_head
 from slipstream.platform import platform_of
 from slipstream.spec.draft_heads import HeadDescription
 from slipstream.types import FROM_MODEL, ScheduledRequest, StepPlan
 from slipstream.worker.chain_graphs import DEPTHS, FIRST_SIZES, ChainGraphs
 from slipstream.worker.draft_memory import DeviceMemory
-from slipstream.worker.drafter import Chain, Drafter
 from slipstream.worker.forward import StateCache
-from slipstream.worker.host_chain import HostChain, check_num_drafts, head_scheme
-from slipstream.worker.input_batch import SampledRows, gather_pairs
+from slipstream.worker.head_drafter import HeadChain, HeadOfPlaces
+from slipstream.worker.host_chain import check_num_drafts, head_scheme
 from slipstream.worker.rows import RowTable
-from slipstream.worker.sampler import sampling_tensors
 
 
-class HeadDrafter(Drafter):
-    """The part that all heads share."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        loaded: LoadedHead,
-        hidden_size: int,
-        *,
-        ops: OpSet,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(config, DeviceMemory(ops, device, dtype))
-        self.ops, self.device, self.dtype = ops, device, dtype
-        ids = loaded.target_ids
-        self.target_ids = None if ids is None else ids.to(device)
-        self.vocab_size = loaded.head.spec.vocab_size
-        self.weights_bytes, self.hidden_size = loaded.weights_bytes, hidden_size
-        self.states = StateCache(self.block_size, hidden_size, dtype)
-
-    @property
-    def block_bytes(self) -> int:
-        return super().block_bytes + self.hidden_size * self.memory.itemsize * self.block_size
-
-    def allocate(self, num_blocks: int) -> None:
-        super().allocate(num_blocks)
-        self.states.tensor = self.memory.zeros((num_blocks * self.block_size, self.hidden_size))
-
-    def release(self) -> None:
-        super().release()
-        self.states.tensor = None
-
-    def copy_blocks(self, source: Tensor, target: Tensor) -> None:
-        super().copy_blocks(source, target)
-        self.states.copy_blocks(source, target)
-
-    def own_tokens(self, tokens: Tensor) -> Tensor:
-        """The model's tokens for those of the head's vocabulary."""
-        return tokens if self.target_ids is None else self.target_ids[tokens]
-
-    def own_logits(self, logits: Tensor) -> Tensor:
-        """[N, the head's vocabulary] → float32 [N, V]"""
-        if self.target_ids is None:
-            return logits.float()
-        wide = torch.full((len(logits), self.vocab_size), -torch.inf, device=logits.device)
-        wide[:, self.target_ids] = logits.float()
-        return wide
-
-
-class ChainDrafter(Chain, HeadDrafter):
-    """EAGLE-3 and MTP. `ends` has for each row the state for the pair behind its last one."""
-
-    first, keeps_drafts = 1, False
+class ChainDrafter(HeadChain):
+    states: StateCache
     num_graphs = len(DEPTHS) * len(FIRST_SIZES)
 
-    def __init__(self, config: EngineConfig, loaded: LoadedHead, **more: torch.device | torch.dtype | OpSet) -> None:
-        assert isinstance(loaded.head, ChainHead)
-        super().__init__(config, loaded, loaded.head.spec.hidden_size, **more)  # type: ignore[arg-type]
-        self.head, self.layers = loaded.head, (loaded.head.spec.layer,)
-        rows = config.scheduling.max_num_seqs + 1
-        self.ends = torch.zeros(
-            rows, self.hidden_size, dtype=torch.float32 if self.device.type == "cpu" else self.dtype
-        )
-        self.ends = self.ends.to(self.device)
+    def __init__(self, config: EngineConfig, loaded: LoadedHead, memory: DeviceMemory, states: StateCache) -> None:
+        super().__init__(config, loaded, memory, states, memory.ops.sample)
+        rows, device = config.scheduling.max_num_seqs + 1, memory.platform.device
+        dtype = torch.float32 if device.type == "cpu" else memory.dtype
+        self.ends = torch.zeros(rows, self.hidden_size, dtype=dtype).to(device)
         self.graphs: ChainGraphs | None = None
-        self.host = HostChain(self) if self.head.is_compiled else None
 
     def release(self) -> None:
         super().release()
         self.graphs = None
 
-    @property
-    def token_bytes(self) -> int:
-        return self.head.token_bytes
-
     def probe(self, token_ids: Tensor, meta: AttentionMetadata) -> None:
-        states = torch.zeros(len(token_ids), self.hidden_size, dtype=self.ends.dtype, device=self.device)
+        states = torch.zeros(len(token_ids), self.hidden_size, dtype=self.ends.dtype, device=self.ends.device)
         self.head.forward(token_ids, states, self.make_cache(1), meta)
 
     def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:
@@ -125,19 +55,13 @@ class ChainDrafter(Chain, HeadDrafter):
         left = [s for s in drafted if not self._is_ahead(s, rows)]
         for s in left:
             rows.rows[s.request_id].num_kept = 0
-        if left:
-            self._draft_now(left, rows)
+        if left and self.graphs is not None and self.graphs.covers(left):
+            self.graphs.run(left)
+        elif left:
+            super().draft(left, rows)
         for s in drafted:
             row = rows.rows[s.request_id]
             row.num_drafted, row.ahead = s.num_computed_tokens + 1, range(0)
-
-    def _draft_now(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        if self.graphs is not None and self.graphs.covers(drafted):
-            self.graphs.run(drafted)
-        elif self.host is not None and self.host.covers(drafted, rows):
-            self.host.run(drafted, rows)
-        else:
-            super().draft(drafted, rows)
 
     @staticmethod
     def _is_ahead(s: ScheduledRequest, rows: RowTable) -> bool:
@@ -152,57 +76,29 @@ class ChainDrafter(Chain, HeadDrafter):
             computed = s.num_computed_tokens
             rows.rows[s.request_id].ahead = range(computed + 1, computed + 1 + s.num_sampled)
 
-    def step(self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False) -> None:
-        given = gather_pairs(rows, shares)
-        sampled, index = given.sampled, given.sample_index
-        assert sampled is not None
-        states = self.ends[sampled.rows] if follows else self.states.read(given.meta)
-        hidden, following = self.head.forward(given.token_ids, states, self.kv, given.meta)
-        if not sampled.requests:
-            return
-        if index is not None:
-            hidden, following = hidden.index_select(0, index), following.index_select(0, index)
-        self.ends[sampled.rows] = following.to(self.ends.dtype)
-        self.write(hidden, sampled, rows)
+    def passed(self, token_ids: Tensor, states: Tensor, meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
+        hidden, following = self.head.forward(token_ids, states, self.kv, meta)
+        return hidden, following.to(self.ends.dtype)
 
-    def write(self, hidden: Tensor, sampled: SampledRows, rows: RowTable) -> None:
-        """Draw a token of each of `sampled`, and put it where it belongs."""
-        if rows.is_greedy(sampled.names):
-            tokens = self.own_tokens(self.head.greedy(hidden))
-        else:
-            tokens = self.ops.sample(self.own_logits(self.head.logits(hidden)), sampling_tensors(rows, sampled))
-        rows.write(sampled.rows, sampled.positions, tokens)
+    def logits(self, hidden: Tensor, place: int) -> Tensor:
+        return self.head.logits(hidden).float()
+
+    def greedy(self, hidden: Tensor, place: int) -> Tensor:
+        return self.head.greedy(hidden)
 
 
-class MedusaDrafter(HeadDrafter):
-    """All places in one pass, from the state before the last token: what a place holds does not depend on those before it."""
+class MedusaDrafter(HeadOfPlaces):
+    states: StateCache
 
-    layers = ()
+    def __init__(self, config: EngineConfig, loaded: LoadedHead, memory: DeviceMemory, states: StateCache) -> None:
+        super().__init__(config, loaded, memory, states, memory.ops.sample)
+        self.ops = memory.ops
 
-    def __init__(self, config: EngineConfig, loaded: LoadedHead, **more: torch.device | torch.dtype | OpSet) -> None:
-        assert isinstance(loaded.head, MedusaHead)
-        super().__init__(config, loaded, loaded.head.spec.hidden_size, **more)  # type: ignore[arg-type]
-        self.head = loaded.head
+    def logits(self, hidden: Tensor, place: int) -> Tensor:
+        return self.head.logits(hidden, place).float()
 
-    def probe(self, token_ids: Tensor, meta: AttentionMetadata) -> None:
-        """Its passes have a row for each sequence: nothing beside the model's."""
-
-    def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        last = [ScheduledRequest(s.request_id, s.num_computed_tokens, 1, 1) for s in drafted]
-        states = self.states.read(gather_pairs(rows, last).meta)
-        for place in range(max(len(s.drafts) for s in drafted)):
-            which = [i for i, s in enumerate(drafted) if len(s.drafts) > place]
-            logits = self.head.logits(states[which], place)
-            shares = [
-                ScheduledRequest(drafted[i].request_id, drafted[i].num_computed_tokens + place, 1, 1) for i in which
-            ]
-            sampled = gather_pairs(rows, shares).sampled
-            assert sampled is not None
-            if rows.is_greedy(sampled.names):
-                tokens = self.own_tokens(self.ops.argmax(logits))
-            else:
-                tokens = self.ops.sample(self.own_logits(logits), sampling_tensors(rows, sampled))
-            rows.write(sampled.rows, sampled.positions, tokens)
+    def greedy(self, hidden: Tensor, place: int) -> Tensor:
+        return self.ops.argmax(self.head.logits(hidden, place))
 
 
 def load_drafter(
@@ -220,7 +116,8 @@ def load_drafter(
         seed=config.model.seed,
     )
     kind = ChainDrafter if isinstance(loaded.head, ChainHead) else MedusaDrafter
-    return kind(config, loaded, ops=decoder.ops, device=device, dtype=dtype)
+    states = StateCache(config.cache.block_size, loaded.head.spec.hidden_size, dtype)
+    return kind(config, loaded, DeviceMemory(decoder.ops, device, dtype), states)
 
 
 def _default_scheme(ops: OpSet, device: torch.device) -> str | None:

@@ -19,6 +19,9 @@ class DeviceMemory:
     def zeros(self, shape: tuple[int, ...]) -> Tensor:
         return self.platform.zeros(shape, self.dtype)
 
+    def lowest(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.full(shape, -torch.inf, device=self.platform.device)
+
     def layer(self, layer: LayerSpec, num_blocks: int, block_size: int) -> LayerKV:
         by_dim = self.ops.values_by_dim(self.dtype)
         return LayerKV(*cache_tensors(layer.attention, num_blocks, block_size, self.zeros, values_by_dim=by_dim))

@@ -39,6 +39,9 @@ class DraftMemory(Protocol):
 
     def zeros(self, shape: tuple[int, ...]) -> Any: ...
 
+    def lowest(self, shape: tuple[int, ...]) -> Any:
+        """float32, −∞"""
+
     def layer(self, layer: LayerSpec, num_blocks: int, block_size: int) -> LayerKV:
         """A layer's keys and values, of zeros."""
 

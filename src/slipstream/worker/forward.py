@@ -125,31 +125,31 @@ class InputBatch:
 
 
 class StateCache:
-    """States of tokens that a draft head reads, in the blocks of their requests' first group. They are kept only if `tensor`
+    """States of tokens that a draft head reads, in the blocks of their requests' first group. They are kept only if `kept`
     [B · block_size, E] is set."""
 
     def __init__(self, block_size: int, hidden_size: int, dtype: torch.dtype) -> None:
         self.block_size, self.hidden_size, self.dtype = block_size, hidden_size, dtype
-        self.tensor: Tensor | None = None
+        self.kept: Tensor | None = None
 
     def write(self, states: Tensor, meta: AttentionMetadata) -> None:
         """Keep the states [T, E] of a step's tokens."""
-        if self.tensor is not None:
-            self.tensor.index_copy_(0, meta.slot_mapping, states.to(self.dtype))
+        if self.kept is not None:
+            self.kept.index_copy_(0, meta.slot_mapping, states.to(self.dtype))
 
     def read(self, meta: AttentionMetadata) -> Tensor:
         """[T, E]"""
-        assert self.tensor is not None
-        return self.tensor[meta.slot_mapping]
+        assert self.kept is not None
+        return self.kept[meta.slot_mapping]
 
     def read_array(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """float32 [T, E], on a CPU"""
-        assert self.tensor is not None
-        return to_array(self.tensor)[slots].astype(np.float32)
+        assert self.kept is not None
+        return to_array(self.kept)[slots].astype(np.float32)
 
     def copy_blocks(self, source: Tensor, target: Tensor) -> None:
-        assert self.tensor is not None
-        blocks = self.tensor.unflatten(0, (-1, self.block_size))
+        assert self.kept is not None
+        blocks = self.kept.unflatten(0, (-1, self.block_size))
         blocks[target] = blocks[source]
 
 
@@ -280,32 +280,12 @@ class Program(Eager):
         return self.program.greedy(hidden)
 
 
-class Adapted(Eager):
-    """Steps of requests with adapters. `base` makes the logits: the head has no adapters."""
+class Beside(Eager):
+    """A way for some steps beside `base`, which makes the logits."""
 
-    name = "adapters"
-
-    def __init__(self, base: Eager, adapters: Adapters) -> None:
+    def __init__(self, base: Eager) -> None:
         super().__init__(base.decoder, base.states)
-        self.base, self.adapters = base, adapters
-
-    def covers(self, batch: InputBatch) -> Reason | None:
-        return None if batch.has_adapters else Reason("no request of the step has an adapter")
-
-    def run(self, batch: InputBatch) -> Output:
-        given, plan, table = batch.gathered, batch.plan, batch.table
-        assert plan is not None
-        assert table is not None
-        slots = table.adapters_of(plan.scheduled).repeat([s.num_tokens for s in plan.scheduled])
-        hidden = self.hidden(given.token_ids, batch.kv, given.meta, tokens_of(slots, given.token_ids.device))
-        if isinstance(self.base, Program):
-            hidden = hidden.float()  # as its logits read it
-        return Output(self, hidden, given.sampled, given.sample_index)
-
-    def hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata, tokens: LoRATokens) -> Tensor:
-        """Tokens [T], which have the adapters `tokens` says → hidden states [T, E]."""
-        ops = cast("OpSet", AdapterOps(self.decoder.ops, self.adapters.weights, tokens))
-        return Eager(self.decoder.with_ops(ops), self.states)._hidden(token_ids, kv, meta)
+        self.base = base
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.base.logits(hidden)
@@ -313,16 +293,50 @@ class Adapted(Eager):
     def greedy(self, hidden: Tensor) -> Tensor | None:
         return self.base.greedy(hidden)
 
+    def _output(self, hidden: Tensor, given: GatheredInputs) -> Output:
+        if isinstance(self.base, Program):
+            hidden = hidden.float()  # as its logits read it
+        return Output(self, hidden, given.sampled, given.sample_index)
 
-class WithImages(Eager):
-    """Steps in which embeddings of pictures stand in the place of some tokens', with the adapters of the step's requests.
-    `base` makes the logits."""
+
+def adapters_of(batch: InputBatch) -> LoRATokens:
+    """Which adapters the tokens of a scheduled step have."""
+    plan, table, device = batch.plan, batch.table, batch.gathered.token_ids.device
+    assert plan is not None
+    assert table is not None
+    return tokens_of(table.adapters_of(plan.scheduled).repeat([s.num_tokens for s in plan.scheduled]), device)
+
+
+class Adapted(Beside):
+    """Steps of requests with adapters."""
+
+    name = "adapters"
+
+    def __init__(self, base: Eager, adapters: Adapters) -> None:
+        super().__init__(base)
+        self.adapters = adapters
+
+    def covers(self, batch: InputBatch) -> Reason | None:
+        return None if batch.has_adapters else Reason("no request of the step has an adapter")
+
+    def run(self, batch: InputBatch) -> Output:
+        given = batch.gathered
+        return self._output(self.hidden(given.token_ids, batch.kv, given.meta, adapters_of(batch)), given)
+
+    def hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata, tokens: LoRATokens) -> Tensor:
+        """Tokens [T], which have the adapters `tokens` says → hidden states [T, E]."""
+        ops = cast("OpSet", AdapterOps(self.decoder.ops, self.adapters.weights, tokens))
+        return Eager(self.decoder.with_ops(ops), self.states)._hidden(token_ids, kv, meta)
+
+
+class WithImages(Beside):
+    """Steps in which embeddings of pictures stand in the place of some tokens', with the adapters of the step's requests."""
 
     name = "images"
 
     def __init__(self, base: Eager, encoder: ImageEncoder, adapters: Adapters | None) -> None:
-        super().__init__(base.decoder, base.states)
-        self.base, self.encoder, self.adapters = base, encoder, adapters
+        super().__init__(base)
+        self.encoder, self.adapters = encoder, adapters
 
     def covers(self, batch: InputBatch) -> Reason | None:
         return None if batch.has_images else NO_IMAGES
@@ -335,8 +349,7 @@ class WithImages(Eager):
         ops: Any = self.decoder.ops
         if batch.has_adapters:
             assert self.adapters is not None
-            slots = table.adapters_of(plan.scheduled).repeat([s.num_tokens for s in plan.scheduled])
-            ops = AdapterOps(ops, self.adapters.weights, tokens_of(slots, given.token_ids.device))
+            ops = AdapterOps(ops, self.adapters.weights, adapters_of(batch))
         sections = getattr(self.decoder.spec.layers[0].attention.position, "sections", None)
         decoder = self.decoder.with_ops(cast("OpSet", ImageOps(ops, images, given.meta, self.encoder.spec, sections)))
         h = self.decoder.embedded(given.token_ids, given.meta)
@@ -344,16 +357,7 @@ class WithImages(Eager):
             rows = torch.cat([x[a:b] for x, (_, a, b) in zip(self.encoder.embeddings(images), images.parts, strict=True)])
             h = h.index_copy(0, upload(images.tokens, h.device), rows.to(h.dtype))
         hidden, states = decoder.run(h, batch.kv, given.meta)
-        hidden = self._keep(hidden, states, given.meta)
-        if isinstance(self.base, Program):
-            hidden = hidden.float()  # as its logits read it
-        return Output(self, hidden, given.sampled, given.sample_index)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.base.logits(hidden)
-
-    def greedy(self, hidden: Tensor) -> Tensor | None:
-        return self.base.greedy(hidden)
+        return self._output(self._keep(hidden, states, given.meta), given)
 
 
 class Forwards:

@@ -27,8 +27,7 @@ from slipstream.worker.input_batch import laid_out
 from slipstream.worker.rows import RowTable
 
 if TYPE_CHECKING:
-    from slipstream.worker.draft_head import ChainDrafter
-    from slipstream.worker.host_drafter import HostChainDrafter
+    from slipstream.worker.head_drafter import HeadChain
 
 Array = npt.NDArray[Any]
 
@@ -61,7 +60,7 @@ def head_scheme(config: EngineConfig, description: HeadDescription, default: str
 class HostChain:
     """For a head whose pass and argmax are C++ programs (`ChainHead.is_compiled`)."""
 
-    def __init__(self, drafter: ChainDrafter | HostChainDrafter) -> None:
+    def __init__(self, drafter: HeadChain) -> None:
         self.drafter, self.head, self.size = drafter, drafter.head, drafter.block_size
         ids = drafter.target_ids
         self.target_ids: npt.NDArray[np.int64] | None = None if ids is None else _array(ids)

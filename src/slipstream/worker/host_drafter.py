@@ -1,9 +1,8 @@
-"""Draft models and draft heads on a CPU without torch: `DraftModel` and `draft_head`'s drafters, of NumPy's arrays."""
+"""Draft models and draft heads on a CPU without torch: `DraftModel` and `head_drafter`'s drafters, of NumPy's arrays."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ import numpy.typing as npt
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.host_ops import HostOps
-from slipstream.kernels.metadata import LayerKV, SamplingTensors, cache_tensors
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.programs import LinearProgram
 from slipstream.model.decoder import Decoder
-from slipstream.model.draft_heads import ChainHead, MedusaHead
-from slipstream.model.host_head import HostHead, load_host_head
+from slipstream.model.draft_heads import ChainHead, LoadedHead
+from slipstream.model.host_head import load_host_head
 from slipstream.model.host_model import load_host_model
 from slipstream.model.step_program import compile_step
 from slipstream.spec.description import ModelDescription
@@ -26,17 +25,15 @@ from slipstream.spec.model import LayerSpec, ModelSpec
 from slipstream.spec.reason import NotCovered, Reason
 from slipstream.spec.scheme import SCHEMES
 from slipstream.types import ScheduledRequest, StepPlan
-from slipstream.worker.drafter import Chain, Drafter
-from slipstream.worker.host_chain import HostChain, check_num_drafts, head_scheme
-from slipstream.worker.input_batch import SampledRows, gather, gather_pairs
+from slipstream.worker.drafter import Chain
+from slipstream.worker.head_drafter import HeadChain, HeadOfPlaces, Sample
+from slipstream.worker.host_chain import check_num_drafts, head_scheme
+from slipstream.worker.input_batch import gather
 from slipstream.worker.rows import RowTable
 from slipstream.worker.sampler import sampling_tensors
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
-
-Sample = Callable[[Floats, SamplingTensors], npt.NDArray[np.int64]]
-"""`OpSet.sample`"""
 
 
 class HostMemory:
@@ -48,6 +45,9 @@ class HostMemory:
 
     def zeros(self, shape: tuple[int, ...]) -> Any:
         return np.zeros(shape, self.dtype)
+
+    def lowest(self, shape: tuple[int, ...]) -> Any:
+        return np.full(shape, -np.inf, np.float32)
 
     def layer(self, layer: LayerSpec, num_blocks: int, block_size: int) -> LayerKV:
         return LayerKV(*cache_tensors(layer.attention, num_blocks, block_size, self.zeros))
@@ -109,128 +109,62 @@ class HostDraftModel(Chain):
         rows.write(sampled.rows, sampled.positions, tokens)  # type: ignore[arg-type]
 
 
-class HostHeadDrafter(Drafter):
-    """The part that all heads share: `draft_head.HeadDrafter`."""
-
-    def __init__(self, config: EngineConfig, loaded: HostHead, sample: Sample) -> None:
-        super().__init__(config, HostMemory(config.model.dtype))
-        self.target_ids, self.weights_bytes, self._sample = loaded.target_ids, loaded.weights_bytes, sample
-        self.vocab_size, self.hidden_size = loaded.head.spec.vocab_size, loaded.head.spec.hidden_size
-        self.states = HostStates(self.block_size)
-
-    @property
-    def block_bytes(self) -> int:
-        return super().block_bytes + self.hidden_size * self.memory.itemsize * self.block_size
-
-    def allocate(self, num_blocks: int) -> None:
-        super().allocate(num_blocks)
-        self.states.array = self.memory.zeros((num_blocks * self.block_size, self.hidden_size))
-
-    def release(self) -> None:
-        super().release()
-        self.states.array = None
-
-    def copy_blocks(self, source: Any, target: Any) -> None:
-        super().copy_blocks(source, target)
-        assert self.states.array is not None
-        blocks = self.states.array.reshape(-1, self.block_size, self.hidden_size)
-        blocks[target] = blocks[source]
-
-    @abstractmethod
-    def place_logits(self, hidden: Floats, place: int) -> Floats:
-        """States [N, E] → [N, the head's vocabulary]"""
-
-    def best(self, hidden: Floats, place: int) -> npt.NDArray[np.int64]:
-        """The head's tokens [N] whose logits are largest."""
-        found: npt.NDArray[np.int64] = self.place_logits(hidden, place).argmax(-1)
-        return found
-
-    def write(self, hidden: Floats, sampled: SampledRows, rows: RowTable, place: int = 0) -> None:
-        """Draw a token of each of `sampled`, and put it where it belongs."""
-        if rows.is_greedy(sampled.names):
-            tokens = self.best(hidden, place)
-            tokens = tokens if self.target_ids is None else self.target_ids[tokens]
-        else:
-            logits = self.place_logits(hidden, place)
-            if self.target_ids is not None:
-                wide = np.full((len(logits), self.vocab_size), -np.inf, np.float32)
-                wide[:, self.target_ids] = logits
-                logits = wide
-            tokens = self._sample(logits, sampling_tensors(rows, sampled))
-        rows.write(sampled.rows, sampled.positions, tokens)  # type: ignore[arg-type]
-
-
 class HostStates:
     """`forward.StateCache`"""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.array: Array | None = None  # [B · block_size, E]
+        self.kept: Array | None = None  # [B · block_size, E]
 
     def write(self, states: Floats, slots: npt.NDArray[np.int64]) -> None:
-        if self.array is not None:
-            self.array[slots] = states
+        if self.kept is not None:
+            self.kept[slots] = states
+
+    def read(self, meta: Any) -> Floats:
+        return self.read_array(meta.slot_mapping)
 
     def read_array(self, slots: npt.NDArray[np.int64]) -> Floats:
         """float32 [T, E]"""
-        assert self.array is not None
-        return self.array[slots].astype(np.float32)
+        assert self.kept is not None
+        return self.kept[slots].astype(np.float32)
+
+    def copy_blocks(self, source: Any, target: Any) -> None:
+        assert self.kept is not None
+        blocks = self.kept.reshape(-1, self.block_size, self.kept.shape[1])
+        blocks[target] = blocks[source]
 
 
-class HostChainDrafter(Chain, HostHeadDrafter):
-    """EAGLE-3 and MTP: `draft_head.ChainDrafter`. NotCovered if a pass is no program."""
+class HostChainDrafter(HeadChain):
+    """NotCovered if a pass is no program."""
 
-    first, keeps_drafts = 1, False
+    states: HostStates
 
-    def __init__(self, config: EngineConfig, loaded: HostHead, sample: Sample) -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedHead, sample: Sample) -> None:
         assert isinstance(loaded.head, ChainHead)
         if isinstance(loaded.head.program, Reason):
             raise NotCovered(loaded.head.program)
-        super().__init__(config, loaded, sample)
-        self.head, self.layers = loaded.head, (loaded.head.spec.layer,)
+        super().__init__(config, loaded, HostMemory(config.model.dtype), HostStates(config.cache.block_size), sample)
         self.ends = np.zeros((config.scheduling.max_num_seqs + 1, self.hidden_size), np.float32)
-        self.host = HostChain(self) if self.head.is_compiled else None
 
-    @property
-    def token_bytes(self) -> int:
-        return self.head.token_bytes
+    def passed(self, token_ids: Array, states: Floats, meta: AttentionMetadata) -> tuple[Floats, Floats]:
+        return self.head.run(token_ids, states, self.kv, meta)
 
-    def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        if self.host is not None and self.host.covers(drafted, rows):
-            self.host.run(drafted, rows)
-        else:
-            super().draft(drafted, rows)
-        for s in drafted:
-            rows.rows[s.request_id].num_drafted = s.num_computed_tokens + 1
-
-    def step(self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False) -> None:
-        given: Any = gather_pairs(rows, shares)
-        sampled, index = given.sampled, given.sample_index
-        states = self.ends[sampled.rows] if follows else self.states.read_array(given.meta.slot_mapping)
-        hidden, following = self.head.run(given.token_ids, states, self.kv, given.meta)
-        if not sampled.requests:
-            return
-        if index is not None:
-            hidden, following = hidden[index], following[index]
-        self.ends[sampled.rows] = following
-        self.write(hidden, sampled, rows)
-
-    def place_logits(self, hidden: Floats, place: int) -> Floats:
+    def logits(self, hidden: Floats, place: int) -> Floats:
         return self.head.logits_of(hidden)
 
-    def best(self, hidden: Floats, place: int) -> npt.NDArray[np.int64]:
-        return self.head.argmax(hidden) if self.head.is_compiled else super().best(hidden, place)
+    def greedy(self, hidden: Floats, place: int) -> npt.NDArray[np.int64]:
+        if self.head.is_compiled:
+            return self.head.argmax(hidden)
+        found: npt.NDArray[np.int64] = self.head.logits_of(hidden).argmax(-1)
+        return found
 
 
-class HostMedusaDrafter(HostHeadDrafter):
-    """`draft_head.MedusaDrafter`"""
+class HostMedusaDrafter(HeadOfPlaces):
+    states: HostStates
 
-    layers = ()
-
-    def __init__(self, config: EngineConfig, loaded: HostHead, sample: Sample, ops: HostOps) -> None:
-        assert isinstance(loaded.head, MedusaHead)
-        super().__init__(config, loaded, sample)
-        self.head, made = loaded.head, dict[int, LinearProgram]()
+    def __init__(self, config: EngineConfig, loaded: LoadedHead, sample: Sample, ops: HostOps) -> None:
+        super().__init__(config, loaded, HostMemory(config.model.dtype), HostStates(config.cache.block_size), sample)
+        made = dict[int, LinearProgram]()
 
         def product(w: Any) -> LinearProgram:
             return made.setdefault(id(w), LinearProgram(ops.pool, w))  # the model's head is every place's
@@ -238,25 +172,16 @@ class HostMedusaDrafter(HostHeadDrafter):
         self._blocks = [[product(w) for w in place] for place in self.head.blocks]
         self._heads = [product(w) for w in self.head.heads]
 
-    def place_logits(self, hidden: Floats, place: int) -> Floats:
+    def logits(self, hidden: Floats, place: int) -> Floats:
         x = hidden
         for block in self._blocks[place]:
             y = block(x)
             x = np.asarray(x + y / (np.float32(1.0) + np.exp(-y)), np.float32)  # SiLU
         return self._heads[place](x)
 
-    def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        last = [ScheduledRequest(s.request_id, s.num_computed_tokens, 1, 1) for s in drafted]
-        slots: Any = gather_pairs(rows, last).meta.slot_mapping
-        states = self.states.read_array(slots)
-        for place in range(max(len(s.drafts) for s in drafted)):
-            which = [i for i, s in enumerate(drafted) if len(s.drafts) > place]
-            shares = [
-                ScheduledRequest(drafted[i].request_id, drafted[i].num_computed_tokens + place, 1, 1) for i in which
-            ]
-            sampled = gather_pairs(rows, shares).sampled
-            assert sampled is not None
-            self.write(states[which], sampled, rows, place)
+    def greedy(self, hidden: Floats, place: int) -> npt.NDArray[np.int64]:
+        found: npt.NDArray[np.int64] = self.logits(hidden, place).argmax(-1)
+        return found
 
 
 def load_host_drafter(

@@ -38,7 +38,7 @@ class ImageEncoder:
     def __init__(self, tower: ImageTower, max_bytes: int) -> None:
         self.tower, self.max_bytes = tower, max_bytes
         self.num_bytes = 0
-        self.num_encoded = self.num_hits = 0  # pictures since the start
+        self.num_encoded = 0  # pictures since the start
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
 
     @property
@@ -49,7 +49,6 @@ class ImageEncoder:
         """Those of the picture of each part [num_tokens, E]."""
         spans = [span for span, _, _ in images.parts]
         found = {span.key: self._kept[span.key] for span in spans if span.key in self._kept}
-        self.num_hits += len(found)
         if missing := list({span.key: span for span in spans if span.key not in found}.values()):
             made = self.tower([self._pixels(span) for span in missing])
             self.num_encoded += len(made)

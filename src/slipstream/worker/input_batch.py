@@ -68,7 +68,7 @@ def laid_out(rows: LongArray, computed: LongArray, lengths: LongArray) -> tuple[
 
 def gather_pairs(table: RowTable, shares: Sequence[ScheduledRequest]) -> GatheredInputs:
     """The inputs of a draft head for `shares` of requests: each token at the position before it, where the state stands
-    that it is paired with (`worker/draft_head.py`). The sampled token follows the token, as always."""
+    that it is paired with (`worker/head_drafter.py`). The sampled token follows the token, as always."""
     before = tuple([s._replace(num_computed_tokens=s.num_computed_tokens - 1) for s in shares])
     given = gather(table, StepPlan(0, before), ahead=1)
     assert given.sampled is not None
@@ -147,31 +147,13 @@ def shared_prefixes(shared: Sequence[SharedPrefix], num_decodes: int) -> IntArra
 
 
 def _gather_inputs_after_upload(
-    table: RowTable,
-    arrays: list[LongArray],
-    *,
-    num_decodes: int,
-    max_query_len: int,
-    max_seq_len: int,
-    from_start: bool,
-    max_encoder_len: int,
-    ahead: int = 0,
+    table: RowTable, arrays: list[LongArray], **sizes: Any
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
+    """`gather_inputs`, whose `sizes` are given."""
     token_rows, positions, starts, seq_lens, rows, *more = _upload_together(arrays, table.device)
-    token_ids, meta = gather_inputs(
-        table,
-        token_rows=token_rows,
-        positions=positions,
-        rows=rows,
-        query_start_loc=starts,
-        seq_lens=seq_lens,
-        num_decodes=num_decodes,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-        from_start=from_start,
-        max_encoder_len=max_encoder_len,
-        ahead=ahead,
-    )
+    of_tokens = {"token_rows": token_rows, "positions": positions}
+    of_sequences = {"rows": rows, "query_start_loc": starts, "seq_lens": seq_lens}
+    token_ids, meta = gather_inputs(table, **of_tokens, **of_sequences, **sizes)
     return token_ids, meta, [*more[:2], *(t.long() for t in more[2:])]
 
 

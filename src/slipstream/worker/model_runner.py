@@ -49,7 +49,7 @@ from slipstream.worker.block_store import BlockStore, block_arrays
 from slipstream.worker.constrained import AwaitingMask, apply_mask
 from slipstream.worker.device_cache import TORCH_DTYPES, DeviceCache
 from slipstream.worker.disk_tier import DiskTier
-from slipstream.worker.draft_head import HeadDrafter, load_drafter
+from slipstream.worker.draft_head import ChainDrafter, MedusaDrafter, load_drafter
 from slipstream.worker.draft_model import DraftModel
 from slipstream.worker.drafter import Drafter
 from slipstream.worker.draws import Sampler, draw, prompt_logprobs
@@ -487,7 +487,7 @@ class ModelRunner:
             assert output.sampled is not None
             output.running.synchronize()
             self.rows.write(output.sampled.rows, output.sampled.positions, output.tokens)
-            if output.states is not None and isinstance(self.draft, HeadDrafter):
+            if output.states is not None and isinstance(self.draft, ChainDrafter | MedusaDrafter):
                 self.draft.states.write(*output.states)
 
     def forget_rows(self) -> None:

@@ -1,9 +1,10 @@
 """What the formats of tool calls share: the parser of streams, and the writing of grammars.
 
-A format says with one class how a family of models writes its calls: `calls` is the grammar of one call or several, and
-`script` reads them. A script is a generator. It asks for text by `yield from parser.until(…)`, `parser.char()` and others,
-which wait for more when there is none, and says what it found by `parser.content(…)`, `parser.begin_call(…)` and
-`parser.arguments(…)`. So what it finds depends on the text alone, and not on how the text was cut into pieces.
+A format says with one class how a family of models writes its calls: `call` is the grammar of one, `between` and `whole` say
+how several are written, and `script` reads them. A script is a generator. It asks for text by `yield from parser.until(…)`,
+`parser.char()` and others, which wait for more when there is none, and says what it found by `parser.content(…)`,
+`parser.begin_call(…)` and `parser.arguments(…)`. So what it finds depends on the text alone, and not on how the text was cut
+into pieces.
 
 Whitespace around calls and reasoning is no content.
 """
@@ -372,10 +373,26 @@ class ToolFormat(ABC):
     def matches(cls, template: str) -> bool:
         """Whether a chat template asks for this format."""
 
-    @abstractmethod
     def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
         """The grammar of one call or, if `parallel`, several, behind the first one's trigger: a Lark expression, whose rules go
         into `writer`."""
+        for i, tool in enumerate(tools):
+            writer.rules[f"call_{i}"] = self.call(tool, writer)
+        writer.rules["call"] = " | ".join(f"call_{i}" for i in range(len(tools)))
+        between = self.between(writer) if parallel else ""
+        return self.whole(f"call ({between} call)*" if between else "call", writer)
+
+    @abstractmethod
+    def call(self, tool: Tool, writer: Writer) -> str:
+        """The grammar of a call."""
+
+    def between(self, writer: Writer) -> str:
+        """What stands before each call but the first; empty: there is only one."""
+        return f'"\\n" {writer.text(self.trigger)}'
+
+    def whole(self, calls: str, writer: Writer) -> str:
+        """Calls with what stands around all of them."""
+        return calls
 
     def before(self, writer: Writer) -> str:
         """The grammar of what may stand before calls or an answer, if the format says."""
@@ -391,16 +408,3 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script: ...
-
-
-def again(writer: Writer, call: str, between: str, trigger: str) -> str:
-    """One call or more; each but the first begins with the trigger."""
-    return f"{call} ({between} {writer.text(trigger)} {call})*"
-
-
-def one_of(writer: Writer, tools: Sequence[Tool], call: Callable[[Tool], str]) -> str:
-    """A rule for a call of any tool."""
-    for i, tool in enumerate(tools):
-        writer.rules[f"call_{i}"] = call(tool)
-    writer.rules["call"] = " | ".join(f"call_{i}" for i in range(len(tools)))
-    return "call"

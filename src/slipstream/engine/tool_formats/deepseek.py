@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop, is_name, one_of
+from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop, is_name
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -19,14 +19,15 @@ class DeepSeekV3(ToolFormat):
     def matches(cls, template: str) -> bool:
         return CALLS in template and "```json" in template
 
-    def one(self, tool: Tool, writer: Writer) -> str:
+    def call(self, tool: Tool, writer: Writer) -> str:
         head = writer.texts(CALL, "function", SEP, f"{tool.name}\n```json\n")
         return f"{head} {writer.schema(tool.parameters)} {writer.texts(chr(10) + '```', CALL_END)}"
 
-    def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
-        one = one_of(writer, tools, lambda tool: self.one(tool, writer))
-        several = f'{one} ("\\n"? {one})*' if parallel else one
-        return f"{several} {writer.text(CALLS_END)}"
+    def between(self, writer: Writer) -> str:
+        return '"\\n"?'
+
+    def whole(self, calls: str, writer: Writer) -> str:
+        return f"{calls} {writer.text(CALLS_END)}"
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
         while (yield from parser.until((CALLS,), parser.content)):
@@ -53,7 +54,7 @@ class DeepSeekV31(DeepSeekV3):
     def matches(cls, template: str) -> bool:
         return CALLS in template and "```json" not in template
 
-    def one(self, tool: Tool, writer: Writer) -> str:
+    def call(self, tool: Tool, writer: Writer) -> str:
         return f"{writer.texts(CALL, tool.name, SEP)} {writer.schema(tool.parameters)} {writer.text(CALL_END)}"
 
     def function(self, head: str) -> str:

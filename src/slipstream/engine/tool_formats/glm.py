@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, again, drop, is_name, one_of
+from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop, is_name
 from slipstream.engine.tool_formats.values import ArgumentsInParts, is_text, properties, text_rule
 
 
@@ -18,19 +18,15 @@ class Glm(ToolFormat):
     def matches(cls, template: str) -> bool:
         return "<arg_key>" in template
 
-    def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
-        def call(tool: Tool) -> str:
-            def argument(name: str, schema: Mapping[str, Any]) -> str:
-                key = f'{writer.texts("<arg_key>", name, "</arg_key>")} "\\n" {writer.text("<arg_value>")}'
-                if is_text(schema):
-                    return f'{key} {text_rule(schema, writer, f"{tool.name}.{name}", "</arg_value>")} "\\n"'
-                return f'{key} {writer.schema(schema)} {writer.text("</arg_value>")} "\\n"'
+    def call(self, tool: Tool, writer: Writer) -> str:
+        def argument(name: str, schema: Mapping[str, Any]) -> str:
+            key = f'{writer.texts("<arg_key>", name, "</arg_key>")} "\\n" {writer.text("<arg_value>")}'
+            if is_text(schema):
+                return f'{key} {text_rule(schema, writer, f"{tool.name}.{name}", "</arg_value>")} "\\n"'
+            return f'{key} {writer.schema(schema)} {writer.text("</arg_value>")} "\\n"'
 
-            arguments = properties(tool, argument, self.name)
-            return f"{writer.text(tool.name + chr(10))} {arguments} {writer.text('</tool_call>')}"
-
-        one = one_of(writer, tools, call)
-        return again(writer, one, '"\\n"', self.trigger) if parallel else one
+        arguments = properties(tool, argument, self.name)
+        return f"{writer.text(tool.name + chr(10))} {arguments} {writer.text('</tool_call>')}"
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
         while (yield from parser.until(("<tool_call>",), parser.content)):

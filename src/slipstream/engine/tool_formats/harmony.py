@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop, one_of
+from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop
 
 CHANNEL, MESSAGE, CONSTRAIN = "<|channel|>", "<|message|>", "<|constrain|>"
 START, ENDS = "<|start|>", ("<|end|>", "<|call|>", "<|return|>")
@@ -30,12 +30,12 @@ class Harmony(ToolFormat):
     def final(self, writer: Writer) -> str:
         return writer.texts(CHANNEL, "final", MESSAGE)
 
-    def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
-        def call(tool: Tool) -> str:
-            head = writer.texts(CHANNEL, f"commentary to=functions.{tool.name} ", CONSTRAIN, "json", MESSAGE)
-            return f"{head} {writer.schema(tool.parameters)}"
+    def call(self, tool: Tool, writer: Writer) -> str:
+        head = writer.texts(CHANNEL, f"commentary to=functions.{tool.name} ", CONSTRAIN, "json", MESSAGE)
+        return f"{head} {writer.schema(tool.parameters)}"
 
-        return one_of(writer, tools, call)
+    def between(self, writer: Writer) -> str:
+        return ""
 
     def free(self, writer: Writer) -> str:
         writer.rules["ANY"] = "/(?s:.*)/"

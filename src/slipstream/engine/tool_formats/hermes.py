@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, again, one_of
+from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop
 
 
 class Hermes(ToolFormat):
@@ -17,15 +17,11 @@ class Hermes(ToolFormat):
     def matches(cls, template: str) -> bool:
         return "<tool_call>" in template
 
-    def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
-        def call(tool: Tool) -> str:
-            begin = '\n{"name": ' + json.dumps(tool.name) + ', "arguments": '
-            return f"{writer.text(begin)} {writer.schema(tool.parameters)} {writer.texts('}' + chr(10), '</tool_call>')}"
-
-        one = one_of(writer, tools, call)
-        return again(writer, one, '"\\n"', self.trigger) if parallel else one
+    def call(self, tool: Tool, writer: Writer) -> str:
+        begin = '\n{"name": ' + json.dumps(tool.name) + ', "arguments": '
+        return f"{writer.text(begin)} {writer.schema(tool.parameters)} {writer.texts('}' + chr(10), '</tool_call>')}"
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
         while (yield from parser.until(("<tool_call>",), parser.content)):
             if (yield from parser.call_object("<tool_call>")):
-                yield from parser.until(("</tool_call>",), lambda text: None)
+                yield from parser.until(("</tool_call>",), drop)

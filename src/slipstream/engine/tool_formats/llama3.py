@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.engine.tool_formats.base import MAX_NAME, Parser, Script, Tool, ToolFormat, Writer, one_of
+from slipstream.engine.tool_formats.base import MAX_NAME, Parser, Script, Tool, ToolFormat, Writer
 from slipstream.engine.tool_formats.values import properties
 
 
@@ -21,13 +21,12 @@ class Llama3Json(ToolFormat):
     def matches(cls, template: str) -> bool:
         return "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template)
 
-    def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
-        def call(tool: Tool) -> str:
-            begin = '{"name": ' + json.dumps(tool.name) + ', "parameters": '
-            return f'{writer.text(begin)} {writer.schema(tool.parameters)} "}}"'
+    def call(self, tool: Tool, writer: Writer) -> str:
+        begin = '{"name": ' + json.dumps(tool.name) + ', "parameters": '
+        return f'{writer.text(begin)} {writer.schema(tool.parameters)} "}}"'
 
-        one = one_of(writer, tools, call)
-        return f'{one} ("; " {one})*' if parallel else one
+    def between(self, writer: Writer) -> str:
+        return '"; "'
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
         begin = ""
@@ -51,16 +50,18 @@ class Pythonic(ToolFormat):
     def matches(cls, template: str) -> bool:
         return "func_name1(params_name1=params_value1" in template
 
-    def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
+    def call(self, tool: Tool, writer: Writer) -> str:
         def value(schema: Mapping[str, Any]) -> str:
             return '("True" | "False")' if schema.get("type") == "boolean" and len(schema) == 1 else writer.schema(schema)
 
-        def call(tool: Tool) -> str:
-            arguments = properties(tool, lambda name, schema: f"{writer.text(name + '=')} {value(schema)}", self.name, '", "')
-            return f"{writer.text(tool.name + '(')} {arguments} \")\""
+        arguments = properties(tool, lambda name, schema: f"{writer.text(name + '=')} {value(schema)}", self.name, '", "')
+        return f"{writer.text(tool.name + '(')} {arguments} \")\""
 
-        one = one_of(writer, tools, call)
-        return f'"[" {one} (", " {one})* "]"' if parallel else f'"[" {one} "]"'
+    def between(self, writer: Writer) -> str:
+        return '", "'
+
+    def whole(self, calls: str, writer: Writer) -> str:
+        return f'"[" {calls} "]"'
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
         began = yield from parser.opens_with("<|python_start|>")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, again, drop, is_name, one_of
+from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop, is_name
 
 
 class Mistral(ToolFormat):
@@ -17,14 +17,15 @@ class Mistral(ToolFormat):
     def matches(cls, template: str) -> bool:
         return "[TOOL_CALLS]" in template and "[ARGS]" not in template
 
-    def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
-        def call(tool: Tool) -> str:
-            begin = '{"name": ' + json.dumps(tool.name) + ', "arguments": '
-            return f'{writer.text(begin)} {writer.schema(tool.parameters)} "}}"'
+    def call(self, tool: Tool, writer: Writer) -> str:
+        begin = '{"name": ' + json.dumps(tool.name) + ', "arguments": '
+        return f'{writer.text(begin)} {writer.schema(tool.parameters)} "}}"'
 
-        one = one_of(writer, tools, call)
-        several = f'{one} (", " {one})*' if parallel else one
-        return f'" "? "[" {several} "]"'
+    def between(self, writer: Writer) -> str:
+        return '", "'
+
+    def whole(self, calls: str, writer: Writer) -> str:
+        return f'" "? "[" {calls} "]"'
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
         while (yield from parser.until(("[TOOL_CALLS]",), parser.content)):
@@ -61,9 +62,11 @@ class MistralArgs(Mistral):
     def matches(cls, template: str) -> bool:
         return "[TOOL_CALLS]" in template and "[ARGS]" in template
 
-    def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
-        def call(tool: Tool) -> str:
-            return f"{writer.texts(tool.name, '[ARGS]')} {writer.schema(tool.parameters)}"
+    def call(self, tool: Tool, writer: Writer) -> str:
+        return f"{writer.texts(tool.name, '[ARGS]')} {writer.schema(tool.parameters)}"
 
-        one = one_of(writer, tools, call)
-        return again(writer, one, "", self.trigger) if parallel else one
+    def between(self, writer: Writer) -> str:
+        return writer.text(self.trigger)
+
+    def whole(self, calls: str, writer: Writer) -> str:
+        return calls

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, again, drop, is_name, one_of
+from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop, is_name
 from slipstream.engine.tool_formats.values import ArgumentsInParts, is_text, properties, text_rule
 
 
@@ -18,19 +18,15 @@ class Qwen3Coder(ToolFormat):
     def matches(cls, template: str) -> bool:
         return "<function=" in template and "<parameter=" in template
 
-    def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
-        def call(tool: Tool) -> str:
-            def argument(name: str, schema: Mapping[str, Any]) -> str:
-                begin, end = writer.text(f"<parameter={name}>\n"), "\n</parameter>"
-                if is_text(schema):
-                    return f'{begin} {text_rule(schema, writer, f"{tool.name}.{name}", end)} "\\n"'
-                return f'{begin} {writer.schema(schema)} {writer.text(end)} "\\n"'
+    def call(self, tool: Tool, writer: Writer) -> str:
+        def argument(name: str, schema: Mapping[str, Any]) -> str:
+            begin, end = writer.text(f"<parameter={name}>\n"), "\n</parameter>"
+            if is_text(schema):
+                return f'{begin} {text_rule(schema, writer, f"{tool.name}.{name}", end)} "\\n"'
+            return f'{begin} {writer.schema(schema)} {writer.text(end)} "\\n"'
 
-            head, tail = writer.text(f"\n<function={tool.name}>\n"), writer.texts("</function>\n", "</tool_call>")
-            return f"{head} {properties(tool, argument, self.name)} {tail}"
-
-        one = one_of(writer, tools, call)
-        return again(writer, one, '"\\n"', self.trigger) if parallel else one
+        head, tail = writer.text(f"\n<function={tool.name}>\n"), writer.texts("</function>\n", "</tool_call>")
+        return f"{head} {properties(tool, argument, self.name)} {tail}"
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
         while (yield from parser.until(("<tool_call>",), parser.content)):

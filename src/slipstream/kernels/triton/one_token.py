@@ -16,12 +16,12 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.kernels.layouts import MLAShape, TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.quantize import SMALLEST, chunk_of
-from slipstream.kernels.token_shape import inner_sizes, size_refusal
+from slipstream.kernels.quantize import SMALLEST
+from slipstream.kernels.token_shape import OTHER_RANK, inner_sizes, size_refusal
 from slipstream.kernels.token_shape import widths as widths
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.pointwise import ACTIVATIONS
-from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, chunk_of
 from slipstream.platform import Group, platform_of
 from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.reason import Reason
@@ -134,6 +134,32 @@ def one_token(
     group: Group | None = None,
 ) -> OneTokenStep | Reason:
     """`OpSet.one_token`, for an op set without `deterministic`."""
+    reason = _refusal_here(shape, layers, product, cos_sin, group)
+    if group is not None and not group.least(reason is None)[0]:  # `share` waits for all ranks
+        return reason or OTHER_RANK
+    if reason is not None:
+        return reason
+    platform = platform_of(product.weight.device)
+    return OneTokenStep(
+        shape,
+        layers,
+        product,
+        cos_sin,
+        programs=platform.multiprocessors,
+        shared_bytes=platform.shared_bytes,
+        group=group,
+        shared=() if group is None else group.share(shared_size(shape, group.size)),
+    )
+
+
+def _refusal_here(
+    shape: TokenShape,
+    layers: Sequence[Mapping[str, Tensor | None]],
+    product: Linear,
+    cos_sin: Tensor | None,
+    group: Group | None,
+) -> Reason | None:
+    """Why the kernel can't run on this rank's device; None if it can."""
     device = product.weight.device
     if device.type != "cuda" or not platform_of(device).arch.one_token_kernel:
         return Reason("the one-token kernel needs a Hopper GPU", notable=False)
@@ -147,14 +173,9 @@ def one_token(
         return Reason(f"the one-token kernel has {programs} programs here, and the model {shape.num_kv_heads} kv heads")
     if stages(shape, product, shared_bytes) < 3:
         return Reason("the one-token kernel's ring of weights does not fit into shared memory beside rows of this width")
-    shared: tuple[Tensor, ...] = ()
-    if group is not None:
-        if group.one_shot is None:
-            return Reason("the one-token kernel of several ranks writes to peers' memory, which can't be mapped here")
-        shared = group.share(shared_size(shape, group.size))
-    return OneTokenStep(
-        shape, layers, product, cos_sin, programs=programs, shared_bytes=shared_bytes, group=group, shared=shared
-    )
+    if group is not None and group.one_shot is None:
+        return Reason("the one-token kernel of several ranks writes to peers' memory, which can't be mapped here")
+    return None
 
 
 def shared_size(shape: TokenShape, num_ranks: int) -> int:
