@@ -164,6 +164,15 @@ def test_too_long_for_the_context(shared):
             assert caught.value.param == param
 
 
+def test_too_long_for_the_context_is_told_in_the_words_of_the_body(shared):
+    with shared.http(headers={"anthropic-version": "2023-06-01"}) as http:
+        for path, length in (("/v1/responses", 600), ("/v1/responses", 99_999), ("/v1/responses/input_tokens", 99_999)):
+            error = error_of(http.post(path, json={"input": "a" * length}))
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+        body = {"model": "fake", "max_tokens": 1, "messages": message(content="a" * 600)["messages"]}
+        assert http.post("/v1/messages", json=body).json()["error"]["message"].startswith("messages: ")
+
+
 def test_unknown_model(shared):
     with shared.client() as client:
         for call in (

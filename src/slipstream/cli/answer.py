@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -64,6 +65,14 @@ def open_llm(args: EngineArgs) -> Iterator[tuple[LLM, float | None]]:
     gc.enable()
     with llm:
         yield llm, start_s
+
+
+def given_texts(words: list[str], what: str, field: str) -> list[str]:
+    """`words`, or the lines of standard input if they are a single `-`. ConfigError if there is no text."""
+    texts = [line for line in sys.stdin.read().splitlines() if line] if words == ["-"] else words
+    if not texts:
+        raise ConfigError(f"there is no {what} on standard input", field=field)
+    return texts
 
 
 def stream_answer(

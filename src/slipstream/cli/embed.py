@@ -7,11 +7,9 @@ cosine of each text with each.
 from __future__ import annotations
 
 import argparse
-import sys
 
 from slipstream.cli.console import print_json
 from slipstream.cli.options import MODEL_HELP, TEXT_ONLY, add_engine_options, add_output_options, engine_args
-from slipstream.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,11 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from slipstream.cli.answer import open_llm
+    from slipstream.cli.answer import given_texts, open_llm
 
-    texts = [line for line in sys.stdin.read().splitlines() if line] if args.texts == ["-"] else args.texts
-    if not texts:
-        raise ConfigError("there is no text on standard input", field="texts")
+    texts = given_texts(args.texts, "text", "texts")
     with open_llm(engine_args(args)) as (llm, start_s):
         found = llm.embed(texts, dimensions=args.dimensions, truncate=args.truncate)
         vectors = [output.embedding for output in found]

@@ -7,7 +7,6 @@ input, one a line. A cross-encoder scores query and document together; a model o
 from __future__ import annotations
 
 import argparse
-import sys
 
 from slipstream.cli.console import print_json
 from slipstream.cli.options import MODEL_HELP, TEXT_ONLY, add_engine_options, add_output_options, engine_args
@@ -28,13 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from slipstream.cli.answer import open_llm
+    from slipstream.cli.answer import given_texts, open_llm
 
-    documents = args.documents
-    if documents == ["-"]:
-        documents = [line for line in sys.stdin.read().splitlines() if line]
-    if not documents:
-        raise ConfigError("there is no document on standard input", field="documents")
+    documents = given_texts(args.documents, "document", "documents")
     if args.top_n is not None and args.top_n < 1:
         raise ConfigError(f"top_n must be at least 1, got {args.top_n}", field="top_n")
     with open_llm(engine_args(args)) as (llm, start_s):

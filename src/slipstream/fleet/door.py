@@ -11,7 +11,6 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -33,13 +32,17 @@ from slipstream.server.errors import (
     ClientDisconnected,
     as_api_error,
     bad_request,
+    noted,
     response_to,
     shutting_down,
     unavailable,
+    wrong_method,
 )
 from slipstream.server.kserve import VERSION, Description
-from slipstream.server.limits import admitted, in_flight, read_body
+from slipstream.server.limits import admitted, in_flight, read_prompt_body
 from slipstream.server.metrics import Metrics
+from slipstream.server.models import anthropic_card, anthropic_list
+from slipstream.server.replies import json_response
 from slipstream.server.state import ServerState
 from slipstream.server.status import page
 
@@ -122,14 +125,13 @@ class Door:
             told = as_api_error(error)
             if told.status == 500 and not isinstance(error, ApiError):
                 raise
-            scope["record"].error = told.code or told.kind
-            await response_to(scope, told)(scope, receive, send)
+            await response_to(scope, noted(scope, told))(scope, receive, send)
 
     # --- What the door answers itself ---------------------------------------------------------------------------------
 
     async def _own(self, scope: Scope, receive: Receive, send: Send) -> bool:
         path = scope["path"]
-        answer: dict[str, object] | None = None
+        answer: object = None
         models = self.members.models
         if path in ("/live", "/v2/health/live"):
             answer = {"status": "alive"}
@@ -142,9 +144,7 @@ class Door:
             await Response(page(path[1:]), media_type="text/html")(scope, receive, send)
             return True
         elif path == "/status.json":
-            found = msgspec.json.encode(fleet_status(self.members, self.state, self.metrics, self.autoscale_status()))
-            await Response(found, media_type="application/json")(scope, receive, send)
-            return True
+            answer = fleet_status(self.members, self.state, self.metrics, self.autoscale_status())
         elif path == "/fleet/status":
             answer = self.status()
         elif path == "/metrics":
@@ -159,8 +159,7 @@ class Door:
         elif path == "/api/tags" and (len(models) > 1 or self._sleeps()):
             answer = {"models": [{"name": name, "model": name} for name in models]}
         elif path == "/v2/repository/index" and scope["method"] == "POST":
-            await Response(msgspec.json.encode(self.about.index()), media_type="application/json")(scope, receive, send)
-            return True
+            answer = self.about.index()
         elif path in _NOT_HERE:
             raise ApiError(403, _NOT_HERE[path], code="not_in_a_fleet")
         elif f"{path}/".startswith(("/v1/files/", "/v1/batches/", "/v1/feedback/")):
@@ -170,7 +169,7 @@ class Door:
             raise ApiError(404, "unknown route; see /openapi.json", code="unknown_route")
         if answer is None:
             return False
-        await Response(msgspec.json.encode(answer), media_type="application/json")(scope, receive, send)
+        await json_response(answer)(scope, receive, send)
         return True
 
     def require_ready(self, *, also_draining: bool = False) -> None:
@@ -186,18 +185,16 @@ class Door:
         off = next((off for begin, off in _OFF.items() if scope["path"].startswith(begin)), None)
         if off is not None and getattr(self.state.settings, off[0]) is None:
             raise ApiError(403, f"{off[1]}: give the fleet's file {off[0]}", code=f"{off[2]}_disabled")
-        wrong_method: set[str] = set()
+        methods: set[str] = set()
         for route in self._stored:
             match, more = route.matches(scope)
             if match is Match.FULL:
                 await route.handle({**scope, **more}, receive, send)
                 return
             if match is Match.PARTIAL:
-                wrong_method |= route.methods or set()
-        if wrong_method:
-            allowed = ", ".join(sorted(wrong_method - {"HEAD"}))
-            message = f"wrong method for this route; it takes {allowed}"
-            raise ApiError(405, message, code="method_not_allowed", headers={"allow": allowed})
+                methods |= route.methods or set()
+        if methods:
+            raise wrong_method(methods)
         raise HTTPException(404)
 
     def _render_metrics(self) -> bytes:
@@ -213,16 +210,14 @@ class Door:
         for name, versions in self.members.models.items():
             context = max(v.prompts.max_model_len for v in versions)
             if is_anthropic:
-                made = datetime.fromtimestamp(self.state.created, UTC).isoformat().replace("+00:00", "Z")
-                sizes = {"max_input_tokens": context, "max_tokens": context}
-                cards.append({"type": "model", "id": name, "display_name": name, "created_at": made, **sizes})
+                cards.append(anthropic_card(name, self.state.created, context))
                 continue
             about = {"object": "model", "created": self.state.created, "owned_by": "slipstream", "max_model_len": context}
             cards.append({"id": name, **about})
             adapters = frozenset().union(*(v.adapters for v in versions if v.spec.share))
             cards += [{"id": adapter, **about, "parent": name} for adapter in sorted(adapters)]
         if is_anthropic:
-            return {"data": cards, "has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+            return anthropic_list(cards)
         return {"object": "list", "data": cards}
 
     def _sleeps(self) -> bool:
@@ -238,9 +233,7 @@ class Door:
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See a request through at replicas. ApiError if no answer has begun."""
-        raw = await read_body(scope, receive, self.state.settings)
-        if self.state.settings.audit_prompts:
-            scope["record"].body = raw.decode("utf-8", "replace")
+        raw = await read_prompt_body(self.state, scope, receive)
         path, query = scope["path"], scope.get("query_string", b"")
         name, adapter, peek = self._model_of(path, raw)
         headers = [

@@ -32,9 +32,9 @@ from slipstream.fleet.streams import ELSEWHERE, Marked, error_event
 from slipstream.fleet.upstream import Answer, UpstreamError
 from slipstream.server.errors import ApiError, overloaded, unavailable
 from slipstream.server.fleet import BATCH
-from slipstream.server.generation import send_whole
 from slipstream.server.metrics import Metrics
 from slipstream.server.record import TOKENS_HEADER, RequestRecord
+from slipstream.server.replies import send_whole
 
 MAX_SHADOWS = 256
 """Shadows under way. With more, requests have none: a slow version that only watches must not fill the door's memory."""
@@ -380,11 +380,7 @@ class Forwarder:
         self._remember(call, opened)
         if status == 200:
             call.record.ttft_s = None
-            await send_whole(call.send, opened.whole, about)
-        else:
-            length = (b"content-length", str(len(opened.whole)).encode())
-            await call.send({"type": "http.response.start", "status": status, "headers": [*about, length]})
-            await call.send({"type": "http.response.body", "body": opened.whole, "more_body": False})
+        await send_whole(call.send, opened.whole, about, status=status)
         self._end(call)
 
     def _remember(self, call: Call, opened: Opened) -> None:

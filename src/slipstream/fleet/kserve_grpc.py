@@ -19,6 +19,7 @@ from slipstream.server.generation import encode
 from slipstream.server.kserve import OUTPUTS, VERSION
 from slipstream.server.kserve_grpc import Door as GrpcDoor
 from slipstream.server.kserve_grpc import GrpcInference, response
+from slipstream.server.limits import own_receive
 from slipstream.server.record import RequestRecord
 
 _MAX_WAITING = 4
@@ -51,7 +52,7 @@ class FleetGrpc(GrpcDoor):
             nonlocal failure
             scope, raw = _request(body, record)
             try:
-                await self.door.forward(scope, _receiver(raw), messages.put)
+                await self.door.forward(scope, own_receive(raw), messages.put)
             except Exception as error:
                 failure = error
             await messages.put(None)
@@ -102,16 +103,3 @@ def _request(body: GrpcInference, record: RequestRecord) -> tuple[Scope, bytes]:
         "record": record,
     }
     return scope, raw
-
-
-def _receiver(raw: bytes) -> Any:
-    given = False
-
-    async def receive() -> Message:
-        nonlocal given
-        if given:
-            await asyncio.Event().wait()  # gRPC cancels the call itself when its client goes
-        given = True
-        return {"type": "http.request", "body": raw, "more_body": False}
-
-    return receive

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-from slipstream import __version__
 from slipstream.fleet.members import Members
 from slipstream.server.metrics import Metrics
 from slipstream.server.state import ServerState
-from slipstream.server.status import Latency, ReplicaStatus, Status
+from slipstream.server.status import ReplicaStatus, Status, shared_fields
 
 _STATES = {"serving": "ready", "draining": "draining", "silent": "starting", "out": "down"}
 
@@ -32,20 +30,10 @@ def fleet_status(
                         kv_cache_usage=replica.kv_cache_usage,
                     )
                 )
-    responses: dict[str, int] = {}
-    for (_, _, status), count in metrics.responses.items():
-        responses[str(status)] = responses.get(str(status), 0) + count
     return Status(
-        version=__version__,
-        time=time.time(),
         models=list(members.models),
         num_in_flight=len(state.in_flight),
         replicas=replicas,
-        latency={
-            name: Latency.of(histogram)
-            for name, histogram in (("ttft_s", metrics.ttft), ("itl_s", metrics.itl), ("e2e_s", metrics.e2e))
-        },
-        responses=responses,
-        findings=None if state.watch is None else state.watch.findings,
         autoscale=autoscale or None,
+        **shared_fields(state, metrics),
     )

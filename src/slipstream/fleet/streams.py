@@ -6,7 +6,7 @@ import re
 
 from starlette.types import Scope
 
-from slipstream.server.errors import SHAPES, ApiError
+from slipstream.server.errors import ApiError, error_body
 
 _MARK = re.compile(rb":(?:t ([\d ]*)|e (\d+ \d+))\n")  # where a line begins
 
@@ -55,10 +55,8 @@ class Marked:
 
 def error_event(scope: Scope, error: ApiError) -> bytes:
     """What ends a stream that can't go on, in the shape of its route's protocol."""
-    path = scope["path"]
+    path, body = scope["path"], error_body(scope, error)
     if path.startswith("/api/"):
-        return SHAPES["/api"](error, scope["record"].id) + b"\n"
-    body = next((shape(error, scope["record"].id) for begin, shape in SHAPES.items() if path.startswith(begin + "/")), None)
-    if path.startswith("/v1/messages"):
-        return b"event: error\ndata: " + (SHAPES["/v1/messages"](error, scope["record"].id)) + b"\n\n"
-    return b"data: " + (body or error.body()) + b"\n\n"
+        return body + b"\n"
+    name = b"event: error\n" if path.startswith("/v1/messages") else b""
+    return name + b"data: " + body + b"\n\n"

@@ -13,8 +13,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from slipstream.server.errors import ApiError, bad_request
-from slipstream.server.limits import read_body
-from slipstream.server.protocol import LoadAdapterRequest, UnloadAdapterRequest, decode
+from slipstream.server.limits import read_as
+from slipstream.server.protocol import LoadAdapterRequest, UnloadAdapterRequest
 from slipstream.server.state import ServerState
 
 
@@ -30,7 +30,7 @@ class AdapterRoutes:
 
     async def load(self, request: Request) -> Response:
         folder = self._folder()
-        body = decode(LoadAdapterRequest, await read_body(request.scope, request.receive, self.state.settings))
+        body = await read_as(LoadAdapterRequest, request, self.state)
         if body.lora_name in self.state.model_names:
             raise bad_request(f"{body.lora_name!r} is the model's own name; take another", "lora_name")
         await self.state.engine.load_adapter(body.lora_name, str(_within(folder, body.lora_path)))
@@ -38,7 +38,7 @@ class AdapterRoutes:
 
     async def unload(self, request: Request) -> Response:
         self._folder()
-        body = decode(UnloadAdapterRequest, await read_body(request.scope, request.receive, self.state.settings))
+        body = await read_as(UnloadAdapterRequest, request, self.state)
         await self.state.engine.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.\n")
 

@@ -26,9 +26,10 @@ from slipstream.server import chat
 from slipstream.server.blocks import Block, BlockAnswer, sse
 from slipstream.server.errors import SHAPES, ApiError, bad_request
 from slipstream.server.generation import Answer, GenerationRoute, encode, renamed
-from slipstream.server.limits import counted, in_flight, read_body
+from slipstream.server.limits import counted, in_flight, read_as
 from slipstream.server.models import served_model
 from slipstream.server.protocol import (
+    OFF,
     ChatRequest,
     Int,
     Message,
@@ -40,6 +41,7 @@ from slipstream.server.protocol import (
     text_part,
 )
 from slipstream.server.record import RequestRecord
+from slipstream.server.replies import json_response
 from slipstream.server.state import ServerState
 from slipstream.server.structured import JsonSchema, ResponseFormat
 from slipstream.server.tools import (
@@ -50,13 +52,12 @@ from slipstream.server.tools import (
     NamedFunction,
     ToolCall,
     ToolSpec,
-    reasons,
+    thinking_variables,
     written_arguments,
 )
 from slipstream.types import FinishReason
 
 VERSIONS = ("2023-06-01", "2026-10-21")
-_Off = msgspec.field(default_factory=Raw)
 
 
 # --- The body ---------------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ class AnthropicPart(Struct, forbid_unknown_fields=True, kw_only=True):
 class TextPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     type: Literal["text"]
     text: str
-    citations: Raw = _Off
+    citations: Raw = OFF
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {"citations": (b"null", b"[]")}
 
@@ -110,7 +111,7 @@ class ToolUsePart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     id: str
     name: str
     input: dict[str, Any]
-    caller: Raw = _Off
+    caller: Raw = OFF
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {"caller": (b"null", b'{"type":"direct"}')}
 
@@ -208,7 +209,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         messages = [Message(role="system", content=text)] if (text := _text(self.system or "", "system")) else []
         for i, message in enumerate(self.messages):
             messages += _messages(message, f"messages[{i}]")
-        choice, output = self.tool_choice, self.output_config
+        choice, output, thinking = self.tool_choice, self.output_config, self.thinking
         asked = output.format if output is not None else None
         continued = self.messages[-1].role == "assistant"
         chosen: Literal["none", "auto", "required"] | NamedChoice | None = None
@@ -226,7 +227,9 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
             tools=tools or None,
             tool_choice=chosen,
             parallel_tool_calls=False if one_call else None,
-            chat_template_kwargs=_thinking(state, self.thinking),
+            chat_template_kwargs=None
+            if thinking is None or thinking.type == "adaptive"
+            else thinking_variables(state, "thinking", asked=thinking.type == "enabled"),
             continue_final_message=continued or None,
             **more,
         )
@@ -249,9 +252,9 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
     min_p: float | None = None
     repetition_penalty: float | None = None
     priority: Int | None = None
-    container: Raw = _Off
-    mcp_servers: Raw = _Off
-    context_management: Raw = _Off
+    container: Raw = OFF
+    mcp_servers: Raw = OFF
+    context_management: Raw = OFF
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "container": (b"null",),
@@ -273,6 +276,7 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
 
 _SAME = ("stream", "temperature", "top_p", "top_k", "seed", "min_p", "repetition_penalty", "priority")
 _NAMES = {
+    **dict.fromkeys(("prompt", "prompt_token_ids", "image"), "messages"),
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
     "tool_choice.function.name": "tool_choice.name",
@@ -298,17 +302,6 @@ register(
 
 def _function(tool: AnthropicTool) -> FunctionSpec:
     return FunctionSpec(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
-
-
-def _thinking(state: ServerState, asked: Thinking | None) -> dict[str, Any] | None:
-    """What `thinking` says, in the words of the chat template. A 400 if it asks for what the model does not do."""
-    if asked is None or asked.type == "adaptive":
-        return None
-    tokenizer = state.engine.tokenizer
-    template = (tokenizer.chat_template if tokenizer is not None else None) or ""
-    if asked.type == "enabled" and not reasons(state, template):
-        raise bad_request("this model does not think; leave thinking out", "thinking")
-    return {"enable_thinking": asked.type == "enabled"} if "enable_thinking" in template else None
 
 
 def _parts(content: list[dict[str, Raw]], role: str, path: str) -> list[AnthropicPart]:
@@ -445,8 +438,7 @@ def _content(block: Block, *, empty: bool = False) -> dict[str, Any]:
 
 def error_body(error: ApiError, request_id: str) -> bytes:
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    named = error.message if error.param is None or error.param in error.message else f"{error.param}: {error.message}"
-    return encode({"type": "error", "error": {"type": kind, "message": named}, "request_id": request_id})
+    return encode({"type": "error", "error": {"type": kind, "message": error.named_message}, "request_id": request_id})
 
 
 _KINDS = {
@@ -484,7 +476,7 @@ class _Messages(GenerationRoute):
 
 async def _count(state: ServerState, request: Request) -> Response:
     check_version(request.scope)
-    body = decode(CountTokensRequest, await read_body(request.scope, request.receive, state.settings))
+    body = await read_as(CountTokensRequest, request, state)
     body.check()
     body.model = served_model(state, body.model)
     made = body.chat(state)
@@ -492,7 +484,7 @@ async def _count(state: ServerState, request: Request) -> Response:
         made.check()
         async with in_flight(state, request.receive):
             prompt = await chat.prompt_of(state, made)
-    return Response(encode({"input_tokens": len(prompt.tokens)}), media_type="application/json")
+    return json_response({"input_tokens": len(prompt.tokens)})
 
 
 def routes(state: ServerState) -> list[Route]:

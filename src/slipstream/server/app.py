@@ -47,6 +47,7 @@ from slipstream.server.models import Models
 from slipstream.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from slipstream.server.rates import RATE_HEADERS, SharedLimiter
 from slipstream.server.record import Observers, RequestLog
+from slipstream.server.replies import json_response
 from slipstream.server.sleep import Sleeping
 from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener
 from slipstream.server.status import StatusRoutes
@@ -106,7 +107,7 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
         return Response(page, media_type="text/html")
 
     async def version(request: Request) -> Response:
-        return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
+        return json_response({"version": __version__})
 
     async def root(request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -34,6 +35,7 @@ from slipstream.server.batches import Batch, BatchError, BatchStore, Status
 from slipstream.server.errors import ApiError
 from slipstream.server.files import LIFE_S, StoredFile
 from slipstream.server.keys import Key
+from slipstream.server.limits import own_receive
 from slipstream.server.state import ServerState
 
 _logger = logging.getLogger("slipstream.server")
@@ -196,7 +198,7 @@ class Work:
         descriptor = os.open(self.paths[kind], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         try:
             if os.write(descriptor, data) != len(data):
-                raise OSError(28, "the disk is full")
+                raise OSError(errno.ENOSPC, "the disk is full")
         finally:
             os.close(descriptor)
         if kind == "output":
@@ -446,14 +448,7 @@ def own_scope(path: str, body: bytes) -> Scope:
 
 async def call(app: ASGIApp, scope: Scope, body: bytes) -> tuple[int, dict[str, str], bytes]:
     """(status, headers, body) of the answer."""
-    given, status, headers, parts = False, 500, dict[str, str](), list[bytes]()
-
-    async def receive() -> Message:
-        nonlocal given
-        if given:
-            await asyncio.Event().wait()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+    status, headers, parts = 500, dict[str, str](), list[bytes]()
 
     async def send(message: Message) -> None:
         nonlocal status
@@ -463,5 +458,5 @@ async def call(app: ASGIApp, scope: Scope, body: bytes) -> tuple[int, dict[str, 
         else:
             parts.append(message.get("body", b""))
 
-    await app(scope, receive, send)
+    await app(scope, own_receive(body), send)
     return status, headers, b"".join(parts)

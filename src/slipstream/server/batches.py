@@ -20,9 +20,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from slipstream.server.errors import ApiError, bad_request
-from slipstream.server.files import FileStore, files_off, json, page, page_answer, page_options
-from slipstream.server.limits import counted, read_body
-from slipstream.server.protocol import decode, register
+from slipstream.server.files import FileStore, files_off, page
+from slipstream.server.limits import counted, read_as
+from slipstream.server.protocol import register
+from slipstream.server.replies import json_response, page_answer, page_options
 from slipstream.server.state import ServerState
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -181,7 +182,7 @@ class Batches:
 
     async def create(self, request: Request) -> Response:
         store, owner = self._store, request.scope["record"].owner
-        body = decode(BatchRequest, await read_body(request.scope, request.receive, self.state.settings))
+        body = await read_as(BatchRequest, request, self.state)
         if body.endpoint not in ENDPOINTS:
             raise bad_request(f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
         window = _window(body.completion_window)
@@ -199,7 +200,7 @@ class Batches:
             times={"created_at": now},
         )
         await store.add(batch)
-        return json(batch.public())
+        return json_response(batch.public())
 
     async def list(self, request: Request) -> Response:
         after, limit, newest_first = page_options(request, most=MAX_PAGE, usual=20)
@@ -209,7 +210,7 @@ class Batches:
         return page_answer([batch.public() for batch in found], limit)
 
     async def get(self, request: Request) -> Response:
-        return json((await self._found(request)).public())
+        return json_response((await self._found(request)).public())
 
     async def cancel(self, request: Request) -> Response:
         def cancel(batch: Batch) -> None:
@@ -219,7 +220,7 @@ class Batches:
                 batch.become("cancelling")
 
         found = await self._found(request)
-        return json((await self._store.change(found.id, cancel)).public())
+        return json_response((await self._store.change(found.id, cancel)).public())
 
     async def _found(self, request: Request) -> Batch:
         id_ = request.path_params["id"]

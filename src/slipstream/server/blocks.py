@@ -15,7 +15,7 @@ from typing import Any, Literal
 from slipstream.engine.tool_formats.base import Arguments, BeginCall, Content, Event, Reasoning
 from slipstream.engine.tools import Reading
 from slipstream.outputs import CompletionOutput, PositionLogprobs
-from slipstream.server.chat import merged
+from slipstream.server.chat import read_events
 from slipstream.server.generation import Answer, encode
 
 
@@ -81,13 +81,10 @@ class BlockAnswer(Answer):
             self._events.append(self.opening())
         events: list[Event] = []
         if self.parser is not None:
-            events = self.parser.feed(delta.text)
-            if delta.finish_reason is not None:
-                events += self.parser.finish()
+            events = read_events(self.parser, delta.text, last=delta.finish_reason is not None)
         elif delta.text:
             events = [Content(delta.text)]
         self._untold_logprobs += delta.logprobs or ()
-        events = merged(events)
         for i, event in enumerate(events):
             self._read(event, is_last=i == len(events) - 1)
         last = self.blocks[-1] if self.blocks else None

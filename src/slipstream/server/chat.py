@@ -11,7 +11,7 @@ import msgspec
 
 from slipstream.engine.grammar import check_in_thread
 from slipstream.engine.pictures import PreparedPicture
-from slipstream.engine.tool_formats.base import Arguments, BeginCall, Content, Event, Reasoning
+from slipstream.engine.tool_formats.base import Arguments, BeginCall, Content, Event, Parser, Reasoning
 from slipstream.engine.tools import Reading, call_id, finish_reason
 from slipstream.errors import RequestError
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
@@ -101,10 +101,8 @@ class ReadAnswer(ChatAnswer):
             choice.begun = True
             parts.append(self._begin(index, b'{"role":"assistant"},"logprobs":null,"finish_reason":null}'))
         parser = self.parsers[delta.index]
-        events = parser.feed(delta.text)
-        if delta.finish_reason is not None:
-            events += parser.finish()
-        told = [encode(self._delta(event)) for event in merged(events)]
+        events = read_events(parser, delta.text, last=delta.finish_reason is not None)
+        told = [encode(self._delta(event)) for event in events]
         ids = self._ids(delta)
         if (delta.logprobs or ids) and not told:
             told.append(b"{}")
@@ -137,8 +135,9 @@ class ReadAnswer(ChatAnswer):
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def merged(events: list[Event]) -> list[Event]:
-    """Neighbours that say the same kind of thing as one."""
+def read_events(parser: Parser, text: str, *, last: bool) -> list[Event]:
+    """What more text of an answer says; neighbours of the same kind are one. `last`: the answer ends with it."""
+    events = parser.feed(text) + (parser.finish() if last else [])
     found: list[Event] = []
     for event in events:
         last = found[-1] if found else None

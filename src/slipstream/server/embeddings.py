@@ -26,11 +26,12 @@ from slipstream.engine.pooled import (
 from slipstream.errors import RequestError
 from slipstream.outputs import Vectors
 from slipstream.server.errors import bad_request, shutting_down
-from slipstream.server.generation import effective_priority, encode, send_json
-from slipstream.server.limits import admitted, in_flight, read_body
+from slipstream.server.generation import effective_priority, encode
+from slipstream.server.limits import admitted, in_flight, read_prompt_body
 from slipstream.server.models import served_model
 from slipstream.server.protocol import EmbeddingRequest, Pooled, RerankRequest, ScoreRequest, decode
 from slipstream.server.record import RequestRecord
+from slipstream.server.replies import send_whole
 from slipstream.server.state import ServerState
 from slipstream.types import FinishReason, Prompt, TokensPrompt
 
@@ -56,16 +57,14 @@ class PooledRoute:
         state, record = self.state, scope["record"]
         if state.draining:
             raise shutting_down()
-        raw = await read_body(scope, receive, state.settings)
-        if state.settings.audit_prompts:
-            record.body = raw.decode("utf-8", "replace")
+        raw = await read_prompt_body(state, scope, receive)
         body = self.read(raw)
         body.model = record.model = served_model(state, body.model, adapters=False)
         async with in_flight(state, receive):
             with admitted(state, record, body.model):
                 found = await self.answer(state, body, record)
         state.metrics.e2e.observe(time.monotonic() - record.start)
-        await send_json(send, encode(found))
+        await send_whole(send, encode(found))
 
 
 async def embeddings(state: ServerState, body: EmbeddingRequest, record: RequestRecord) -> dict[str, Any]:

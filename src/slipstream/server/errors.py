@@ -15,7 +15,7 @@ import difflib
 import errno
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import TypeAlias
 
 import msgspec
@@ -64,6 +64,10 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
+    @property
+    def named_message(self) -> str:
+        """For a protocol whose errors are a text: the field stands in it."""
+        return self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
 
 
 class ClientDisconnected(Exception):  # noqa: N818 - nothing went wrong
@@ -77,12 +81,16 @@ SHAPES: dict[str, Shape] = {}
 """By how the paths of the protocol's routes begin, up to a slash. Each protocol's file enters its own."""
 
 
-def response_to(scope: Scope, error: ApiError) -> Response:
-    """The answer that tells a request of an error, in the shape of its route's protocol."""
+def error_body(scope: Scope, error: ApiError) -> bytes:
+    """In the shape of the protocol that the request's route is of."""
     path = scope["path"]
     shape = next((s for begin, s in SHAPES.items() if path == begin or path.startswith(begin + "/")), None)
-    body = error.body() if shape is None else shape(error, scope["record"].id)
-    return Response(body, error.status, error.headers, media_type="application/json")
+    return error.body() if shape is None else shape(error, scope["record"].id)
+
+
+def response_to(scope: Scope, error: ApiError) -> Response:
+    """The answer that tells a request of an error, in the shape of its route's protocol."""
+    return Response(error_body(scope, error), error.status, error.headers, media_type="application/json")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -152,14 +160,19 @@ async def answer_error(request: Request, exc: Exception) -> Response:
     return response_to(request.scope, noted(request.scope, exc))
 
 
+def wrong_method(methods: Set[str]) -> ApiError:
+    """`methods` are those that the route takes."""
+    allowed = ", ".join(sorted(methods - {"HEAD"}))
+    message = f"wrong method for this route; it takes {allowed}"
+    return ApiError(405, message, code="method_not_allowed", headers={"allow": allowed})
+
+
 def _no_route(request: Request, exc: HTTPException) -> ApiError:
     """What takes the path with another method, or has a path like it. Of the client's text nothing is said again."""
     path, routes = request.scope["path"], [route for route in request.app.routes if isinstance(route, Route)]
     methods = {method for route in routes if route.path_regex.match(path) for method in route.methods or ("GET", "POST")}
     if methods:
-        allowed = ", ".join(sorted(methods - {"HEAD"}))
-        message = f"wrong method for this route; it takes {allowed}"
-        return ApiError(405, message, code="method_not_allowed", headers={"allow": allowed})
+        return wrong_method(methods)
     known = sorted({route.path for route in routes if "{" not in route.path} - {"/"})
     asked = path.rstrip("/")[:100]
     near = [name for name in known if asked and (name.endswith(asked) or asked.endswith(name))]  # /v1 left out, or twice

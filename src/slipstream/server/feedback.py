@@ -8,15 +8,15 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from slipstream.server.errors import ApiError, bad_request
-from slipstream.server.limits import counted, read_body
-from slipstream.server.protocol import decode, register
+from slipstream.server.limits import counted, read_as
+from slipstream.server.protocol import register
+from slipstream.server.replies import json_response
 from slipstream.server.state import ServerState
 
 _ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{32})")
@@ -39,7 +39,7 @@ def routes(state: ServerState) -> list[Route]:
         audit = state.observers.audit
         if audit is None:
             raise ApiError(403, "start the server with --audit-log FILE to keep feedback", code="feedback_disabled")
-        body = decode(FeedbackRequest, await read_body(request.scope, request.receive, state.settings))
+        body = await read_as(FeedbackRequest, request, state)
         match = _ID.fullmatch(body.request_id)
         if match is None:
             raise bad_request("request_id is no id of an answer", "request_id")
@@ -47,6 +47,6 @@ def routes(state: ServerState) -> list[Route]:
         given = {"rating": body.rating, "score": body.score, "comment": body.comment}
         audit.write("feedback", request=match[1], key=owner, **given)
         state.metrics.feedback[body.rating] += 1
-        return Response(msgspec.json.encode({"request_id": match[1], "rating": body.rating}), media_type="application/json")
+        return json_response({"request_id": match[1], "rating": body.rating})
 
     return [Route("/v1/feedback", counted(state, feedback), methods=["POST"])]

@@ -32,6 +32,7 @@ from starlette.routing import Route
 
 from slipstream.server.errors import ApiError, ClientDisconnected, bad_request, not_kept, unavailable
 from slipstream.server.limits import counted
+from slipstream.server.replies import json_response, page_answer, page_options
 from slipstream.server.state import ServerState
 from slipstream.server.store import Database
 
@@ -247,30 +248,6 @@ def page(
     return f"{query} order by seq {'desc' if newest_first else 'asc'} limit ?", [*given, limit + 1]
 
 
-def page_options(request: Request, *others: str, most: int, usual: int) -> tuple[str | None, int, bool]:
-    """(after, limit, whether the newest comes first). ApiError (400) for what is none."""
-    query = request.query_params
-    for name in query:
-        if name not in ("after", "limit", "order", *others):
-            raise bad_request(f"{name[:100]!r} is not a parameter of this route", name[:100])
-    limit, order = query.get("limit", str(usual)), query.get("order", "desc")
-    if not (limit.isascii() and limit.isdecimal() and len(limit) < 10 and 1 <= int(limit) <= most):
-        raise bad_request(f"limit must be from 1 to {most}", "limit")
-    if order not in ("asc", "desc"):
-        raise bad_request("order must be 'asc' or 'desc'", "order")
-    return query.get("after"), int(limit), order == "desc"
-
-
-def page_answer(found: list[dict[str, Any]], limit: int) -> Response:
-    data = found[:limit]
-    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
-    return json({"object": "list", "data": data, **ends, "has_more": len(found) > limit})
-
-
-def json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
-
-
 def files_off() -> ApiError:
     return ApiError(403, "start the server with --files-dir DIR to use files and batches", code="files_disabled")
 
@@ -288,7 +265,7 @@ class Files:
     async def upload(self, request: Request) -> Response:
         store, owner = self._store, request.scope["record"].owner
         with store.arrival(owner, await store.used(owner)) as tell:
-            return json((await self._stored(await self._form(request, tell), owner)).public())
+            return json_response((await self._stored(await self._form(request, tell), owner)).public())
 
     async def _stored(self, form: dict[str, Any], owner: str) -> StoredFile:
         try:
@@ -356,7 +333,7 @@ class Files:
         return page_answer([file.public() for file in found], limit)
 
     async def get(self, request: Request) -> Response:
-        return json((await self._found(request)).public())
+        return json_response((await self._found(request)).public())
 
     async def content(self, request: Request) -> Response:
         file = await self._found(request)
@@ -369,7 +346,7 @@ class Files:
         id_ = request.path_params["id"]
         if not await self._store.delete(request.scope["record"].owner, id_):
             raise _unknown(id_)
-        return json({"id": id_, "object": "file", "deleted": True})
+        return json_response({"id": id_, "object": "file", "deleted": True})
 
     async def _found(self, request: Request) -> StoredFile:
         id_ = request.path_params["id"]

@@ -43,9 +43,9 @@ from slipstream.errors import EngineError
 from slipstream.server.auth import OPEN_ROUTES
 from slipstream.server.errors import ApiError, bad_request, response_to
 from slipstream.server.keys import Key
-from slipstream.server.limits import read_body
+from slipstream.server.limits import own_receive, read_as
 from slipstream.server.metrics import Counts
-from slipstream.server.protocol import TokenId, decode, register
+from slipstream.server.protocol import TokenId, register
 from slipstream.server.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.state import ServerState
 from slipstream.stats import EngineStats
@@ -131,7 +131,7 @@ def routes(state: ServerState, router: Callable[[], Router]) -> list[Route]:
     """`router` gives that of the app's own routes."""
 
     async def resume(request: Request) -> Response:
-        body = decode(ResumeRequest, await read_body(request.scope, request.receive, state.settings))
+        body = await read_as(ResumeRequest, request, state)
         if not body.answer_token_ids:
             raise bad_request("no token was written; ask the route itself", "answer_token_ids")
         return _Resumed(body, router())
@@ -147,21 +147,13 @@ class _Resumed(Response):
         self._wanted, self._router, self.background = wanted, router, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, given = bytes(self._wanted.body), False
-
-        async def replay() -> Message:
-            nonlocal given
-            if given:
-                return await receive()
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
+        body = bytes(self._wanted.body)
         length = (b"content-length", str(len(body)).encode())
         headers = [length if name == b"content-length" else (name, value) for name, value in scope["headers"]]
         path = self._wanted.path
         inner = {**scope, "path": path, "raw_path": path.encode(), "headers": headers, "path_params": {}}
         inner["answer_token_ids"] = self._wanted.answer_token_ids
-        await self._router(inner, replay, send)
+        await self._router(inner, own_receive(body, receive), send)
 
 
 async def _news(state: ServerState) -> AsyncIterator[bytes]:

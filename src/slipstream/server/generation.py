@@ -35,10 +35,11 @@ from slipstream.server.errors import (
     bad_request,
     shutting_down,
 )
-from slipstream.server.limits import admitted, in_flight, read_body
+from slipstream.server.limits import admitted, in_flight, read_prompt_body
 from slipstream.server.models import served_model
 from slipstream.server.protocol import Generation, decode
 from slipstream.server.record import TOKENS_HEADER, RequestRecord
+from slipstream.server.replies import JSON_HEADERS, send_whole
 from slipstream.server.state import ServerState
 from slipstream.types import BeamSearchParams, Prompt, SamplingParams, Share
 
@@ -70,6 +71,9 @@ def renamed(body: Body) -> Iterator[None]:
         yield
     except ApiError as error:
         error.param = body.param(error.param)
+        raise
+    except RequestError as error:
+        error.field = body.param(error.field)
         raise
 
 
@@ -112,7 +116,7 @@ class Answer:
     chunk_kind: ClassVar[str]
     id_prefix: ClassVar[str]
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"  # of a stream
-    whole_headers: list[tuple[bytes, bytes]] = [(b"content-type", b"application/json")]  # noqa: RUF012 - never changed
+    whole_headers: Sequence[tuple[bytes, bytes]] = JSON_HEADERS
     is_plain: ClassVar[bool] = True  # events of text differ in nothing but the text
 
     def __init__(
@@ -432,9 +436,7 @@ class GenerationRoute:
         if state.draining:
             raise shutting_down()
         record = scope["record"]
-        raw = await read_body(scope, receive, state.settings)
-        if state.settings.audit_prompts:
-            record.body = raw.decode("utf-8", "replace")
+        raw = await read_prompt_body(state, scope, receive)
         body = self.read(raw, scope)
         body.check()
         body.model = record.model = served_model(state, body.model)
@@ -508,13 +510,3 @@ async def _break_off(exc: Exception, answer: Answer, send: Send) -> None:
     if not isinstance(exc, SlipstreamError) and error.status == 500:
         logger.exception("a stream broke off")
     await send({"type": "http.response.body", "body": answer.failure(error), "more_body": False})
-
-
-async def send_json(send: Send, body: bytes) -> None:
-    await send_whole(send, body, Answer.whole_headers)
-
-
-async def send_whole(send: Send, body: bytes, about: list[tuple[bytes, bytes]]) -> None:
-    headers = [*about, (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +18,7 @@ from starlette.responses import Response
 from slipstream.errors import EngineError
 from slipstream.server.errors import shutting_down, unavailable
 from slipstream.server.metrics import Metrics
+from slipstream.server.replies import json_response
 from slipstream.server.state import ServerState
 from slipstream.stats import EngineStats
 
@@ -33,15 +33,11 @@ class Probes:
         return _ok("alive")
 
     async def ready(self, request: Request) -> Response:
-        if self.state.draining:
-            raise shutting_down()
-        if self.state.engine.is_sleeping:
-            raise unavailable("the model sleeps; POST /wake_up wakes it", "engine_asleep")
-        self._require_health()
+        require_ready(self.state)
         return _ok("ready")
 
     async def health(self, request: Request) -> Response:
-        self._require_health()
+        _require_health(self.state)
         canary = self.state.engine.canary
         return _ok("healthy") if canary is None else _ok("healthy", canary=canary)
 
@@ -49,10 +45,20 @@ class Probes:
         stats, metrics = await engine_stats(self.state), await all_metrics(self.state)
         return Response(metrics.render(stats), headers={"content-type": CONTENT_TYPE_LATEST})
 
-    def _require_health(self) -> None:
-        health = self.state.engine.health()
-        if not health.ok:
-            raise unavailable(f"the engine is not healthy: {health.reason}", "engine_unhealthy")
+
+def require_ready(state: ServerState) -> None:
+    """ApiError (503) if new requests are not welcome."""
+    if state.draining:
+        raise shutting_down()
+    if state.engine.is_sleeping:
+        raise unavailable("the model sleeps; POST /wake_up wakes it", "engine_asleep")
+    _require_health(state)
+
+
+def _require_health(state: ServerState) -> None:
+    health = state.engine.health()
+    if not health.ok:
+        raise unavailable(f"the engine is not healthy: {health.reason}", "engine_unhealthy")
 
 
 async def engine_stats(state: ServerState) -> EngineStats | None:
@@ -80,4 +86,4 @@ async def all_metrics(state: ServerState) -> Metrics:
 
 
 def _ok(status: str, **more: object) -> Response:
-    return Response(msgspec.json.encode({"status": status, **more}), media_type="application/json")
+    return json_response({"status": status, **more})

@@ -65,8 +65,7 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
 
     @property
     def is_limited(self) -> bool:
-        limits = (self.requests_per_minute, self.tokens_per_minute, self.tokens_per_day, self.max_concurrent)
-        return any(limit is not None for limit in limits)
+        return any(getattr(self, name) is not None for name in LIMITS)
 
     def state(self, now: float) -> Literal["active", "revoked", "expired"]:
         if self.revoked is not None:

@@ -29,11 +29,13 @@ from slipstream import __version__
 from slipstream.errors import SlipstreamError
 from slipstream.outputs import CompletionOutput
 from slipstream.server import completions
-from slipstream.server.errors import SHAPES, ApiError, bad_request, shutting_down, unavailable
+from slipstream.server.errors import SHAPES, ApiError, bad_request
 from slipstream.server.generation import Answer, Body, GenerationRoute, encode
+from slipstream.server.health import require_ready
 from slipstream.server.models import require_model
 from slipstream.server.protocol import CompletionRequest, decode, decode_raw, register
 from slipstream.server.record import RequestRecord
+from slipstream.server.replies import json_response
 from slipstream.server.state import ServerState
 
 VERSION = "1"
@@ -287,6 +289,11 @@ class InferAnswer(completions.CompletionAnswer):
         found |= {"num_input_tokens": [self.record.num_prompt_tokens], "num_output_tokens": tokens}
         return found if self.asked.wanted is None else {name: found[name] for name in self.asked.wanted}
 
+    def about(self) -> dict[str, Any]:
+        """What stands before the outputs."""
+        about = {"model_name": self.body.model, "model_version": VERSION}
+        return {**about, "id": self.asked.id} if self.asked.id else about
+
     def write(self, outputs: dict[str, list[Any]], *, last: bool) -> bytes:
         """The tensors as JSON, those that are wanted so as bytes behind it."""
         told, behind = list[dict[str, Any]](), list[bytes]()
@@ -298,8 +305,7 @@ class InferAnswer(completions.CompletionAnswer):
             else:
                 tensor["data"] = values
             told.append(tensor)
-        about = {"model_name": self.body.model, "model_version": VERSION}
-        head = encode({**about, **({"id": self.asked.id} if self.asked.id else {}), "outputs": told})
+        head = encode({**self.about(), "outputs": told})
         if behind:
             self.whole_headers = [
                 (b"content-type", b"application/octet-stream"),
@@ -311,8 +317,7 @@ class InferAnswer(completions.CompletionAnswer):
 class GenerateAnswer(InferAnswer):
     def write(self, outputs: dict[str, list[Any]], *, last: bool) -> bytes:
         plain = {name: values[0] if len(values) == 1 else values for name, values in outputs.items()}
-        about = {"model_name": self.body.model, "model_version": VERSION}
-        told = encode({**about, **({"id": self.asked.id} if self.asked.id else {}), **plain})
+        told = encode({**self.about(), **plain})
         return b"data: " + told + b"\n\n" if self.stream else told
 
     def failure(self, error: ApiError) -> bytes:
@@ -327,12 +332,7 @@ async def prepare(
 
 
 def _error_body(error: ApiError, _: str) -> bytes:
-    return encode({"error": named(error)})
-
-
-def named(error: ApiError) -> str:
-    """This protocol's errors are a text, so that the field stands in it."""
-    return error.message if error.param is None or error.param in error.message else f"{error.param}: {error.message}"
+    return encode({"error": error.named_message})
 
 
 for begin in ("/v2/models", "/v2/health", "/v2/repository"):
@@ -399,14 +399,7 @@ class Description:
         return [{"name": name, "version": VERSION, "state": "READY"} for name in self.state.model_names]
 
     def require_ready(self) -> None:
-        """ApiError (503) if new requests are not welcome."""
-        if self.state.draining:
-            raise shutting_down()
-        if self.state.engine.is_sleeping:
-            raise unavailable("the model sleeps; POST /wake_up wakes it", "engine_asleep")
-        health = self.state.engine.health()
-        if not health.ok:
-            raise unavailable(f"the engine is not healthy: {health.reason}", "engine_unhealthy")
+        require_ready(self.state)
 
     @property
     def is_ready(self) -> bool:
@@ -428,7 +421,7 @@ class _Http:
         self.state, self.about = state, Description(state)
 
     async def server(self, request: Request) -> Response:
-        return _json(self.about.server())
+        return json_response(self.about.server())
 
     async def live(self, request: Request) -> Response:
         return Response()
@@ -443,17 +436,13 @@ class _Http:
         return Response()
 
     async def model(self, request: Request) -> Response:
-        return _json(self.about.model(require_version(self.state, request.path_params)))
+        return json_response(self.about.model(require_version(self.state, request.path_params)))
 
     async def config(self, request: Request) -> Response:
-        return _json(self.about.config(require_version(self.state, request.path_params)))
+        return json_response(self.about.config(require_version(self.state, request.path_params)))
 
     async def index(self, request: Request) -> Response:
-        return _json(self.about.index())
-
-
-def _json(value: Any) -> Response:
-    return Response(encode(value), media_type="application/json")
+        return json_response(self.about.index())
 
 
 def routes(state: ServerState) -> list[Route]:

@@ -37,7 +37,6 @@ from slipstream.server.kserve import (
     Description,
     InferAnswer,
     Inference,
-    named,
     no_parameters,
     prepare,
     require_version,
@@ -323,7 +322,7 @@ async def _refuse(context: Any, error: ApiError) -> None:
 
 
 def _text(error: ApiError) -> str:
-    return named(error)[:MOST_DETAILS]
+    return error.named_message[:MOST_DETAILS]
 
 
 def _require_free(settings: ServerSettings) -> None:

@@ -7,19 +7,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope
+from starlette.types import Message, Receive, Scope
 
 from slipstream.server.auth import check_model
 from slipstream.server.errors import ApiError, ClientDisconnected, bad_request, overloaded, shutting_down
+from slipstream.server.protocol import decode
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerSettings, ServerState
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
+T = TypeVar("T")
 
 
 async def read_body(scope: Scope, receive: Receive, settings: ServerSettings) -> bytes:
@@ -46,6 +48,36 @@ async def read_body(scope: Scope, receive: Receive, settings: ServerSettings) ->
     except TimeoutError:
         message = f"no whole body within {settings.body_timeout_s:g} s"
         raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
+
+
+def own_receive(body: bytes, then: Receive | None = None) -> Receive:
+    """The `receive` of a request that the server sends itself: the body, and after it what `then` says. Without `then` nothing
+    comes: whoever sent the request cancels it."""
+    given = False
+
+    async def receive() -> Message:
+        nonlocal given
+        if given and then is not None:
+            return await then()
+        if given:
+            await asyncio.Event().wait()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
+
+
+async def read_prompt_body(state: ServerState, scope: Scope, receive: Receive) -> bytes:
+    """`read_body` of a request for an answer, whose body stands in the audit log if prompts do."""
+    raw = await read_body(scope, receive, state.settings)
+    if state.settings.audit_prompts:
+        scope["record"].body = raw.decode("utf-8", "replace")
+    return raw
+
+
+async def read_as(kind: type[T], request: Request, state: ServerState) -> T:
+    """The body of a request, as `kind`. Errors as of `read_body` and `decode`."""
+    return decode(kind, await read_body(request.scope, request.receive, state.settings))
 
 
 class Exchange:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.server.errors import ApiError
+from slipstream.server.replies import json_response, utc_time
 from slipstream.server.state import ServerState
 
 
@@ -33,38 +32,35 @@ def served_model(state: ServerState, name: str | None, *, adapters: bool = True)
     return name
 
 
+def anthropic_card(name: str, created: float, max_model_len: int) -> dict[str, Any]:
+    """A model in the shape that Anthropic's client reads; it asks the same routes."""
+    card = {"type": "model", "id": name, "display_name": name, "created_at": utc_time(created)}
+    return {**card, "max_input_tokens": max_model_len, "max_tokens": max_model_len}
+
+
+def anthropic_list(cards: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"data": cards, "has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+
+
 class Models:
     def __init__(self, state: ServerState) -> None:
         self.state = state
 
     async def list(self, request: Request) -> Response:
         if "anthropic-version" in request.headers:
-            return _json(self._as_anthropic())
+            return json_response(anthropic_list([self._anthropic_card(name) for name in self.state.model_names]))
         names = (*self.state.model_names, *self.state.engine.adapters)
-        return _json({"object": "list", "data": [self._card(name) for name in names]})
+        return json_response({"object": "list", "data": [self._card(name) for name in names]})
 
     async def get(self, request: Request) -> Response:
         name = request.path_params["id"]
         require_model(self.state, name)
         if "anthropic-version" in request.headers:
-            return _json(self._anthropic_card(name))
-        return _json(self._card(name))
-
-    def _as_anthropic(self) -> dict[str, Any]:
-        """The shape that Anthropic's client reads; it asks the same route."""
-        names = self.state.model_names
-        return {
-            "data": [self._anthropic_card(name) for name in names],
-            "has_more": False,
-            "first_id": names[0],
-            "last_id": names[-1],
-        }
+            return json_response(self._anthropic_card(name))
+        return json_response(self._card(name))
 
     def _anthropic_card(self, name: str) -> dict[str, Any]:
-        created = datetime.fromtimestamp(self.state.created, UTC).isoformat().replace("+00:00", "Z")
-        limit = self.state.engine.config.model.max_model_len
-        card = {"type": "model", "id": name, "display_name": name, "created_at": created}
-        return {**card, "max_input_tokens": limit, "max_tokens": limit}
+        return anthropic_card(name, self.state.created, self.state.engine.config.model.max_model_len)
 
     def _card(self, name: str) -> dict[str, Any]:
         engine = self.state.engine
@@ -73,7 +69,3 @@ class Models:
         lora = engine.adapters.get(name)
         of_adapter = {} if lora is None else {"root": lora.path, "parent": self.state.model_names[0]}
         return {"id": name, "object": "model", "created": self.state.created, **owner, **of_adapter}
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

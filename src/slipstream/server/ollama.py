@@ -12,12 +12,10 @@ A body becomes one of ours (a chat, a completion, an embedding), so everything h
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import msgspec
-from msgspec import Meta, Raw, Struct, field
+from msgspec import Meta, Raw, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -29,14 +27,15 @@ from slipstream.engine.tool_formats.base import Reasoning
 from slipstream.engine.tools import Reading
 from slipstream.outputs import CompletionOutput
 from slipstream.server import chat, completions
-from slipstream.server.chat import merged
+from slipstream.server.chat import read_events
 from slipstream.server.embeddings import PooledRoute, embed
 from slipstream.server.errors import SHAPES, ApiError, bad_request
 from slipstream.server.generation import Answer, GenerationRoute, encode
-from slipstream.server.limits import read_body
+from slipstream.server.limits import read_as
 from slipstream.server.models import require_model
 from slipstream.server.protocol import (
     MAX_INPUTS,
+    OFF,
     ChatRequest,
     CompletionRequest,
     Generation,
@@ -48,11 +47,10 @@ from slipstream.server.protocol import (
     register,
 )
 from slipstream.server.record import RequestRecord
+from slipstream.server.replies import json_response, utc_time
 from slipstream.server.state import ServerState
-from slipstream.server.tools import reasons
+from slipstream.server.tools import chat_template, reasons, thinking_variables
 from slipstream.types import SamplingParams
-
-_Off = field(default_factory=Raw)
 
 
 class OllamaOptions(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -68,11 +66,11 @@ class OllamaOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     # Known and refused, unless they hold the value that means "off"
-    mirostat: Raw = _Off
-    tfs_z: Raw = _Off
-    typical_p: Raw = _Off
-    repeat_last_n: Raw = _Off
-    penalize_newline: Raw = _Off
+    mirostat: Raw = OFF
+    tfs_z: Raw = OFF
+    typical_p: Raw = OFF
+    repeat_last_n: Raw = OFF
+    penalize_newline: Raw = OFF
     # Without effect: of mirostat, and how a model is loaded
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
@@ -102,11 +100,11 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     stream: bool | None = None  # default: true
     options: OllamaOptions | None = None
-    format: Raw = _Off  # "json" or a schema
+    format: Raw = OFF  # "json" or a schema
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: float | str | None = None  # no effect
-    logprobs: Raw = _Off
-    top_logprobs: Raw = _Off
+    logprobs: Raw = OFF
+    top_logprobs: Raw = OFF
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "logprobs": (b"null", b"false"),
@@ -150,18 +148,16 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
         return {"response_format": Raw(b'{"type":"json_schema","json_schema":{"name":"format","schema":' + raw + b"}}")}
 
     def thinking(self, state: ServerState) -> dict[str, Any]:
-        """What `think` says, in the words of the chat template. A 400 if it asks for what the model doesn't do."""
-        tokenizer, think = state.engine.tokenizer, self.think
-        template = (tokenizer.chat_template if tokenizer is not None else None) or ""
-        if think is None or (think is False and "enable_thinking" not in template):
+        """What `think` says, as fields of a chat. A 400 if it asks for what the model doesn't do."""
+        think = self.think
+        if think is None:
             return {}
         if isinstance(think, str):
-            if "reasoning_effort" not in template:
+            if "reasoning_effort" not in chat_template(state):
                 raise bad_request(f"think={think!r}: this model's chat template knows no effort; say true or false", "think")
             return {"reasoning_effort": think}
-        if think and not reasons(state, template):
-            raise bad_request("this model does not think; leave think out", "think")
-        return {"chat_template_kwargs": {"enable_thinking": think}} if "enable_thinking" in template else {}
+        variables = thinking_variables(state, "think", asked=think)
+        return {} if variables is None else {"chat_template_kwargs": variables}
 
 
 _SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
@@ -179,9 +175,9 @@ def _checked(kind: type[T], **fields: Any) -> T:
 class OllamaMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     role: str
     content: str | None = None
-    images: Raw = _Off
-    tool_calls: Raw = _Off
-    tool_name: Raw = _Off
+    images: Raw = OFF
+    tool_calls: Raw = OFF
+    tool_name: Raw = OFF
     thinking: str | None = None
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
@@ -195,7 +191,7 @@ class OllamaChatRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True):
     """POST /api/chat"""
 
     messages: list[OllamaMessage] = []
-    tools: Raw = _Off
+    tools: Raw = OFF
 
     def translated(self, state: ServerState) -> ChatRequest:
         refuse_unless_off(self, {"tools": (b"null", b"[]")})
@@ -212,10 +208,10 @@ class OllamaGenerateRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True
     prompt: str = ""
     system: str | None = None
     raw: bool = False
-    suffix: Raw = _Off
-    template: Raw = _Off
-    context: Raw = _Off
-    images: Raw = _Off
+    suffix: Raw = OFF
+    template: Raw = OFF
+    context: Raw = OFF
+    images: Raw = OFF
 
     no_more: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "suffix": (b"null", b'""'),
@@ -294,8 +290,8 @@ class OllamaAnswer(Answer):
         """What is new, each as (text, reasoning)."""
         if self.parser is None:
             return [(text, "")] if text else []
-        events = self.parser.feed(text) + (self.parser.finish() if finished else [])
-        return [("", e.text) if isinstance(e, Reasoning) else (e.text, "") for e in merged(events) if hasattr(e, "text")]
+        events = read_events(self.parser, text, last=finished)
+        return [("", e.text) if isinstance(e, Reasoning) else (e.text, "") for e in events if hasattr(e, "text")]
 
     def end(self) -> bytes:
         return self._take_events() + _line({**self._said(""), **self._done()})
@@ -313,7 +309,7 @@ class OllamaAnswer(Answer):
         said: dict[str, Any] = {"response": text, **thought}
         if self.as_message:
             said = {"message": {"role": "assistant", "content": text, **thought}}
-        return {"model": self.body.model, "created_at": _stamp(), **said}
+        return {"model": self.body.model, "created_at": utc_time(time.time()), **said}
 
     def _done(self) -> dict[str, Any]:
         if not self.choices:
@@ -346,11 +342,6 @@ def _line(value: Any) -> bytes:
     for mark in ("\x85", "\u2028", "\u2029"):
         line = line.replace(mark.encode(), b"\\u%04x" % ord(mark))
     return line + b"\n"
-
-
-def _stamp(seconds: float | None = None) -> str:
-    moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
-    return moment.isoformat().replace("+00:00", "Z")
 
 
 async def _prepare(
@@ -409,26 +400,25 @@ class _About:
         self.state = state
 
     async def tags(self, request: Request) -> Response:
-        return _json({"models": [self._model(name) for name in self.state.model_names]})
+        return json_response({"models": [self._model(name) for name in self.state.model_names]})
 
     async def ps(self, request: Request) -> Response:
         """What is loaded: the same, until it is given back (`/sleep`)."""
         engine, years = self.state.engine, 100 * 365.25 * 86400
         models = [] if engine.is_sleeping else [self._model(name) for name in self.state.model_names]
         on_gpu = engine.config.device.info.is_cuda
-        own = {"expires_at": _stamp(self.state.created + years), "context_length": engine.config.model.max_model_len}
-        return _json({"models": [model | own | {"size_vram": model["size"] if on_gpu else 0} for model in models]})
+        own = {"expires_at": utc_time(self.state.created + years), "context_length": engine.config.model.max_model_len}
+        return json_response({"models": [model | own | {"size_vram": model["size"] if on_gpu else 0} for model in models]})
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     async def show(self, request: Request) -> Response:
         state = self.state
-        body = decode(OllamaShowRequest, await read_body(request.scope, request.receive, state.settings))
+        body = await read_as(OllamaShowRequest, request, state)
         require_model(state, known_name(state, body.model))
-        description, tokenizer = state.engine.description, state.engine.tokenizer
+        description, template = state.engine.description, chat_template(state)
         spec, kind = description.spec, description.family.model_type
-        template = (tokenizer.chat_template if tokenizer is not None else None) or ""
         answer = {
             "template": template,
             "details": self._details(),
@@ -440,14 +430,14 @@ class _About:
                 f"{kind}.block_count": len(spec.layers),
             },
             "capabilities": (["completion"] + ["thinking"] * reasons(state, template)) if spec.generates else ["embedding"],
-            "modified_at": _stamp(state.created),
+            "modified_at": utc_time(state.created),
         }
-        return _json(answer)
+        return json_response(answer)
 
     def _model(self, name: str) -> dict[str, Any]:
         path = self.state.engine.description.path
         files = [path] if path.is_file() else path.glob("*.safetensors")
-        about = {"modified_at": _stamp(self.state.created), "size": sum(file.stat().st_size for file in files), "digest": ""}
+        about = {"modified_at": utc_time(self.state.created), "size": sum(file.stat().st_size for file in files), "digest": ""}
         return {"name": name, "model": name, **about, "details": self._details()}
 
     def _details(self) -> dict[str, Any]:
@@ -461,10 +451,6 @@ class _About:
             "parameter_size": f"{description.spec.num_parameters / 1e6:.1f}M",
             "quantization_level": description.scheme or description.gguf_type or description.dtype,
         }
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def routes(state: ServerState) -> list[Route]:

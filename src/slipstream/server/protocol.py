@@ -52,7 +52,7 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Stop = Text | Annotated[list[Text], Meta(max_length=64)] | None
 MAX_INPUTS = 2048  # texts in one request (OpenAI's limit)
 NO_FUNCTIONS: Mapping[str, str] = MappingProxyType({})
-_Off = msgspec.field(default_factory=Raw)  # the default of fields that must be off
+OFF = msgspec.field(default_factory=Raw)  # the default of fields that must be off
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -184,7 +184,7 @@ class CompletionRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     echo: bool | None = None
     logprobs: Int | None = None
     best_of: Int | None = None
-    suffix: Raw = _Off
+    suffix: Raw = OFF
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {"suffix": (b"null", b'""')}
 
@@ -244,13 +244,13 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     role: str
     content: str | list[dict[str, Raw]] | None = None
     name: str | None = None
-    refusal: Raw = _Off
+    refusal: Raw = OFF
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    function_call: Raw = _Off
-    audio: Raw = _Off
-    annotations: Raw = _Off
+    function_call: Raw = OFF
+    audio: Raw = OFF
+    annotations: Raw = OFF
 
 
 class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
@@ -269,10 +269,10 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     tools: ToolSpecs | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: Raw = _Off
-    function_call: Raw = _Off
-    modalities: Raw = _Off
-    audio: Raw = _Off
+    functions: Raw = OFF
+    function_call: Raw = OFF
+    modalities: Raw = OFF
+    audio: Raw = OFF
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "functions": (b"null", b"[]"),

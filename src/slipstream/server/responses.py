@@ -28,10 +28,11 @@ from slipstream.server import chat
 from slipstream.server.blocks import Block, BlockAnswer, sse
 from slipstream.server.errors import ApiError, bad_request
 from slipstream.server.generation import Answer, GenerationRoute, Write, encode, renamed
-from slipstream.server.limits import counted, in_flight, read_body
+from slipstream.server.limits import counted, in_flight, read_as
 from slipstream.server.models import served_model
-from slipstream.server.protocol import ChatRequest, Message, decode, decode_raw
+from slipstream.server.protocol import ChatRequest, Message, decode_raw
 from slipstream.server.record import RequestRecord
+from slipstream.server.replies import json_response, page_answer, page_options
 from slipstream.server.responses_body import (
     MAX_ITEMS,
     Item,
@@ -289,14 +290,14 @@ class Responses:
 
     async def count(self, request: Request) -> Response:
         state = self.state
-        body = decode(ResponseInput, await read_body(request.scope, request.receive, state.settings))
+        body = await read_as(ResponseInput, request, state)
         body.check()
         body.model = served_model(state, body.model)
         async with in_flight(state, request.receive):
             made, _ = await _as_chat(state, body, request.scope["record"].owner)
             with renamed(body):
                 prompt = await chat.prompt_of(state, made)
-        return _json({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+        return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
     async def get(self, request: Request) -> Response:
         for name in request.query_params:
@@ -304,13 +305,13 @@ class Responses:
                 raise bad_request(f"{name!r} is not supported when an answer is read", "starting_after")
         if request.query_params.get("stream", "false") != "false":
             raise bad_request("a kept answer is complete and can't be streamed; leave stream out", "stream")
-        return _json((await self._stored(request)).answer)
+        return json_response((await self._stored(request)).answer)
 
     async def delete(self, request: Request) -> Response:
         id_ = request.path_params["id"]
         if not await self._store.delete(request.scope["record"].owner, id_):
             raise _unknown(id_)
-        return _json({"id": id_, "object": "response", "deleted": True})
+        return json_response({"id": id_, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         await self._stored(request)
@@ -318,15 +319,8 @@ class Responses:
 
     async def items(self, request: Request) -> Response:
         """What the model was given: the conversation before, and the request's own items."""
-        query, id_ = request.query_params, request.path_params["id"]
-        for name in query:
-            if name not in ("after", "limit", "order", "include", "include[]"):
-                raise bad_request(f"{name!r} is not a parameter of this route", "limit")
-        limit, order = query.get("limit", "20"), query.get("order", "desc")
-        if not (limit.isascii() and limit.isdecimal() and len(limit) < 10 and 1 <= int(limit) <= MAX_LISTED):
-            raise bad_request(f"limit must be from 1 to {MAX_LISTED}", "limit")
-        if order not in ("asc", "desc"):
-            raise bad_request("order must be 'asc' or 'desc'", "order")
+        id_ = request.path_params["id"]
+        after, limit, newest_first = page_options(request, "include", "include[]", most=MAX_LISTED, usual=20)
         async with in_flight(self.state, request.receive):
             found = await self._store.conversation(
                 request.scope["record"].owner, id_, max_bytes=self.state.settings.max_body_bytes
@@ -334,16 +328,14 @@ class Responses:
         if isinstance(found, str):
             raise _unknown(found)
         items = [item for stored in found[:-1] for item in (*stored.items, *stored.answer["output"])] + found[-1].items
-        if order == "desc":
+        if newest_first:
             items.reverse()
-        if (after := query.get("after")) is not None:
+        if after is not None:
             places = [i for i, item in enumerate(items) if item["id"] == after]
             if not places:
                 raise bad_request(f"there is no item {after[:100]!r}", "after")
             items = items[places[0] + 1 :]
-        page = items[: int(limit)]
-        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-        return _json({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
+        return page_answer(items, limit)
 
     @property
     def _store(self) -> ResponseStore:
@@ -362,10 +354,6 @@ class Responses:
 
 def _unknown(id_: str) -> ApiError:
     return ApiError(404, f"response {id_[:100]!r} is not there", code="response_not_found")
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def routes(state: ServerState) -> list[Route]:

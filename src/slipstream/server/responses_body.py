@@ -16,6 +16,7 @@ from msgspec import Meta, Raw, Struct
 from slipstream.engine.tools import arguments_object
 from slipstream.server.errors import bad_request
 from slipstream.server.protocol import (
+    OFF,
     ChatRequest,
     Int,
     Message,
@@ -40,7 +41,6 @@ from slipstream.server.tools import (
     written_arguments,
 )
 
-_Off = msgspec.field(default_factory=Raw)
 MAX_ITEMS = 8192
 
 
@@ -151,6 +151,7 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 _NAMES = {
+    **dict.fromkeys(("prompt", "prompt_token_ids", "image"), "input"),
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
@@ -191,11 +192,11 @@ class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     service_tier: Literal["auto", "default"] | None = None
     max_tool_calls: Int | None = None
-    background: Raw = _Off
-    conversation: Raw = _Off
-    prompt: Raw = _Off
-    context_management: Raw = _Off
-    moderation: Raw = _Off
+    background: Raw = OFF
+    conversation: Raw = OFF
+    prompt: Raw = OFF
+    context_management: Raw = OFF
+    moderation: Raw = OFF
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "background": (b"null", b"false"),

@@ -5,12 +5,12 @@ Whoever reaches these routes can stop the service, so they are off unless the se
 
 from __future__ import annotations
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from slipstream.server.errors import ApiError, bad_request
+from slipstream.server.replies import json_response
 from slipstream.server.state import ServerState
 
 
@@ -59,5 +59,4 @@ class Sleeping:
         return given
 
     def _answer(self) -> Response:
-        body = msgspec.json.encode({"is_sleeping": self.state.engine.is_sleeping})
-        return Response(body, media_type="application/json")
+        return json_response({"is_sleeping": self.state.engine.is_sleeping})

@@ -220,19 +220,18 @@ class ServerSettings:
         require(self.grpc_port is None or 0 <= self.grpc_port <= 65535, "grpc_port", "from 0 (any free one) to 65535")
         if self.grpc_port and self.grpc_port == self.port:
             raise ConfigError(f"grpc_port is {self.port}, as port is; gRPC needs one of its own", field="grpc_port")
-        for name in ("max_concurrent_requests", "max_choices_per_request", "max_body_bytes", "body_timeout_s"):
+        for name in (
+            *("max_concurrent_requests", "max_choices_per_request", "max_body_bytes", "body_timeout_s"),
+            *("max_stored_bytes", "max_files_bytes", "max_file_bytes"),
+        ):
             require(getattr(self, name) > 0, name, "above 0")
-        require(self.max_stored_responses >= 0, "max_stored_responses", "0 or more")
-        require(self.max_stored_bytes > 0, "max_stored_bytes", "above 0")
-        require(self.max_files_bytes > 0, "max_files_bytes", "above 0")
-        require(self.max_file_bytes > 0, "max_file_bytes", "above 0")
         require(self.batch_max_concurrent is None or self.batch_max_concurrent > 0, "batch_max_concurrent", "above 0")
+        for name in ("max_stored_responses", "batch_beside", "drain_timeout_s"):
+            require(getattr(self, name) >= 0, name, "0 or more")
         require(self.audit_max_bytes >= 4096, "audit_max_bytes", "4096 or more")
         require(self.audit_failure in ("refuse", "serve"), "audit_failure", "'refuse' or 'serve'")
         if self.audit_log is None and (self.audit_prompts or self.audit_failure != "refuse"):
             raise ConfigError("audit_prompts and audit_failure have an effect only with audit_log", field="audit_log")
-        require(self.batch_beside >= 0, "batch_beside", "0 or more")
-        require(self.drain_timeout_s >= 0, "drain_timeout_s", "0 or more")
         require(self.log_format in ("text", "json"), "log_format", "'text' or 'json'")
         assert self.formats  # names them all
         require(all(self.served_model_names), "served_model_names", "made of non-empty names")

@@ -21,7 +21,8 @@ from slipstream import __version__
 from slipstream.plan.html import head
 from slipstream.server.errors import ApiError
 from slipstream.server.health import all_metrics, engine_stats
-from slipstream.server.metrics import Histogram
+from slipstream.server.metrics import Histogram, Metrics
+from slipstream.server.replies import json_response
 from slipstream.server.state import ServerState
 from slipstream.stats import EngineStats
 
@@ -91,6 +92,21 @@ def replica_status(name: str, state: str, stats: EngineStats | None, **more: Any
     )
 
 
+def shared_fields(state: ServerState, metrics: Metrics) -> dict[str, Any]:
+    """The fields of a Status that a server and a fleet's door tell alike."""
+    responses: dict[str, int] = {}
+    for (_, _, status), count in metrics.responses.items():
+        responses[str(status)] = responses.get(str(status), 0) + count
+    latency = {"ttft_s": metrics.ttft, "itl_s": metrics.itl, "e2e_s": metrics.e2e}
+    return {
+        "version": __version__,
+        "time": time.time(),
+        "latency": {name: Latency.of(histogram) for name, histogram in latency.items()},
+        "responses": responses,
+        "findings": None if state.watch is None else state.watch.findings,
+    }
+
+
 async def server_status(state: ServerState) -> Status:
     """Of a server with one engine."""
     stats, metrics = await engine_stats(state), await all_metrics(state)
@@ -102,21 +118,11 @@ async def server_status(state: ServerState) -> Status:
         doing = "ready" if state.engine.health().ok else "down"
     canary = state.engine.canary
     more = {"canary_ok": None if canary is None else canary.ok}
-    responses: dict[str, int] = {}
-    for (_, _, status), count in metrics.responses.items():
-        responses[str(status)] = responses.get(str(status), 0) + count
     return Status(
-        version=__version__,
-        time=time.time(),
         models=[*state.model_names, *state.engine.adapters],
         num_in_flight=state.load.num_requests,
         replicas=[replica_status(state.model_names[0], doing, stats, **more)],
-        latency={
-            name: Latency.of(histogram)
-            for name, histogram in (("ttft_s", metrics.ttft), ("itl_s", metrics.itl), ("e2e_s", metrics.e2e))
-        },
-        responses=responses,
-        findings=None if state.watch is None else state.watch.findings,
+        **shared_fields(state, metrics),
     )
 
 
@@ -141,7 +147,7 @@ def status_route(told: Told) -> Route:
     """/status.json, of what `told` gives."""
 
     async def show(request: Request) -> Response:
-        return Response(msgspec.json.encode(await told()), media_type="application/json")
+        return json_response(await told())
 
     return Route("/status.json", show)
 
@@ -153,7 +159,7 @@ class StatusRoutes:
     async def findings(self, request: Request) -> Response:
         if self.state.watch is None:
             raise ApiError(404, "nobody looks for findings here: start the server with --detect", code="no_detector")
-        return Response(msgspec.json.encode({"findings": self.state.watch.findings}), media_type="application/json")
+        return json_response({"findings": self.state.watch.findings})
 
     def routes(self) -> list[Route]:
         return [

@@ -14,7 +14,7 @@ from slipstream.engine.pictures import PreparedPicture, with_pictures
 from slipstream.engine.processor import beside
 from slipstream.errors import ContextLengthError
 from slipstream.server.errors import bad_request
-from slipstream.server.limits import read_body
+from slipstream.server.limits import read_as
 from slipstream.server.media import read_pictures
 from slipstream.server.models import require_model
 from slipstream.server.protocol import (
@@ -22,9 +22,9 @@ from slipstream.server.protocol import (
     Message,
     PicturePart,
     TokenizeRequest,
-    decode,
     message_dict,
 )
+from slipstream.server.replies import json_response
 from slipstream.server.state import ServerState, Tokenizer
 from slipstream.types import Prompt, TokensPrompt
 
@@ -115,7 +115,7 @@ class Tokens:
 
     async def tokenize(self, request: Request) -> Response:
         state = self.state
-        body = decode(TokenizeRequest, await read_body(request.scope, request.receive, state.settings))
+        body = await read_as(TokenizeRequest, request, state)
         if body.model is not None:
             require_model(state, body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -139,11 +139,11 @@ class Tokens:
         strings = [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
         limit = state.engine.config.model.max_model_len
         answer = {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+        return json_response(answer)
 
     async def detokenize(self, request: Request) -> Response:
         state = self.state
-        body = decode(DetokenizeRequest, await read_body(request.scope, request.receive, state.settings))
+        body = await read_as(DetokenizeRequest, request, state)
         if body.model is not None:
             require_model(state, body.model)
         tokenizer = _tokenizer(state, "tokens")
@@ -152,4 +152,4 @@ class Tokens:
                 raise bad_request(f"{token} is not a token id of this model (0 … {tokenizer.vocab_size - 1})", "tokens")
         decoding = partial(tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens)
         text = await beside(decoding, len(body.tokens))
-        return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
+        return json_response({"prompt": text})

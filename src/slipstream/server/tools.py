@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 
 from slipstream.engine.tool_formats.base import Tool
 from slipstream.engine.tools import NO_PARAMETERS, Offer, Reading, arguments_object, reading
+from slipstream.server.errors import bad_request
 from slipstream.server.state import ServerState
 
 Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -90,6 +91,20 @@ def written_arguments(text: str) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {"invalid_json": text}
+
+
+def chat_template(state: ServerState) -> str:
+    """The model's own; empty if it has none."""
+    tokenizer = state.engine.tokenizer
+    return (tokenizer.chat_template if tokenizer is not None else None) or ""
+
+
+def thinking_variables(state: ServerState, field: str, *, asked: bool) -> dict[str, Any] | None:
+    """Whether to think, in the words of the chat template. A 400 that names `field` if the model does not."""
+    template = chat_template(state)
+    if asked and not reasons(state, template):
+        raise bad_request(f"this model does not think; leave {field} out", field)
+    return {"enable_thinking": asked} if "enable_thinking" in template else None
 
 
 def reasons(state: ServerState, template: str | None) -> bool:
