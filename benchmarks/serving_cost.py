@@ -35,6 +35,7 @@ from common import median, parser, save, with_source
 
 from slipstream.config import EngineArgs, resolve
 from slipstream.engine.async_llm import AsyncLLM
+from slipstream.engine.core_client import CoreSource, Link
 from slipstream.engine.core_process import Add, Outputs, ToParent
 from slipstream.engine.output import OutputProcessor
 from slipstream.engine.processor import InputProcessor, load_tokenizer
@@ -67,12 +68,16 @@ class Child:
         pass
 
 
+async def no_core() -> Link:
+    raise AssertionError("the engine's messages are made beforehand")
+
+
 def make_engine(model: str) -> tuple[AsyncLLM, Child]:
     from slipstream.worker.device import detect
 
     args = EngineArgs(model=model, device="cpu", num_threads=1, max_model_len=2048)
     description = read_spec(resolve_model(model))
-    engine = AsyncLLM(args, description, load_tokenizer(args, description))
+    engine = AsyncLLM(args, description, load_tokenizer(args, description), CoreSource(no_core))
     engine.config = resolve(args, description, detect("cpu", machine_folder(), num_threads=1))
     engine._input = InputProcessor.for_model(description, engine.config, engine.tokenizer)
     child = Child()
@@ -287,7 +292,7 @@ async def whole(engine: AsyncLLM, child: Child, tokens: list[int], num_streams: 
     messages = [message(step) for step in range(steps + 3)]
 
     async def take(data: bytes) -> None:
-        engine._on_message(decoder.decode(data))
+        engine.core_said(decoder.decode(data))
         for _ in range(6):  # tasks that were woken write, and the loop sends
             await asyncio.sleep(0)
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,13 @@ LONG_PROMPTS = [[100, 250]] * 19 + [[7900, 50]]
 
 
 @contextlib.contextmanager
-def served(words: list[str], log: Path) -> Iterator[tuple[str, float]]:
-    """A server's address, and seconds until it was ready."""
+def served(words: list[str], log: Path, program: Sequence[str] = ("-m", "slipstream")) -> Iterator[tuple[str, float]]:
+    """A server's address, and seconds until it was ready. `program` is what takes the words `serve …`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     begin, url = time.monotonic(), f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "slipstream", "serve", *words, "--port", str(port)]
+    command = [sys.executable, *program, "serve", *words, "--port", str(port)]
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=common.with_source())
     try:

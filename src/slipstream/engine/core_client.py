@@ -35,6 +35,9 @@ from slipstream.worker.start_messages import Failed, Phase
 MAX_FAST_DEATHS = 3
 MAX_RESTART_PAUSE_S = 30.0
 
+LOOK_S = 0.2
+"""How often to look whether the core has ended, which no message tells."""
+
 _SOCKET_PATH_BYTES = 103
 """The longest path of a Unix socket that every system takes: macOS has 104 bytes with the final zero, Linux 108."""
 
@@ -46,16 +49,20 @@ class Link(ABC):
 
     def __init__(self, path: str) -> None:
         import zmq
-        import zmq.asyncio
 
+        self._zmq = zmq
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        self._loop = asyncio.get_running_loop()
+        self._news: asyncio.Future[None] | None = None  # of who waits in `receive`
+        self._look: asyncio.TimerHandle | None = None  # for a death that nothing tells
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         try:
             self._socket.setsockopt(zmq.SNDHWM, 0)
             self._socket.setsockopt(zmq.RCVHWM, 0)
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.bind(f"ipc://{path}")
+            self._loop.add_reader(self._socket.FD, self._wake)
         except BaseException:
             self._socket.close()
             raise
@@ -67,24 +74,58 @@ class Link(ABC):
     def send(self, message: ToChild) -> bool:
         """Queue a message without waiting; the queue has no bound. False if the core is not connected: not yet, or no more,
         which `receive` will say."""
-        import zmq
-
-        # Another zmq.Socket over the same handle would swallow the wake-up of a waiting `receive`.
-        sent = cast("asyncio.Future[object]", self._socket.send(self._encoder.encode(message), zmq.NOBLOCK))
-        error = sent.exception()  # without blocking, a send is done when it returns
-        if error is not None and not isinstance(error, zmq.Again):
-            raise error
-        return error is None
+        try:
+            self._socket.send(self._encoder.encode(message), self._zmq.NOBLOCK)
+            sent = True
+        except self._zmq.Again:
+            sent = False
+        # A send may have taken the descriptor's signal that a message has come.
+        if self._news is not None and cast("int", self._socket.getsockopt(self._zmq.EVENTS)) & self._zmq.POLLIN:
+            self._wake()
+        return sent
 
     async def receive(self) -> ToParent:
-        """The next message. EngineDeadError when the core has ended and all its messages were read."""
-        while not await self._socket.poll(200):
-            death = self.death()
-            if death is not None and not await self._socket.poll(0):
+        """The next message. EngineDeadError when the core has ended and all its messages were read. One task waits at a time.
+
+        The socket's descriptor tells only of what came since the last look, so it is waited for when a look has found nothing.
+        That costs a future a message; pyzmq's own coroutines cost some ten, which is felt once a step.
+        """
+        while (data := self._take()) is None:
+            if self._look is None:
+                self._look = self._loop.call_later(LOOK_S, self._look_again)
+            self._news = self._loop.create_future()
+            try:
+                await self._news
+            finally:
+                self._news = None
+            if self._look is None and (death := self.death()) is not None and (data := self._take()) is None:
                 raise death
-        return self._decoder.decode(await self._socket.recv())
+            if data is not None:
+                break
+        return self._decoder.decode(data)
+
+    def _take(self) -> bytes | None:
+        try:
+            data: bytes = self._socket.recv(self._zmq.NOBLOCK)
+            return data
+        except self._zmq.Again:
+            return None
+
+    def _wake(self) -> None:
+        if self._news is None:  # take the signal, or the loop would turn until somebody receives
+            self._socket.getsockopt(self._zmq.EVENTS)
+        elif not self._news.done():
+            self._news.set_result(None)
+
+    def _look_again(self) -> None:
+        self._look = None
+        self._wake()
 
     async def end(self) -> None:
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.FD)
+        if self._look is not None:
+            self._look.cancel()
         self._socket.close()
 
 

@@ -33,13 +33,12 @@ TAKEN = frozenset(
 
 def check(body: Generation) -> None:
     """400: a field that does not go with the others."""
-    given = {name: getattr(body, name) for name in body.__struct_fields__}
-    given = {name: value for name, value in given.items() if _is_given(value)}
     if not body.use_beam_search:
-        if wrong := [name for name in OWN if name in given]:
+        if wrong := [name for name in OWN if _is_given(getattr(body, name))]:
             raise bad_request(f"{wrong[0]} goes with use_beam_search=true; leave it out", wrong[0])
         return
-    if wrong := [name for name in given if name not in TAKEN]:
+    others = [name for name in body.__struct_fields__ if name not in TAKEN]
+    if wrong := [name for name in others if _is_given(getattr(body, name))]:
         reason = "whole answers are searched for" if "stream" in wrong[0] else "it keeps the likeliest answers"
         raise bad_request(f"use_beam_search has no {wrong[0]}: {reason}; leave it out", wrong[0])
     if body.temperature not in (None, 0, 1):
