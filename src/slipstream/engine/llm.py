@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -201,6 +201,8 @@ class LLM:
             lists = [lists] if lists and isinstance(lists[0], int) else lists
             prompts = [{"prompt_token_ids": ids} for ids in lists]
         assert prompts is not None
+        if not isinstance(prompts, Iterable):
+            raise RequestError(f"a prompt is a text or its token ids, got {type(prompts).__name__}", field="prompts")
         prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         shown = progress if use_tqdm is None else use_tqdm
         return self._run(prompts, sampling_params, progress=shown, add_special_tokens=True, lora=lora_request)
