@@ -104,34 +104,39 @@ def kernels_of(llm: Any, num_seqs: int, prompt: int, num_decodes: int = 8) -> di
     return {"prefill": table(dict(one)), "decode step": table(decode)}
 
 
-def run_case(doc: str | None, record: str, choices: dict[str, Sequence[str]]) -> None:
+def run_case(doc: str | None, script: str, *options: str) -> None:
     """Run the file of `cases/` that the options choose, with that file's own options.
 
-    `choices` are the options that choose, with their values: of kernels.py, `--device cpu --op moe` is
-    cases/kernels_cpu_moe.py. A case has `add_arguments(parser)` and `run(args, save)`, where `save(**parts)` writes the record.
+    `options` are those that choose: of kernels.py, `--device cpu --op moe` is cases/kernels_cpu_moe.py. A case has
+    `add_arguments(parser)` and `run(args, save)`, where `save(**parts)` writes the record, by the file's name unless the case
+    has a `RECORD`.
     """
     import importlib
     import sys
     from functools import partial
 
+    cases = {}
+    for path in sorted((HERE / "cases").glob(f"{script}_*.py")):
+        words = path.stem.split("_", len(options))[1:]
+        cases[tuple(word.replace("_", "-") for word in words)] = path.stem
     asked = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False, allow_abbrev=False
     )
-    for name, values in choices.items():
-        asked.add_argument(f"--{name}", required=True, choices=values)
-    if not any(word.startswith(f"--{name}") for word in sys.argv for name in choices):
+    for option, values in zip(options, zip(*cases, strict=True), strict=True):
+        asked.add_argument(f"--{option}", required=True, choices=sorted(set(values)))
+    if not any(word.startswith(f"--{option}") for word in sys.argv for option in options):
         asked.print_help()
         raise SystemExit(0 if {"-h", "--help"} & set(sys.argv) else 2)
     known, rest = asked.parse_known_args()
-    chosen = [getattr(known, name) for name in choices]
-    found = "_".join([record, *chosen]).replace("-", "_")
-    if not (HERE / "cases" / f"{found}.py").is_file():
+    chosen = tuple(getattr(known, option) for option in options)
+    if chosen not in cases:
         asked.error(f"there is no such benchmark: {' '.join(chosen)}")
-    case = importlib.import_module(f"cases.{found}")
-    own = parser(case.__doc__, found)
+    case = importlib.import_module(f"cases.{cases[chosen]}")
+    name = getattr(case, "RECORD", cases[chosen])
+    own = parser(case.__doc__, name)
     case.add_arguments(own)
     args = own.parse_args(rest)
-    case.run(args, partial(save, args.output, found))
+    case.run(args, partial(save, args.output, name))
 
 
 def slipstream(*words: str | Path, may_fail: bool = False) -> dict[str, Any]:

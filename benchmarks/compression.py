@@ -5,20 +5,12 @@
     python benchmarks/compression.py --study transformers   # whether transformers reads a checkpoint as Slipstream does
     python benchmarks/compression.py --study prune          # which importance, and which choice of layers
     python benchmarks/compression.py --study time           # how long a recipe takes for a large model, on a GPU
+    python benchmarks/compression.py --study fidelity       # what schemes, 8-bit caches and a GPU's kernels cost
 
-`--help` behind a study prints its options. The record is benchmarks/results/compression_<study>.json.
+`--help` behind a study prints its options. The record is results/compression_<study>.json, of the last fidelity.json.
 """
-
-from __future__ import annotations
 
 import common
 
-STUDIES = ("recipes", "fp8", "transformers", "prune", "time")
-
-
-def main() -> None:
-    common.run_case(__doc__, "compression", {"study": STUDIES})
-
-
 if __name__ == "__main__":
-    main()
+    common.run_case(__doc__, "compression", "study")

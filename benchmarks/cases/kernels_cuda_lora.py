@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
 from torch import Tensor
 
@@ -43,7 +44,7 @@ EXPAND = ((8192, 4, 128), (8192, 8, 64), (4096, 4, 64), (4096, 8, 64), (16_384, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "configs" / "llama-3-8b")
+    parser.add_argument("--config", type=Path, default=common.CONFIGS / "llama-3-8b")
     parser.add_argument("--num-adapters", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--quantization", default="fp8")

@@ -62,8 +62,9 @@ def test_64_greedy_tokens_of_20_prompts():
 @pytest.mark.timeout(6 * 3600)
 def test_speculation_changes_no_greedy_answer(tmp_path):
     """300 prompts that people wrote, 128 tokens each: without speculation once, and once with each proposer."""
-    script = Path(__file__).parents[2] / "benchmarks" / "speculation_answers.py"
-    run = subprocess.run([sys.executable, script, "--output", tmp_path / "record.json"], capture_output=True, text=True)
+    script = Path(__file__).parents[2] / "benchmarks" / "speculation.py"
+    command = [sys.executable, script, "--study", "answers", "--output", tmp_path / "record.json"]
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     results = json.loads((tmp_path / "record.json").read_text("utf-8"))["results"]
     assert {name: r["equal"] for name, r in results.items()} == dict.fromkeys(["plain", "ngram", "suffix", "draft"], 300)

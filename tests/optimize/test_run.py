@@ -43,6 +43,7 @@ def test_traffic_of_lengths_and_of_traces(tmp_path):
     for name, text, wanted in (
         ("t.csv", AZURE, ((374, 44),)),
         ("t.jsonl", MOONCAKE, ((67, 50), (73, 4))),
+        ("with-empty-line.jsonl", MOONCAKE + "\n", ((67, 50), (73, 4))),
         ("t.json", '{"lengths": [[5, 6]]}', ((5, 6),)),
     ):
         (tmp_path / name).write_text(text)

@@ -1,4 +1,4 @@
-"""The search played again on a record of every candidate: `benchmarks/optimize_share.py --replay`."""
+"""The search played again on a record of every candidate: `benchmarks/plan.py --study optimizer --replay`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("optuna", reason="the search needs Optuna (the extra `optimize`)")
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "optimize_share.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "plan.py"
 
 
 def record(path, *, num_rounds, with_predictions=True):
@@ -40,7 +40,7 @@ def record(path, *, num_rounds, with_predictions=True):
 
 
 def replay(path, seeds=2):
-    words = [sys.executable, str(SCRIPT), "--replay", str(path), "--seeds", str(seeds)]
+    words = [sys.executable, str(SCRIPT), "--study", "optimizer", "--replay", str(path), "--seeds", str(seeds)]
     return subprocess.run(words, capture_output=True, text=True, check=False)
 
 

@@ -182,9 +182,8 @@ def describe(
     measured: dict[str, Any] | None,
 ) -> dict[str, Any]:
     from slipstream.plan.environment import versions
-    from slipstream.plan.traffic import Traffic
 
-    n_in, n_out = Traffic(name="", requests=load.workload.requests).mean_lengths
+    n_in, n_out = load.workload.mean_lengths
     return {
         "kind": "plan",
         "model": settings.model,

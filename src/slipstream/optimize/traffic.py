@@ -67,7 +67,7 @@ def read_trace(path: Path) -> list[Length]:
         return read_lengths(path)
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            rows = [json.loads(line) for line in file] if path.suffix == ".jsonl" else list(csv.DictReader(file))
+            rows = [*map(json.loads, filter(str.strip, file))] if path.suffix == ".jsonl" else list(csv.DictReader(file))
         names = next(pair for pair in TRACE_COLUMNS if rows and set(pair) <= rows[0].keys())
         lengths = [(int(row[names[0]]), int(row[names[1]])) for row in rows]
     except (OSError, ValueError, TypeError, AttributeError, StopIteration):

@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from slipstream.bench.load import Arrivals, ClosedLoop, send_times
+from slipstream.bench.load import Arrivals, ClosedLoop, Poisson, send_times
 from slipstream.bench.workload import read_lengths
 from slipstream.errors import ConfigError
 
@@ -52,10 +52,6 @@ class Traffic:
     name: str
     requests: tuple[TrafficRequest, ...]
     users: int | None = None
-
-    @property
-    def mean_lengths(self) -> tuple[float, float]:
-        return mean_lengths(self.requests)
 
     @property
     def rate(self) -> float | None:
@@ -104,8 +100,6 @@ class Workload:
 
     def at_rate(self, rate: float, count: int, *, seed: int = 0) -> Traffic:
         """`rate` requests a second on average: a trace's own gaps, stretched alike, or else independent users'."""
-        from slipstream.bench.load import Poisson
-
         if not self.recorded:
             return self.traffic(Poisson(rate=rate), count, seed=seed)
         own = self.traffic(None, count)

@@ -95,9 +95,9 @@ def model(
     tied: bool = False,
     **more: Any,
 ) -> ModelSpec:
-    """The spec. Call it last: no key of the config may be left. `layer`: the one that all are like, or each by its index. `tied`:
-    the default of tie_word_embeddings. `more`: fields of `ModelSpec`. If the architecture is a classifier's, a decoder gets the
-    head that transformers gives all of them (`score`)."""
+    """The spec. Call it last: no key of the config may be left. `layer`: the one that all are like, or each by its index.
+    `tied`: the default of tie_word_embeddings. `more`: fields of `ModelSpec`. If the architecture is a classifier's, a decoder
+    gets the head that transformers gives all of them (`score`)."""
     if "classifier" not in more and (labels := num_labels(c)) is not None:
         more["classifier"] = ClassifierSpec(num_labels=labels, activation=None, pooling="last")
     is_tied = c.take("tie_word_embeddings", bool, tied)

@@ -1,6 +1,6 @@
 """What idle connections and slow readers cost the others: the same load alone, and beside them, in turns.
 
-    python benchmarks/connections.py --config llama-3-8b --quantization fp8 --kv-cache-dtype fp8 [--idle 5000] [--slow 200]
+    python benchmarks/online.py --study connections --config llama-3-8b --quantization fp8 --kv-cache-dtype fp8 [--idle 5000]
 
 The others are `slipstream bench serve` with so many streams at a time. Beside them stand connections that have asked once and
 stay open, and answers of `--slow-tokens` tokens whose readers take one byte a second, from a small buffer. Alone, the load has
@@ -9,6 +9,7 @@ the slow ones' streams as well, so that the engine's batch is the same.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import resource
@@ -17,13 +18,13 @@ import tempfile
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import common
-from online import served
-from structured import made_tokenizer
+from cases.online_loads import served
+from cases.structured_cost import made_tokenizer
 
 from slipstream.bench.report import print_table
 from slipstream.spec.description import read_spec
@@ -92,8 +93,10 @@ def is_open(one: socket.socket) -> bool:
         return False
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "connections")
+RECORD = "connections"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="llama-3-8b")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
@@ -107,7 +110,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", default="6")
     parser.add_argument("--api-servers", default="auto")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     folder, config = tempfile.TemporaryDirectory(), common.CONFIGS / args.config
     vocab = read_spec(config).spec.vocab_size
@@ -145,8 +150,4 @@ def main() -> None:
         for name, ratio in ratios.items()
     ]
     print_table(f"{args.streams} streams", ("", "alone, ms", "beside, ms", "ratio"), shown)
-    common.save(args.output, "connections", workload=vars(args), rounds=rounds, ratios=ratios)
-
-
-if __name__ == "__main__":
-    main()
+    save(workload=vars(args), rounds=rounds, ratios=ratios)

@@ -1,8 +1,8 @@
 """What schemes, 8-bit caches and a GPU's kernels cost in quality.
 
-    python benchmarks/fidelity.py [--text FILE] [--windows 16]                            # record fidelity.json
-    python benchmarks/fidelity.py --measure reference --reference REF.json                # on any machine
-    python benchmarks/fidelity.py --measure answers --reference REF.json [--model FILE]   # on a GPU; fidelity_answers.json
+    python benchmarks/compression.py --study fidelity [--text FILE] [--windows 16]
+    python benchmarks/compression.py --study fidelity --measure reference --reference REF.json    # on any machine
+    python benchmarks/compression.py --study fidelity --measure answers --reference REF.json  # on a GPU: fidelity_answers.json
 
 Schemes: perplexity, KL divergence and agreement on real conversations; `slipstream eval` for a list of cases. The yardstick
 is the model in float32. The reference kernels run, which carry out a scheme exactly as it is defined.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import common
@@ -72,7 +73,7 @@ def schemes(args: argparse.Namespace) -> None:
     num_tokens = sum(w.num_scored for w in windows)
     print_table(f"{args.model} on {args.text}, the {text.part} part: {num_tokens:,} tokens scored", COLUMNS, rows)
     common.save(
-        args.output or common.RESULTS / "fidelity.json",
+        args.output,
         "fidelity",
         settings={"model": args.model, "text": text, "num_tokens": num_tokens},
         results=results,
@@ -163,24 +164,25 @@ def answers_compare(args: argparse.Namespace) -> None:
         for t in ("bfloat16", "float32"):
             result[name][f"likeliest given {t}"] = likeliest(args.model, held["prompts"], held[t], **chosen)
         print(name, json.dumps(result[name]), flush=True)
-    common.save(args.output or common.RESULTS / "fidelity_answers.json", "fidelity_answers", model=args.model, results=result)
+    if args.output == common.RESULTS / "fidelity.json":
+        args.output = args.output.with_name("fidelity_answers.json")
+    common.save(args.output, "fidelity_answers", model=args.model, results=result)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    measures = {"schemes": schemes, "reference": answers_reference, "answers": answers_compare}
-    parser.add_argument("--measure", choices=tuple(measures), default="schemes")
+RECORD = "fidelity"
+MEASURES = {"schemes": schemes, "reference": answers_reference, "answers": answers_compare}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--measure", choices=tuple(MEASURES), default="schemes")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--text", default=DEFAULT_TEXT, help="schemes")
     parser.add_argument("--windows", type=int, default=16, help="schemes: of the text (default: 16)")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME", help="schemes")
     parser.add_argument("--reference", type=Path, help="reference: the file to write; answers: the file to read")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     if args.measure != "schemes" and args.reference is None:
-        parser.error(f"--measure {args.measure} needs --reference FILE")
-    measures[args.measure](args)
-
-
-if __name__ == "__main__":
-    main()
+        raise SystemExit(f"--measure {args.measure} needs --reference FILE")
+    MEASURES[args.measure](args)

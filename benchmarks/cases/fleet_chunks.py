@@ -1,6 +1,6 @@
 """What a fleet's door spends on one part of a stream: its processor time, with a replica and clients in processes of their own.
 
-    python benchmarks/fleet_chunks.py
+    python benchmarks/fleet.py --study chunks
 
 The replica has no engine: it writes one event and its mark to each of `--streams` streams in turn, `--rate` of them a second,
 so that each comes alone. The door runs in this process. Its time is counted from when all streams have begun to the last event.
@@ -9,12 +9,14 @@ so that each comes alone. The door runs in this process. Its time is counted fro
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import multiprocessing
 import os
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import common
@@ -213,14 +215,15 @@ class Copy:
         self.server.close()
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "fleet_chunks")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--events", type=int, default=600)
     parser.add_argument("--rate", type=float, default=1500.0)
     parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     seconds: dict[str, list[float]] = {"door": [], "floor": []}
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         for number in range(2 * args.rounds):
@@ -234,8 +237,4 @@ def main() -> None:
     found = {f"{what}_us_per_event": common.median(values) for what, values in seconds.items()}
     found |= {"times_the_floor": found["door_us_per_event"] / found["floor_us_per_event"], "load_average": os.getloadavg()[0]}
     print_table("the door's cost of an event", ["what", "value"], [(name, f"{value:.2f}") for name, value in found.items()])
-    common.save(args.output, "fleet_chunks", results={**found, "all": seconds})
-
-
-if __name__ == "__main__":
-    main()
+    save(results={**found, "all": seconds})

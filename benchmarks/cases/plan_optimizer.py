@@ -1,9 +1,9 @@
 """How much of the front `slipstream optimize` finds with few measurements: every candidate is measured, then the search is
 played again on that table.
 
-    python benchmarks/optimize_share.py smollm2 [--rounds 3]      on this CPU: every candidate of `slipstream optimize smollm2`
-    python benchmarks/optimize_share.py --config llama-3-8b --traffic 512/128 --arrivals closed:64 --num-requests 96    on a GPU
-    python benchmarks/optimize_share.py --replay FILE             play a record again: nothing is measured
+    python benchmarks/plan.py --study optimizer smollm2 [--rounds 3]    on this CPU: every candidate of `slipstream optimize`
+    python benchmarks/plan.py --study optimizer --config llama-3-8b --traffic 512/128 --arrivals closed:64 --num-requests 96
+    python benchmarks/plan.py --study optimizer --replay FILE    play a record again: nothing is measured
 
 Every candidate is measured once a round, in an order that is drawn anew for each, so that a machine whose speed drifts is alike
 to all. What was measured is kept in --state, and an interrupted run goes on. The record has each round and the search's prior,
@@ -36,7 +36,7 @@ from slipstream.bench.report import print_table
 from slipstream.config import EngineArgs
 from slipstream.errors import SlipstreamError
 from slipstream.hub import machine_folder, resolve_model
-from slipstream.optimize import run
+from slipstream.optimize import run as search_run
 from slipstream.optimize.candidates import Candidate, Prediction, Result, Space
 from slipstream.optimize.pareto import hypervolume
 from slipstream.optimize.prior import simulated_prior
@@ -156,23 +156,23 @@ def measured(args: argparse.Namespace) -> Table:
     traffic = parse_traffic(args.traffic, args.arrivals, num_requests=args.num_requests, longest=args.max_model_len)
     info, arrivals = detect(args.device, machine_folder()), parse_arrivals(args.arrivals)
     users = arrivals.concurrency if isinstance(arrivals, ClosedLoop) else len(traffic.lengths)
-    space = run.default_space(users=users, on_gpu=info.is_cuda)
+    space = search_run.default_space(users=users, on_gpu=info.is_cuda)
     if args.compressions:
-        space = dataclasses.replace(space, compressions=run.check_compressions(args.compressions.split(",")))
+        space = dataclasses.replace(space, compressions=search_run.check_compressions(args.compressions.split(",")))
     if dummy:  # a recipe needs weights
         space = dataclasses.replace(space, compressions=tuple(c for c in space.compressions if c == "none" or c in SCHEMES))
     base = EngineArgs(
         model=model, device=args.device, max_model_len=args.max_model_len, load_format="dummy" if dummy else "auto"
     )
-    limits = run.parse_quality_loss(args.max_quality_loss)
+    limits = search_run.parse_quality_loss(args.max_quality_loss)
     prior = simulated_prior(base, description, traffic, this_hardware(args.device))
     text = {"source": args.text, "context": 512, "stride": 512, "num_windows": args.eval_windows}
-    measurer = run.Measurer(base=base, traffic=traffic, objectives={}, limits=limits, folder=args.state, text=text)
+    measurer = search_run.Measurer(base=base, traffic=traffic, objectives={}, limits=limits, folder=args.state, text=text)
     kept, every = args.state / "rounds.jsonl", space.candidates()
     rounds: dict[Candidate, list[Result]] = {c: [] for c in every}
     for line in kept.read_text("utf-8").splitlines() if kept.is_file() else ():
         row = json.loads(line)
-        if row.pop("conditions") == measurer.conditions and (result := run.result_of(row, space)).candidate in rounds:
+        if row.pop("conditions") == measurer.conditions and (result := search_run.result_of(row, space)).candidate in rounds:
             rounds[result.candidate].append(result)
     for number in range(args.rounds):
         for place, candidate in enumerate(random.Random(number).sample(every, len(every))):
@@ -186,7 +186,7 @@ def measured(args: argparse.Namespace) -> Table:
             result = dataclasses.replace(result, figures={**result.figures, "load_average": os.getloadavg()[0]})
             before.append(result)
             with kept.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"conditions": measurer.conditions, **run.as_row(result)}) + "\n")
+                file.write(json.dumps({"conditions": measurer.conditions, **search_run.as_row(result)}) + "\n")
             place_text = f"round {number + 1}, {place + 1} of {len(every)}"
             print(f"{place_text}: {candidate.name}: {result.throughput or result.error}", flush=True)
     return Table(space=space, kl_limit=limits.kl or 0.1, rounds=rounds, predicted={c: prior(c) for c in every})
@@ -229,8 +229,10 @@ def read_record(path: Path) -> Table:
     return Table(space=space, kl_limit=data["kl_limit"], rounds=rounds, predicted=predicted)
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "optimize_share")
+RECORD = "optimize_share"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--config", help="a folder of benchmarks/configs, with random weights, whose quality is guessed")
     parser.add_argument("--traffic", default="128/64")
@@ -247,7 +249,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20, help="games of each case")
     parser.add_argument("--state", type=Path, default=Path("optimize_share.state"))
     parser.add_argument("--replay", type=Path, metavar="FILE", help="a record of this script")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     table = read_record(args.replay) if args.replay else measured(args)
     found = judge(table, share=args.share, seeds=args.seeds)
     columns = ("found", "least_found", "at_random", "at_most", "num_measured", "num_points")
@@ -257,10 +261,4 @@ def main() -> None:
     print(f"load average {min(loads):.1f} to {max(loads):.1f}" if loads else "no load averages in the table")
     if not args.replay:
         settings = {name: getattr(value, "name", value) for name, value in vars(args).items()}
-        common.save(
-            args.output, "optimize_share", settings=settings, kl_limit=table.kl_limit, found=found, rows=rows_of(table)
-        )
-
-
-if __name__ == "__main__":
-    main()
+        save(settings=settings, kl_limit=table.kl_limit, found=found, rows=rows_of(table))

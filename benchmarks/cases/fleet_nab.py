@@ -1,6 +1,6 @@
 """The detector's series on the Numenta Anomaly Benchmark (Lavin and Ahmad 2015), scored as it describes.
 
-    python benchmarks/nab.py --nab FOLDER [--labels FILE] [--results FOLDER] [--groups realKnownCause]
+    python benchmarks/fleet.py --study nab --nab FOLDER [--results FOLDER] [--groups realKnownCause]
 
 FOLDER has NAB's `data/` and `labels/combined_windows.json`; `--results` is NAB's own `results/`, whose anomaly scores of other
 detectors are scored here in the same way, on the same files. None of these files is part of this repository.
@@ -17,18 +17,18 @@ of a week in them, which our detector leaves to whoever makes the residual.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-import common
 from river.drift import PageHinkley
 
 from slipstream.fleet.detection.signals import Baseline, Signal
@@ -138,12 +138,16 @@ def theirs(results: Path, detector: str, name: str) -> list[float] | None:
         return [float(row["anomaly_score"]) for row in csv.DictReader(opened)]
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "nab")
+RECORD = "nab"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nab", type=Path, required=True)
     parser.add_argument("--results", type=Path)
     parser.add_argument("--groups", default="realKnownCause")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     labels = json.loads((args.nab / "labels" / "combined_windows.json").read_text("utf-8"))
     series = list(files(args.nab, labels, args.groups.split(",")))
     table = {}
@@ -156,8 +160,4 @@ def main() -> None:
             score, threshold = best([File(scores or [], windows) for scores, windows in found])
             table[detector] = {"score": score, "threshold": threshold}
             print(detector, table[detector], flush=True)
-    common.save(args.output, "nab", groups=args.groups, files=[name for name, _, _ in series], scores=table)
-
-
-if __name__ == "__main__":
-    main()
+    save(groups=args.groups, files=[name for name, _, _ in series], scores=table)

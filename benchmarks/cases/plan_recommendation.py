@@ -1,10 +1,10 @@
 """What `slipstream plan` would choose of a grid of settings, against the measured best of the grid.
 
-    python benchmarks/recommendation.py smollm2              on this CPU: 40 settings, about 3 s each
-    python benchmarks/recommendation.py smollm2 --schemes none --sizes 2,8 --tokens 128,512        a small grid: 4 settings
-    python benchmarks/recommendation.py --config llama-3-8b --kv-cache-dtype fp8 --gpu-grid --traffic 512/128 \
+    python benchmarks/plan.py --study recommendation smollm2              on this CPU: 40 settings, about 3 s each
+    python benchmarks/plan.py --study recommendation smollm2 --schemes none --sizes 2,8 --tokens 128,512    4 settings
+    python benchmarks/plan.py --study recommendation --config llama-3-8b --kv-cache-dtype fp8 --gpu-grid --traffic 512/128 \
         --arrivals closed:64 --num-requests 192 --measure-steps --kv-cache-bytes 30000000000        on a GPU, about 15 s each
-    python benchmarks/recommendation.py --replay FILE        judge a record again; nothing is measured
+    python benchmarks/plan.py --study recommendation --replay FILE        judge a record again; nothing is measured
 
 Every setting is measured once a round, in an order that is drawn anew for each, so that a machine whose speed drifts is alike
 to all; the median of the rounds counts. The prediction is the simulator's, with steps that were measured for each scheme
@@ -15,6 +15,7 @@ the same of a setting at random.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import itertools
@@ -23,6 +24,7 @@ import math
 import os
 import random
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +137,10 @@ def judge(rows: list[dict[str, Any]], objectives: dict[str, float]) -> dict[str,
     }
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "recommendation")
+RECORD = "recommendation"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--config", help="a folder of benchmarks/configs, with random weights, instead of a model")
     parser.add_argument("--gpu-grid", action="store_true", help="the grid of a GPU")
@@ -155,7 +159,9 @@ def main() -> None:
     parser.add_argument("--step-rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replay", type=Path, help="a record of this script")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     objectives = parse_objectives(args.slo)
     if args.replay:
         rows = json.loads(args.replay.read_text("utf-8"))["rows"]
@@ -169,7 +175,7 @@ def main() -> None:
     print_table("output tokens a second", ("", "measured", "predicted"), shown)
     print(json.dumps(found, indent=1))
     settings = {name: getattr(value, "name", value) for name, value in vars(args).items()}
-    common.save(args.output, "recommendation", settings=settings, found=found, rows=rows)
+    save(settings=settings, found=found, rows=rows)
 
 
 def measured_rows(args: Any) -> list[dict[str, Any]]:
@@ -217,7 +223,3 @@ def measured_rows(args: Any) -> list[dict[str, Any]]:
         row["measured"] = {name: statistics.median(f[name] for f in done) for name in FIGURES} if done else row["all"][-1]
         del row["all"]
     return rows
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Our autoscaler beside others' rules and an oracle, in one replay of a recorded trace.
 
-    python benchmarks/autoscale.py --trace AzureLLMInferenceTrace_conv.csv [--gpu l4] [--cold-start 40] [--policies ours,ray]
+    python benchmarks/fleet.py --study autoscale --trace AzureLLMInferenceTrace_conv.csv [--gpu l4] [--policies ours,ray]
 
 Every replica is simulated step by step with the engine's own scheduler (`fleet/replay.py`); nothing is a calibrated queue. All
 begin with the same replicas and have the same cold starts, which are paid for. Objectives: TTFT and TPOT of a request, both.
@@ -13,6 +13,7 @@ meet the objectives (tried in the same simulator, with what came before and afte
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Callable
@@ -155,18 +156,22 @@ def row(run: Replayed) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "autoscale")
+RECORD = "autoscale"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--gpu", default="l4")
     parser.add_argument("--cold-start", type=float, default=40.0)
     parser.add_argument("--max-replicas", type=int, default=16)
     parser.add_argument("--policies", default=",".join(POLICIES), help=f"of {', '.join(POLICIES)} (default: all)")
     parser.add_argument("--add", action="store_true", help="keep what the record has of other policies")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     names = args.policies.split(",")
     if set(names) - set(POLICIES):
-        parser.error(f"--policies: {', '.join(sorted(set(names) - set(POLICIES)))} is not of {', '.join(POLICIES)}")
+        raise SystemExit(f"--policies: {', '.join(sorted(set(names) - set(POLICIES)))} is not of {', '.join(POLICIES)}")
     folder = common.CONFIGS / "llama-3-8b"
     engine = plan_engine(EngineArgs(model=str(folder), quantization="fp8"), read_spec(folder), find_device(args.gpu)).simulated
     requests = read_trace(args.trace).requests
@@ -198,16 +203,9 @@ def main() -> None:
     best = rows.get("oracle")
     for one in rows.values():
         one["hours_over_the_oracles"] = None if best is None else one["replica_hours"] / best["replica_hours"]
-    common.save(
-        args.output,
-        "autoscale",
-        objectives={**LIMITS, "attainment": ATTAINMENT},
+    save(objectives={**LIMITS, "attainment": ATTAINMENT},
         engine={"model": "llama-3-8b fp8", "gpu": args.gpu, "cold_start_s": args.cold_start, "initial": INITIAL},
         requests=len(requests),
         forecast=errors,
         policies=rows,
     )
-
-
-if __name__ == "__main__":
-    main()

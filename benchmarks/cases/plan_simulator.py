@@ -1,6 +1,6 @@
 """How fast `slipstream plan` simulates: seconds of one core's time for so many requests, and how much faster than served.
 
-    python benchmarks/simulator.py [--num-requests 1000000] [--rate 90]
+    python benchmarks/plan.py --study simulator [--num-requests 1000000] [--rate 90]
 
 Llama-3-8B in FP8 on an H200, ShareGPT's lengths, by the estimated steps. A shorter load is simulated twice, with decodes asleep
 and with the Scheduler planning every step; both must tell the same.
@@ -8,7 +8,9 @@ and with the Scheduler planning every step; both must tell the same.
 
 from __future__ import annotations
 
+import argparse
 import resource
+from collections.abc import Callable
 
 import common
 
@@ -22,11 +24,15 @@ from slipstream.spec.description import read_spec
 COMPARED = 4000
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "simulator")
+RECORD = "simulator"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-requests", type=int, default=1_000_000)
     parser.add_argument("--rate", type=float, default=90.0)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     folder = common.CONFIGS / "llama-3-8b"
     settings = EngineArgs(model=str(folder), quantization="fp8", kv_cache_dtype="fp8")
     engine = plan_engine(settings, read_spec(folder), find_device("h200")).simulated
@@ -49,8 +55,4 @@ def main() -> None:
         "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
     print(result)
-    common.save(args.output, "simulator", compared=compared, result=result)
-
-
-if __name__ == "__main__":
-    main()
+    save(compared=compared, result=result)

@@ -1,6 +1,6 @@
 """A neighbour that takes a core and gives it back: threads that follow it beside a fixed number.
 
-    python benchmarks/threads.py [--rounds 6] [--seconds 6] [--neighbours 1]      # record threads.json
+    python benchmarks/steps.py --study threads [--rounds 6] [--seconds 6] [--neighbours 1]      # record threads.json
 
 One stream of SmolLM2's packaged Q4_1 decodes. Two engines in this process take turns: one whose threads may change
 (`thread_governor`), and one with as many by `num_threads`. In each round both run for some seconds alone and for some beside
@@ -10,9 +10,11 @@ within a round. Answers must be the same. On a machine that is busy already the 
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +39,16 @@ def tokens_per_s(llm: Any, seconds: float) -> tuple[float, set[tuple[int, ...]],
     return count / (time.perf_counter() - begin), found, threads
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "threads")
+RECORD = "threads"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--neighbours", type=int, default=1)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     path, cores = str(resolve_model("smollm2")), available_cores()
     common_settings: dict[str, Any] = dict(device="cpu", max_model_len=512, max_num_seqs=1, enable_prefix_caching=False)
     engines = {
@@ -75,9 +81,4 @@ def main() -> None:
     ratios = {name: common.median([r[name] for r in rounds]) for name in names}
     print(ratios)
     load = Path("/proc/loadavg").read_text().split()[0]
-    common.save(args.output, "threads", cores=cores, load=load, medians=ratios, rounds=rounds)
-
-
-
-if __name__ == "__main__":
-    main()
+    save(cores=cores, load=load, medians=ratios, rounds=rounds)

@@ -1,6 +1,6 @@
 """How well `fleet/detection` finds and names ten kinds of faults over replayed days.
 
-    python benchmarks/detection.py --trace AzureLLMInferenceTrace_conv.csv [--replicas 3] [--days 2] [--seed 0]
+    python benchmarks/fleet.py --study detection --trace AzureLLMInferenceTrace_conv.csv [--replicas 3] [--days 2] [--seed 0]
 
 Each replica is the step-level simulator of `slipstream plan` (the engine's own scheduler, block pool and prefix cache) of
 Llama-3-8B in FP8 on an L40S, under the trace's requests, with the hours of a day and shared prefixes. Of each kind of fault
@@ -16,11 +16,13 @@ false alarm or, within that minute, an echo, which counts for neither.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import random
 import statistics
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -241,13 +243,17 @@ def one(task: tuple[int, float, int, Path]) -> dict[str, Any]:
     return judge(*observed_day(engine, read_trace(path), number, days, seed))
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "detection")
+RECORD = "detection"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--days", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     tasks = [(i, args.days, args.seed, args.trace) for i in range(args.replicas)]
     with ProcessPoolExecutor(2) as pool:
         runs = list(pool.map(one, tasks))
@@ -275,8 +281,4 @@ def main() -> None:
         print(kind, each)
     print("false alarms", false, "echoes", [run["echoes"] for run in runs])
     print(result)
-    common.save(args.output, "detection", result=result, by_kind=by_kind, false_alarms=false)
-
-
-if __name__ == "__main__":
-    main()
+    save(result=result, by_kind=by_kind, false_alarms=false)

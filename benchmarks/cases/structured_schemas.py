@@ -1,8 +1,9 @@
-"""JSON schemas that are enforced, those that are refused, and whether what is enforced is right: beside xgrammar, in one run.
+r"""JSON schemas that are enforced, those that are refused, and whether what is enforced is right: beside xgrammar, in one run.
 
     git clone https://github.com/guidance-ai/jsonschemabench          # MaskBench, in maskbench/data
     git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite
-    python benchmarks/schemas.py --maskbench jsonschemabench/maskbench/data --suite JSON-Schema-Test-Suite [--every 10]
+    python benchmarks/structured.py --study schemas --maskbench jsonschemabench/maskbench/data \
+        --suite JSON-Schema-Test-Suite [--every 10]
 
 Each schema comes with instances that are valid and others that are not. An engine takes the schema or refuses it. Of one that
 it takes each instance is read as the model would have to write it: compact JSON, properties in the schema's order where the
@@ -15,6 +16,7 @@ xgrammar is left out if it is not installed.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import multiprocessing
@@ -25,8 +27,6 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-import common
 
 from slipstream.bench.report import print_table
 
@@ -157,13 +157,17 @@ class Process:
         return what, what, [], self.limit
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "schemas")
+RECORD = "schemas"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--maskbench", type=Path)
     parser.add_argument("--suite", type=Path)
     parser.add_argument("--every", type=int, default=1, help="take every so many of MaskBench's schemas")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds for a schema and its instances")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     cases = [*(maskbench(args.maskbench, args.every) if args.maskbench else ()), *(suite(args.suite) if args.suite else ())]
     versions = {}
     for package in {package for package, _ in ENGINES.values()}:
@@ -204,17 +208,10 @@ def main() -> None:
         rows = [(name, *(str(counts[source, name][key]) for key in keys)) for name in engines]
         print_table(source, ("engine", *keys), rows)
     results = [{"source": s, "engine": n, **{key: count[key] for key in keys}} for (s, n), count in counts.items()]
-    common.save(
-        args.output,
-        "schemas",
-        engines=versions,
+    save(engines=versions,
         workload={"every": args.every, "limit_s": args.limit},
         results=results,
         refusals={name: dict(found.most_common(40)) for name, found in reasons.items()},
         wrongly_accepted=[w for w in wrong if w["engine"] == "slipstream"],
         wrongly_accepted_by_others=[w for w in wrong if w["engine"] != "slipstream"][:60],
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 r"""Where a speculating step of one sequence spends its time: the GPU by events and by the profiler, the host by its clock.
 
-    python benchmarks/speculation_stages.py [MODEL] [--quantizations none fp8] [--forced 3.3] \
+    python benchmarks/speculation.py --study stages [MODEL] [--quantizations none fp8] [--forced 3.3] \
         [--config '{"method": "eagle3", "model": HEAD, "num_speculative_tokens": 5}']
 
 Weights are random and acceptance is forced (`benchmarks/speculation.py` says why). Medians over the steps of a run, in µs:
@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import common
-import speculation
 import torch
+from cases import speculation_speed
 
 from slipstream import LLM, SamplingParams
 from slipstream.bench.report import print_table
@@ -166,8 +166,7 @@ def kernels(llm: LLM, given: Any, sampling: SamplingParams) -> dict[str, Any]:
     return {"us": whole, "busy_us": busy / steps, "kernels": [{"us": u, "calls": c, "name": n} for u, c, n in rows[:40]]}
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "speculation_stages")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=str(common.CONFIGS / "llama-3-8b"))
     parser.add_argument("--config", type=json.loads, action="append", help="a speculative_config; may be repeated")
     parser.add_argument("--quantizations", nargs="+", default=["none", "fp8"])
@@ -177,7 +176,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-kernels", action="store_true", help="leave the profiler out")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     head = str(common.CONFIGS / "llama-3-8b-eagle3")
     configs = args.config or [{"method": "eagle3", "model": head, "num_speculative_tokens": 5}]
     given = common.prompts([args.prompt_len] * args.num_seqs, 250)
@@ -197,14 +198,14 @@ def main() -> None:
                 print_table("kernels", ("µs a step", "calls", "kernel"), rows)
     settings = {k: v for k, v in vars(args).items() if k != "output"}
     label = f"acceptance is forced to {args.forced} tokens a verification: random weights"
-    common.save(args.output, "speculation_stages", label=label, settings=settings, runs=found)
+    save(label=label, settings=settings, runs=found)
 
 
 def one(args: argparse.Namespace, quantization: str, config: Any, given: Any, sampling: SamplingParams) -> dict[str, Any]:
     settings: dict[str, Any] = {"max_num_seqs": max(8, args.num_seqs), "max_model_len": 2048, "dtype": "bfloat16"}
     settings |= {"load_format": "dummy", "skip_tokenizer_init": True}
     settings["quantization"] = None if quantization == "none" else quantization
-    with speculation.forced_acceptance(args.forced), LLM(args.model, speculative_config=config, **settings) as llm:
+    with speculation_speed.forced_acceptance(args.forced), LLM(args.model, speculative_config=config, **settings) as llm:
         times = []
         for round_ in range(-2, args.rounds):  # the first compile what is left, and capture graphs
             begin = time.perf_counter()
@@ -220,7 +221,3 @@ def one(args: argparse.Namespace, quantization: str, config: Any, given: Any, sa
     del llm
     gc.collect()
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -1,23 +1,25 @@
 """`slipstream plan`'s simulator against measurements, on loads that are drawn at random.
 
-    python benchmarks/prediction.py                                    ten loads of SmolLM2 on this CPU
-    python benchmarks/prediction.py --config llama-3-8b --quantization fp8 --kv-cache-dtype fp8 --num-loads 6    on a GPU
-    python benchmarks/prediction.py --config llama-3-8b --quantization fp8 --kv-cache-dtype fp8 --num-loads 6 --table FILE
-    python benchmarks/prediction.py --record                           the recorded loads of results/online.json, on an H200
+    python benchmarks/plan.py --study prediction             # ten loads of SmolLM2 on this CPU
+    python benchmarks/plan.py --study prediction --config llama-3-8b --quantization fp8 --num-loads 6    # on a GPU
+    python benchmarks/plan.py --study prediction --config llama-3-8b --quantization fp8 --num-loads 6 --table FILE
+    python benchmarks/plan.py --study prediction --record    # the recorded loads of results/online.json, on an H200
 
 A load has lengths, and a rate or a number of users, drawn by `--seed`. Each is measured through `AsyncLLM`, between two
 measurements of the table of steps in the same minutes, since a shared machine's speed changes; the prediction is that of the
-two tables together. With `--table` (step_costs.py's file) all predictions are made by that table before the load is
+two tables together. With `--table` (the file of `--study steps`) all predictions are made by that table before the load is
 measured: held-out loads. Errors are of the mean TPOT and TTFT, and of output tokens a second.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import json
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -188,17 +190,21 @@ def recorded() -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "prediction")
+RECORD = "prediction"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", action="store_true", help="against the recorded loads of an H200; nothing is measured")
-    parser.add_argument("--table", type=Path, help="what steps take: a file of step_costs.py; none is measured here")
+    parser.add_argument("--table", type=Path, help="what steps take: a file of `--study steps`; none is measured here")
     parser.add_argument("--config")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--num-loads", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=20)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     if args.record:
         rows = recorded()
     else:
@@ -223,8 +229,4 @@ def main() -> None:
     print_table("measured · predicted · error", ("load", *TARGETS), shown)
     print({name: f"{value:.1%} (target {TARGETS[name]:.0%})" for name, value in means.items()})
     shown_settings = {**vars(args), "output": args.output.name, "table": args.table and args.table.name}
-    common.save(args.output, "prediction", settings=shown_settings, mean_errors=means, rows=rows)
-
-
-if __name__ == "__main__":
-    main()
+    save(settings=shown_settings, mean_errors=means, rows=rows)

@@ -1,6 +1,6 @@
 """Steps of decodes and prompts on a GPU: host and GPU time by graph and op by op, and what a graph costs to capture.
 
-    python benchmarks/mixed_steps.py [--config llama-3-8b] [--quantization fp8] [--kv-cache-dtype fp8]
+    python benchmarks/steps.py --study mixed [--config llama-3-8b] [--quantization fp8] [--kv-cache-dtype fp8]
 
 Random weights of the true shape. Each case is one step, launched again and again over the same places: the host's time until
 `launch` returns, the GPU's time, and the time of a step when steps are launched back to back, as the engine does.
@@ -8,9 +8,11 @@ Random weights of the true shape. Each case is one step, launched again and agai
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import common
@@ -74,12 +76,16 @@ def measure(runner: Any, case: tuple[int, int, tuple[int, ...]], paths: list[Any
     return {"host_ms": statistics.median(host), "gpu_ms": statistics.median(gpu), "step_ms": each, "tokens": list(tokens)}
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "mixed_steps")
+RECORD = "mixed_steps"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="llama-3-8b")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     options = dict(load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=4096)
     options |= dict(max_num_seqs=1024, max_num_batched_tokens=16384)
     llm = LLM(
@@ -103,8 +109,4 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
     settings = {"config": args.config, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
-    common.save(args.output, "mixed_steps", settings=settings, captures=captures, rows=rows)
-
-
-if __name__ == "__main__":
-    main()
+    save(settings=settings, captures=captures, rows=rows)

@@ -1,6 +1,6 @@
 r"""Trains an adapter on a small text, as `slipstream compress --recipe lora` does, and keeps its receipt.
 
-    python benchmarks/lora_training.py [MODEL] [--minutes 5] [--rank 8] [--output FILE]
+    python benchmarks/lora.py --study training [MODEL] [--minutes 5] [--rank 8] [--output FILE]
 
 The text is made here: 160 conversations in which a harbour master converts units, in one manner. So what is learned can be
 seen in an answer, which is recorded before and after. The time has the training alone; reading the model and the two
@@ -14,9 +14,9 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import common
 import torch
 
 from slipstream import LLM, LoRARequest, SamplingParams
@@ -45,14 +45,14 @@ def conversations() -> list[dict[str, list[dict[str, str]]]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     source = read_spec(resolve_model(args.model))
     with tempfile.TemporaryDirectory() as folder:
         data, out = Path(folder) / "harbour.jsonl", Path(folder) / "adapter"
@@ -72,10 +72,4 @@ def main() -> None:
     for name in ("held_out", "adapter", "data"):
         print(name, receipt[name])
     print(f"{receipt['training']['num_steps']} steps, {took:.0f} s in all\nbefore: {answers[0]}\nafter: {answers[1]}")
-    if args.output is not None:
-        more = {"seconds_in_all": round(took, 1), "answers": answers, "load_average": os.getloadavg()}
-        common.save(args.output, "lora_training", receipt=receipt, **more)
-
-
-if __name__ == "__main__":
-    main()
+    save(receipt=receipt, seconds_in_all=round(took, 1), answers=answers, load_average=os.getloadavg())

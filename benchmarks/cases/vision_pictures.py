@@ -1,6 +1,6 @@
 r"""Pictures a second: slipstream against transformers, in one run.
 
-    python benchmarks/images.py [--shape tiny|smolvlm-256m|qwen2.5-vl-3b] [--device cpu|cuda] [--pictures 16] [--rounds 3]
+    python benchmarks/vision.py --study pictures [--shape tiny|smolvlm-256m|qwen2.5-vl-3b] [--device cpu|cuda] [--pictures 16]
 
 Weights are random, of the true shapes. Each request has one picture of its own, drawn at random, and an answer of a fixed
 length. Both engines do everything from the PIL image on: scaling, encoding, prefill, decoding. transformers gets its requests
@@ -10,15 +10,16 @@ eight text requests take alone and with pictures beside them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import common
 import numpy as np
 import torch
 from PIL import Image
@@ -196,8 +197,10 @@ def seconds(work: Any) -> float:
     return time.perf_counter() - begin
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "images")
+RECORD = "images"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="tiny")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", default="float32")
@@ -206,7 +209,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--one-by-one", action="store_true", help="transformers answers one request after another")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     torch.set_num_threads(args.threads)
     make, processing = SHAPES[args.shape]
     config = make()
@@ -242,8 +247,4 @@ def main() -> None:
         "load_average": os.getloadavg(),
     }
     print(json.dumps(result, indent=1))
-    common.save(args.output, "images", results=result)
-
-
-if __name__ == "__main__":
-    main()
+    save(results=result)

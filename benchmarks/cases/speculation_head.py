@@ -1,9 +1,9 @@
 """Trains a draft head and records its receipt; writes questions to a file for machines without a network.
 
-    python benchmarks/draft_head.py MODEL --out FOLDER [--recipe draft:eagle3] [--device cuda]
-    python benchmarks/draft_head.py --export questions.jsonl
-    python benchmarks/draft_head.py --receipt FOLDER/slipstream-draft.json    # records a run that was made before
-    python benchmarks/draft_head.py MODEL --cost FOLDER --output FILE         # what a pass costs beside a step of the model
+    python benchmarks/speculation.py --study head MODEL --out FOLDER [--recipe draft:eagle3] [--device cuda]
+    python benchmarks/speculation.py --study head --export questions.jsonl
+    python benchmarks/speculation.py --study head --receipt FOLDER/slipstream-draft.json    # records a run made before
+    python benchmarks/speculation.py --study head MODEL --cost FOLDER --output FILE    # a pass beside a step of the model
 
 A file of questions stands in a recipe as `text`: `- draft_head: {kind: eagle3, text: questions.jsonl}`. Which questions are
 held out depends on their texts alone, so it is the same everywhere.
@@ -11,9 +11,11 @@ held out depends on their texts alone, so it is the same everywhere.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +84,10 @@ def cost(model: str, head: Path, rounds: int = 60) -> dict[str, dict[str, float]
     return {name: {"best_ms": min(own), "median_ms": common.median(own)} for name, own in times.items()}
 
 
-def main() -> int:
-    parser = common.parser(__doc__, "draft_head")
+RECORD = "draft_head"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--recipe", default="draft:eagle3")
@@ -91,29 +95,26 @@ def main() -> int:
     parser.add_argument("--export", type=Path, metavar="FILE")
     parser.add_argument("--receipt", type=Path, metavar="FILE")
     parser.add_argument("--cost", type=Path, metavar="FOLDER")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     if args.cost is not None:
         found = cost(args.model, args.cost)
         for name, own in found.items():
             print(f"{name:20} best {own['best_ms']:7.2f} ms, median {own['median_ms']:7.2f} ms")
-        common.save(args.output, "draft_head_cost", load_average=os.getloadavg()[0], times=found)
-        return 0
+        save(load_average=os.getloadavg()[0], times=found)
+        return
     if args.export is not None:
         export(args.export)
-        return 0
+        return
     receipt = args.receipt
     if receipt is None:
         if args.out is None:
-            parser.error("--out, --export or --receipt is needed")
+            raise SystemExit("--out, --export or --receipt is needed")
         code = slipstream(
             ["compress", args.model, "--recipe", args.recipe, "--out", str(args.out), "--device", args.device]
         )
         if code:
-            return code
+            raise SystemExit(code)
         receipt = args.out / RECEIPT_NAME
-    common.save(args.output, "draft_head", receipt=json.loads(receipt.read_text(encoding="utf-8")))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    save(receipt=json.loads(receipt.read_text(encoding="utf-8")))

@@ -1,6 +1,6 @@
 """Trains a small model that sees, and says how often it is right about pictures that it was not trained on, over HTTP.
 
-    python benchmarks/vision_model.py --out DIR [--minutes 5] [--threads 2]
+    python benchmarks/vision.py --study training --out DIR [--minutes 5] [--threads 2]
 
 1. Pictures are drawn by this script: a shape (circle, square, triangle, cross) or a digit, in one of six colours, of any size
    and at any place, on a background with noise. The question is always the same; the answer is two words ("red circle").
@@ -14,6 +14,7 @@ Nothing is downloaded, and no weights are kept in the repository.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import io
 import json
@@ -24,10 +25,10 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import common
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
@@ -253,15 +254,19 @@ def by_transformers(model: Any, pictures: list[Image.Image]) -> list[str]:
     return found
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "vision_model")
+RECORD = "vision_model"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--drawn", type=int, default=6000, help="pictures to train with")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pictures", type=int, default=400, help="held-out ones")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     torch.set_num_threads(args.threads)
     model = make_model()
     trained = train(model, args.minutes * 60, args.steps, args.drawn)
@@ -282,8 +287,4 @@ def main() -> None:
         "load_average": os.getloadavg(),
     }
     print(json.dumps(result, indent=1))
-    common.save(args.output, "vision_model", results=result)
-
-
-if __name__ == "__main__":
-    main()
+    save(results=result)

@@ -1,6 +1,6 @@
 """Clock and power of a GPU under products that go on for a second and more: what bounds a long run.
 
-    python benchmarks/power.py [--seconds 1.5]
+    python benchmarks/kernels.py --device cuda --op power [--seconds 1.5]
 
 An 8B Llama's products, one shape alone and all four in turn, in bfloat16 and in FP8 with a scale a row, replayed from graphs.
 Of each: milliseconds at first and in the second half, TFLOP/s, and the medians of what NVML says meanwhile. Its reasons for
@@ -9,13 +9,13 @@ a lower clock: 0x4 is the power cap.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-import common
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -114,11 +114,15 @@ def products(num_tokens: int, names: Sequence[str], fp8: bool, uniform: bool) ->
     return run, flops
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = common.parser(__doc__, "power")
+RECORD = "power"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=1.5, help="of each case (default: 1.5)")
-    args = parser.parse_args()
+
+
+@torch.inference_mode()
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     nvml, found = Nvml(), {}
     cases = [((name,), tokens, False, False) for tokens in (16384, 8192, 1024) for name in ("up", "down", "qkv")]
     cases += [(tuple(SHAPES), tokens, fp8, False) for fp8 in (False, True) for tokens in (16384, 8192, 2048, 1024)]
@@ -127,9 +131,5 @@ def main() -> None:
         kind = f"{'fp8' if fp8 else 'bf16'} {names[0] if len(names) == 1 else 'all'} {tokens}{' uniform' * uniform}"
         found[kind] = watched(nvml, *products(tokens, names, fp8, uniform), args.seconds)
         print(kind, json.dumps(found[kind]), flush=True)
-        common.save(args.output, "power", products=found)
+        save(products=found)
         torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 r"""A prompt found in a tier below the device's cache over computing it, and what a miss costs.
 
-    python benchmarks/kv_tiers.py [MODEL] [--prompt-tokens 32768] [--host-bytes 24GiB] [--disk-bytes 32GiB] [--rounds 5]
+    python benchmarks/cache.py --study tiers [MODEL] [--prompt-tokens 32768] [--host-bytes 24GiB] [--disk-bytes 32GiB]
 
 Two engines of one process take turns: one without tiers ("off"), one with them ("on"). Each round has prompts that neither has
 seen: "off" computes one, "on" computes another of the same length and stores it (a miss), then its device forgets all prompts,
@@ -20,10 +20,9 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import common
 
 from slipstream import LLM, SamplingParams
 from slipstream.cli.options import parse_bytes
@@ -42,8 +41,10 @@ def seconds(llm: LLM, text: Any, sampling: SamplingParams = FIRST) -> tuple[floa
     return time.perf_counter() - begin, list(answer.outputs[0].token_ids)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+RECORD = "kv_tiers"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--prompt-tokens", type=int, default=32_768)
     parser.add_argument("--host-bytes", type=parse_bytes)
@@ -54,8 +55,9 @@ def main() -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     record: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(args).items() if k not in ("output", "disk_path")}}
     with tempfile.TemporaryDirectory(dir=args.disk_path) as folder:
         shared: dict[str, Any] = dict(
@@ -117,9 +119,4 @@ def main() -> None:
         "rounds": found,
     }
     print(json.dumps({k: v for k, v in record.items() if k != "rounds"}, indent=1))
-    if args.output is not None:
-        common.save(args.output, "kv_tiers", **record)
-
-
-if __name__ == "__main__":
-    main()
+    save(**record)

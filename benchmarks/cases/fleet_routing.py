@@ -1,6 +1,6 @@
 """The fleet's router by itself: prefix hits against one cache of all memory, balance, and what a decision costs.
 
-    python benchmarks/fleet_routing.py --mooncake TRACE.jsonl [--study prefixes|decisions]
+    python benchmarks/fleet.py --study routing --mooncake TRACE.jsonl [--part prefixes|decisions]
 
 `prefixes`: replicas that compute prompts one after the other and keep blocks in an LRU cache, asked by the fleet's own
 `Router`, which is told what they hold 50 ms after it changed. The conversation trace of Mooncake (blocks of 512 tokens), and
@@ -12,13 +12,14 @@ conversations of several turns with ShareGPT's lengths. "Ideal" is one cache as 
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import json
 import os
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 
@@ -234,9 +235,8 @@ def decisions(args) -> dict:
     return found
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "fleet_routing")
-    parser.add_argument("--study", choices=("prefixes", "decisions", "all"), default="all")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--part", choices=("prefixes", "decisions", "all"), default="all")
     parser.add_argument("--mooncake", type=Path, help="mooncake_conversation.jsonl (kvcache-ai/Mooncake, Apache-2.0)")
     parser.add_argument("--speed", type=float, default=1.0, help="of the trace (default: 1)")
     parser.add_argument("--replicas", type=int, default=4)
@@ -244,14 +244,12 @@ def main() -> None:
     parser.add_argument("--fleet-size", type=int, default=1000)
     parser.add_argument("--blocks", type=int, default=30_000, help="that a replica holds (default: 30,000)")
     parser.add_argument("--decisions", type=int, default=20_000)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     results = {}
-    if args.study != "decisions":
+    if args.part != "decisions":
         results["prefixes"] = prefixes(args)
-    if args.study != "prefixes":
+    if args.part != "prefixes":
         results["decisions"] = decisions(args)
-    common.save(args.output, "fleet_routing", results=results)
-
-
-if __name__ == "__main__":
-    main()
+    save(results=results)

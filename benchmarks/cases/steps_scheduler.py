@@ -1,6 +1,6 @@
 """What the scheduler takes of a step of decodes: schedule() and update(), without a model.
 
-    python benchmarks/scheduler_steps.py [--num-seqs 1024] [--windows 0]
+    python benchmarks/steps.py --study scheduler [--num-seqs 1024] [--windows 0]
 
 Prompts of different lengths are admitted, then steps of one token each are timed. The median of a step is printed in
 microseconds. Compare two versions in turns, since the machine's speed changes from minute to minute.
@@ -12,6 +12,7 @@ import argparse
 import gc
 import statistics
 import time
+from collections.abc import Callable
 
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.scheduler import Scheduler
@@ -56,11 +57,15 @@ def step(scheduler: Scheduler) -> int:
     return count
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+RECORD = "scheduler_steps"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-seqs", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=0, help="groups with a window beside the full one")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     scheduler = make_scheduler(args.num_seqs, args.windows)
     while step(scheduler) < args.num_seqs:
         pass
@@ -76,7 +81,3 @@ def main() -> None:
         scheduler.update(plan, result)
         times.append(time.perf_counter() - begin)
     print(f"{args.num_seqs} decodes: {statistics.median(times) * 1e6:.0f} us a step, {min(times) * 1e6:.0f} at best")
-
-
-if __name__ == "__main__":
-    main()

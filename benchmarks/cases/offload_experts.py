@@ -1,7 +1,7 @@
 """A mixture whose experts the host computes beside a GPU: tokens a second beside what the memories allow.
 
-    python benchmarks/host_experts.py                                    # the shape of Qwen3 30B-A3B, int8
-    python benchmarks/host_experts.py --quantization int4 --layers 12
+    python benchmarks/offload.py --study experts                                    # the shape of Qwen3 30B-A3B, int8
+    python benchmarks/offload.py --study experts --quantization int4 --layers 12
 
 For each number of sequences:
 
@@ -23,6 +23,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ import common
 ROUNDS = 3
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "host_experts")
+RECORD = "host_experts"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="qwen3-30b-a3b", help="a folder of benchmarks/configs (default: qwen3-30b-a3b)")
     parser.add_argument("--quantization", default="int8", help="int8, int4 or none (default: int8)")
     parser.add_argument("--layers", type=int, default=None, help="instead of the config's number")
@@ -42,13 +45,15 @@ def main() -> None:
     parser.add_argument("--prompts", default="128,2048", help="tokens of prompts (default: 128,2048)")
     parser.add_argument("--tokens", type=int, default=24, help="tokens of an answer (default: 24)")
     parser.add_argument("--threads", type=int, default=None, help="of the host (default: a core fewer than there are)")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     config = json.loads((common.CONFIGS / args.config / "config.json").read_text())
     config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         found = measure(Path(folder), args)
-    common.save(args.output, "host experts", config=args.config, layers=config["num_hidden_layers"], **found)
+    save(config=args.config, layers=config["num_hidden_layers"], **found)
 
 
 def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -188,7 +193,3 @@ def host_rate(ops: Any, held: list[Any], batch: int) -> float:
             ops._layers[id(layer.up)].program.run(StepInputs(num_tokens=batch))
         times.append(time.perf_counter() - begin)
     return num_bytes / common.median(times[1:])
-
-
-if __name__ == "__main__":
-    main()

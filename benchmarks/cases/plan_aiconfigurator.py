@@ -1,7 +1,7 @@
 """AIConfigurator's estimates of the recorded loads on an H200, beside ours and what was measured.
 
     python -m venv aic && aic/bin/pip install aiconfigurator
-    python benchmarks/aiconfigurator.py --aiconfigurator aic/bin/aiconfigurator [--backends vllm,trtllm]
+    python benchmarks/plan.py --study aiconfigurator --aiconfigurator aic/bin/aiconfigurator [--backends vllm,trtllm]
 
 It estimates other engines (vLLM, TensorRT-LLM) in a steady state of one length, so that it is told a load's mean lengths and
 how many requests run at once: the users of a closed loop, and with arrivals in time, by Little's law, the rate times the
@@ -10,14 +10,16 @@ latency that it estimates itself. Its databases are its own.
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
+from collections.abc import Callable
 
 import common
-from prediction import TARGETS, errors, recorded
+from cases.plan_prediction import TARGETS, errors, recorded
 
 from slipstream.bench.report import print_table
-from slipstream.plan.traffic import parse_workload
+from slipstream.plan.traffic import mean_lengths, parse_workload
 
 USERS = {"1024": 1024, "256": 256, "64": 64}
 RATES = {"p40": 40.0, "p90": 90.0}
@@ -28,15 +30,14 @@ ROUNDS = 4
 """Of Little's law."""
 
 
-def mean_lengths(load: str) -> tuple[int, int]:
+def lengths_of(load: str) -> tuple[int, int]:
     workload = parse_workload("fixed:512/128" if load == "256" else "sharegpt")
-    requests = list(workload.take(COUNTS[load]))
-    count = len(requests)
-    return round(sum(r.input_tokens for r in requests) / count), round(sum(r.output_tokens for r in requests) / count)
+    n_in, n_out = mean_lengths(list(workload.take(COUNTS[load])))
+    return round(n_in), round(n_out)
 
 
 def ask(command: str, backend: str, load: str, batch: int) -> dict[str, float]:
-    n_in, n_out = mean_lengths(load)
+    n_in, n_out = lengths_of(load)
     words = [command, "cli", "estimate", "--model-path", str(common.CONFIGS / "llama-3-8b"), "--system", "h200_sxm"]
     words += ["--backend", backend, "--isl", str(n_in), "--osl", str(n_out), "--batch-size", str(batch)]
     words += ["--gemm-quant-mode", "fp8", "--kvcache-quant-mode", "fp8", "--no-color", "--log-level", "ERROR"]
@@ -57,15 +58,19 @@ def estimated(command: str, backend: str, load: str) -> dict[str, float]:
         found = ask(command, backend, load, batch)
     if load in RATES:  # what comes is answered, the last request a latency after it came
         seconds = COUNTS[load] / RATES[load] + found["latency"]
-        found["throughput"] = COUNTS[load] * mean_lengths(load)[1] / seconds
+        found["throughput"] = COUNTS[load] * lengths_of(load)[1] / seconds
     return {**{name: found[name] for name in FIGURES}, "batch": batch}
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "aiconfigurator")
+RECORD = "aiconfigurator"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--aiconfigurator", required=True, metavar="COMMAND")
     parser.add_argument("--backends", default="vllm,trtllm")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     rows = recorded()
     for row in rows:
         for backend in args.backends.split(","):
@@ -80,8 +85,4 @@ def main() -> None:
     shown = [(who.replace("predicted", "slipstream"), *(f"{m[n]:.1%}" for n in TARGETS)) for who, m in means.items()]
     print_table("mean error", ("estimates", *TARGETS), shown)
     version = subprocess.run([args.aiconfigurator, "version"], capture_output=True, text=True, check=False).stdout.strip()
-    common.save(args.output, "aiconfigurator", aiconfigurator=version.splitlines()[-1:], mean_errors=means, rows=rows)
-
-
-if __name__ == "__main__":
-    main()
+    save(aiconfigurator=version.splitlines()[-1:], mean_errors=means, rows=rows)

@@ -1,6 +1,6 @@
 """What steps take on this machine, for `slipstream plan`: decodes, prompts and both together, with a model's true shape.
 
-    python benchmarks/step_costs.py --config llama-3-8b --quantization fp8 --kv-cache-dtype fp8 [--rounds 5]
+    python benchmarks/plan.py --study steps --config llama-3-8b --quantization fp8 --kv-cache-dtype fp8 [--rounds 5]
 
 Weights are random. The table it writes is the one that `slipstream plan --measure` keeps for itself. In
 `src/slipstream/plan/data/steps-NAME.json` it is shipped, and used for every machine with that device. What host and front end
@@ -9,7 +9,9 @@ add is measured by bursts through `AsyncLLM`.
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Callable
 
 import common
 
@@ -20,9 +22,10 @@ from slipstream.hub import resolve_model
 from slipstream.plan.environment import plain
 from slipstream.spec.description import read_spec
 
+RECORD = "step_costs"
 
-def main() -> None:
-    parser = common.parser(__doc__, "step_costs")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="a folder of benchmarks/configs, with random weights")
     parser.add_argument("--model", default="smollm2", help="a model instead")
     parser.add_argument("--quantization")
@@ -30,7 +33,9 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--longest", type=int, default=4096, help="tokens of the longest context")
     parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     settings = EngineArgs(
         model=str(common.CONFIGS / args.config) if args.config else args.model,
         load_format="dummy" if args.config else "auto",
@@ -47,7 +52,3 @@ def main() -> None:
     rows = [(*map(str, p.shape), f"{p.seconds * 1e3:.3f}", f"{table.seconds(p.shape) * 1e3:.3f}") for p in table.points]
     print_table("steps, ms", (*table.points[0].shape._fields, "measured", "fitted"), rows)
     print(f"fitted to {table.error:.1%}; host {table.host}\nwritten: {args.output}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Greedy answers with each proposer beside those without: all must be the same tokens.
 
-    python benchmarks/speculation_answers.py [MODEL] [--num-prompts 300] [--max-tokens 128] [--minutes 15] [--output FILE]
+    python benchmarks/speculation.py --study answers [MODEL] [--num-prompts 300] [--max-tokens 128] [--minutes 15]
 
 Prompts that people wrote (`data/README.md`), some at a time: answered without speculation, then with each proposer, which
 always guesses three tokens. The record is written after each group. A run with the same settings goes on where FILE ends. The
@@ -13,10 +13,12 @@ activations to 8 bits for its own weights.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -60,8 +62,7 @@ def earlier(path: Path | None, workload: dict[str, Any]) -> dict[str, Any]:
     return record["results"] if record["workload"] == workload else {}
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "speculation_answers")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--num-prompts", type=int, default=300)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -69,7 +70,9 @@ def main() -> None:
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no group of prompts after so long")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     begun, chats = time.monotonic(), prompts(args.num_prompts)
     sampling = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True)
     settings: dict[str, Any] = {"dtype": "float32", "kernels": args.kernels, "max_model_len": 1024}
@@ -110,10 +113,6 @@ def main() -> None:
                     f" {found['accepted']} of {found['drafted']} guesses right, {found['seconds']:.0f} s",
                     flush=True,
                 )
-            common.save(args.output, "speculation_answers", workload=workload, settings=settings, results=results)
+            save(workload=workload, settings=settings, results=results)
     right = all(not r["different"] for r in results.values())
     sys.exit(0 if right and all(results[m]["accepted"] for m in args.methods) else 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What reuse of a shared prefix does to the time to first token, on a CPU.
 
-    python benchmarks/prefix.py
+    python benchmarks/cache.py --study prefix
 
 SmolLM2-135M-Instruct, 32 requests that share a 400-token system prompt and have 32 tokens of their own, 32 tokens out:
 once all at the same moment, once by 4 users who take turns. Engines with and without prefix caching take turns. Each round
@@ -9,7 +9,9 @@ has a system prompt of its own, so that its first request always misses. Medians
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+from collections.abc import Callable
 
 import common
 
@@ -79,15 +81,16 @@ async def measure(args) -> None:
     )
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "prefix")
+RECORD = "prefix"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--num-requests", type=int, default=32)
     parser.add_argument("--prefix-len", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
-    asyncio.run(measure(parser.parse_args()))
 
 
-if __name__ == "__main__":
-    main()
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
+    asyncio.run(measure(args))

@@ -1,0 +1,12 @@
+"""What the KV cache keeps for later requests.
+
+    python benchmarks/cache.py --study prefix    # first tokens with and without reuse of a shared prefix
+    python benchmarks/cache.py --study tiers     # a prompt found in the host's memory or on a disk over computing it
+
+`--help` behind a study prints what it does and its options.
+"""
+
+import common
+
+if __name__ == "__main__":
+    common.run_case(__doc__, "cache", "study")

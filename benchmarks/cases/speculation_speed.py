@@ -1,0 +1,277 @@
+r"""Speculative decoding beside plain decoding: engines of one process take turns at the same prompts.
+
+    python benchmarks/speculation.py --study speed [MODEL] [--config JSON ...] [--kinds quoting other] [--num-seqs 1]
+    python benchmarks/speculation.py --study speed smollm2 --head FOLDER --kinds sharegpt --num-prompts 4 [--rounds 5]
+    python benchmarks/speculation.py --study speed CONFIG --forced 3.3 --config \
+        '{"method": "eagle3", "model": HEAD, "num_speculative_tokens": 5}'
+
+Prompts are of three kinds: those whose answers quote them (editing, extracting), those whose answers don't, and questions of
+ShareGPT that no head was trained on. With --head an EAGLE-3 head drafts 1, 2, … 5 tokens, and as many as pay. Each round runs
+every engine once on every kind, in an order that turns round by round, so that a machine whose speed changes treats them
+alike. The ratio is the median over rounds of plain seconds a token over speculating ones, of the same round; beside it stands
+the ratio of the process's CPU time, which other work on the machine disturbs less. Answers are greedy and end where the model
+ends them: behind a quotation it would go on with text that quotes nothing. Answers of earlier rounds are not to help later
+ones, so each round has prompts of its own.
+
+With --forced X, the head and (unless --load-format is auto) the model have random weights, and all guesses are wrong; so that
+the time of a step can be had nevertheless, a verification is *said* to yield X tokens on average, whatever was drawn. What is
+measured are milliseconds a token of one shape at that acceptance, and nothing about acceptance itself. The record is labelled
+so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import os
+import statistics
+import time
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import common
+
+from slipstream import LLM, SamplingParams
+from slipstream.compress.teacher import read_questions
+from slipstream.types import ScheduledRequest
+from slipstream.worker.chain_graphs import ChainGraphs
+
+CODE = """def read_{0}(path):
+    result = {{}}
+    with open(path) as file:
+        for line in file:
+            line = line.strip()
+            if not line or line.startswith("#"):
+                continue
+            key, value = line.split("=", 1)
+            result[key.strip()] = value.strip()
+    return result
+"""
+LETTER = """Dear Mrs {0},
+
+thank you for your letter of 3 May. We have looked at the invoice number 48-{1} again, and you are right: the second item was
+charged twice. We will return the amount of 312 euros to your account within ten days. Please write to us if it has not
+arrived by then.
+
+Yours sincerely,
+the accounts department"""
+LIST = """{{"owner": "{0}", "items": [
+  {{"id": {1}, "title": "A walk along the river", "price": 12.5, "tags": ["outdoor", "summer"]}},
+  {{"id": 7{1}, "title": "The history of paper", "price": 31.0, "tags": ["reading", "history"]}},
+  {{"id": 9{1}, "title": "Bread at home", "price": 18.9, "tags": ["kitchen", "winter"]}}
+]}}"""
+NAMES = (
+    "settings",
+    "colours",
+    "prices",
+    "routes",
+    "limits",
+    "labels",
+    "fields",
+    "ports",
+    "names",
+    "users",
+    "rates",
+    "keys",
+)
+PROMPTS = {
+    "quoting": (
+        "Repeat this code exactly, but call the variable `result` `found`:\n\n```python\n" + CODE + "```",
+        "Copy this letter word by word and correct nothing but the number of days, which is twelve:\n\n" + LETTER,
+        "Return this list as it is, but sort nothing and leave out nothing:\n\n" + LIST,
+    ),
+    "other": tuple(
+        f"{text} Take care that {{0}} come up, and the number {{1}}."
+        for text in (
+            "Write a short story about a fisherman who finds a strange machine on the beach.",
+            "Explain to a child of ten years why ships of iron float.",
+            "Which three books would you take to an island, and why?",
+            "Describe how bread is made, from the field to the table.",
+            "What should one know before the first winter in Norway?",
+            "Write a dialogue of two taxi drivers who wait in the rain.",
+            "Give advice to somebody who wants to learn the violin at sixty.",
+            "Compare the life of a whale with that of an elephant.",
+            "How did people tell the time before there were clocks?",
+            "Invent a board game for four players and explain its rules.",
+            "Why do some cities grow while others shrink?",
+        )
+    ),
+}
+
+
+@cache
+def questions() -> list[str]:
+    return read_questions("sharegpt", "evaluation", 1000, 1024)
+
+
+def prompts(kind: str, round_: int, count: int) -> list[list[dict[str, str]]]:
+    numbers = range(round_ * count, (round_ + 1) * count)
+    if kind == "sharegpt":
+        return [[{"role": "user", "content": questions()[n]}] for n in numbers]
+    forms = PROMPTS[kind]
+    texts = [forms[n % len(forms)].format(NAMES[n % len(NAMES)], 100 + n) for n in numbers]
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+def answered(llm: LLM, kind: str, round_: int, args: argparse.Namespace) -> dict[str, Any]:
+    before, begin, cpu = llm.core.stats(), time.perf_counter(), time.process_time()
+    sampling = SamplingParams(temperature=0, max_tokens=args.max_tokens)
+    tokens = sum(len(answer.outputs[0].token_ids) for answer in llm.chat(prompts(kind, round_, args.num_prompts), sampling))
+    seconds, after = time.perf_counter() - begin, llm.core.stats()
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "cpu_seconds": time.process_time() - cpu,
+        "steps": after.num_steps - before.num_steps,
+        "drafted": after.spec_draft_tokens - before.spec_draft_tokens,
+        "accepted": after.spec_accepted_tokens - before.spec_accepted_tokens,
+    }
+
+
+class Forced:
+    """Says how many tokens each run of drafts yields: so many on average, in a fixed pattern."""
+
+    def __init__(self, length: float) -> None:
+        self.length, self.left = length - 1, 0.0
+        self.said: dict[tuple[str, int], int] = {}  # of a request with so many computed tokens
+
+    def tokens_of(self, s: ScheduledRequest) -> int:
+        place = s.request_id, s.num_computed_tokens
+        if place not in self.said:
+            self.left += self.length
+            accepted = min(int(self.left), len(s.drafts))
+            self.left -= accepted
+            self.said[place] = 1 + accepted
+        return self.said[place]
+
+    def verified(
+        self, requests: Sequence[ScheduledRequest], tokens: Sequence[int], from_model: Sequence[int] = ()
+    ) -> tuple[list[int], tuple[int, ...]]:
+        """In the place of the engine's own."""
+        counts = tuple(self.tokens_of(s) if s.drafts else s.num_sampled for s in requests)
+        begins = itertools.accumulate((s.num_sampled for s in requests), initial=0)
+        kept = [t for begin, count in zip(begins, counts, strict=False) for t in tokens[begin : begin + count]]
+        return kept, counts
+
+
+@contextlib.contextmanager
+def forced_acceptance(length: float) -> Iterator[None]:
+    """Verifications of engines that are made and used meanwhile are said to yield `length` tokens on average."""
+    forced, replay = Forced(length), ChainGraphs._replay
+
+    def replayed(self: ChainGraphs, drafted: Sequence[ScheduledRequest], sampled: Sequence[int]) -> None:
+        replay(self, drafted, [forced.tokens_of(s) if n else 0 for s, n in zip(drafted, sampled, strict=True)])
+
+    with (
+        unittest.mock.patch("slipstream.worker.in_flight.verified", forced.verified),
+        unittest.mock.patch.object(ChainGraphs, "_replay", replayed),
+        # The chain behind a step is told how many of its tokens count.
+        unittest.mock.patch.object(ChainGraphs, "_num_new", lambda self, rows, known, sampled, most: sampled),
+    ):
+        yield
+
+
+def forced(args: argparse.Namespace) -> None:
+    """Milliseconds a token behind a prompt of 64 tokens, plain and with each config."""
+    settings: dict[str, Any] = {"max_num_seqs": max(8, args.num_seqs), "max_model_len": 2048, "dtype": args.dtype}
+    settings |= {"load_format": args.load_format, "skip_tokenizer_init": True, "quantization": args.quantization}
+    settings["num_threads"] = args.num_threads
+    prompts = [{"prompt_token_ids": list(range(7 * n + 5, 7 * n + 69))} for n in range(args.num_seqs)]
+    found: dict[str, dict[str, Any]] = {}
+    for config in (None, *args.config):
+        name = "plain" if config is None else json.dumps(config)
+        with forced_acceptance(args.forced):
+            with LLM(args.model, speculative_config=config, **settings) as llm:
+                times: dict[int, list[float]] = {1: [], args.max_tokens: []}
+                cpu_times: dict[int, list[float]] = {1: [], args.max_tokens: []}
+                before = llm.core.stats()
+                for round_ in range(-2, args.rounds):  # the first compile what is left, and capture graphs
+                    for count, own in times.items():
+                        begin, cpu = time.perf_counter(), time.process_time()
+                        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+                        own += [time.perf_counter() - begin] * (round_ >= 0)
+                        cpu_times[count] += [time.process_time() - cpu] * (round_ >= 0)
+                after = llm.core.stats()
+        del llm  # its memory is the next one's
+        gc.collect()
+        first, whole, cpu_first, cpu_whole = (
+            statistics.median(own) for own in (*times.values(), *cpu_times.values())
+        )
+        runs, right = (
+            getattr(after, f"spec_{x}") - getattr(before, f"spec_{x}") for x in ("num_drafts", "accepted_tokens")
+        )
+        ms = 1e3 * (whole - first) / (args.max_tokens - 1)
+        found[name] = {"ms_per_token": ms, "tokens_a_verification": 1 + right / runs if runs else 1.0, "seconds": times}
+        found[name]["cpu_ms_per_token"] = 1e3 * (cpu_whole - cpu_first) / (args.max_tokens - 1)
+        ratio = found["plain"]["ms_per_token"] / ms
+        yields = found[name]["tokens_a_verification"]
+        of_cpu = found["plain"]["cpu_ms_per_token"] / found[name]["cpu_ms_per_token"]
+        times_plain = f"{ratio:.2f} x plain, CPU {of_cpu:.2f} x"
+        print(f"{name:80} {ms:7.3f} ms a token, {times_plain}; {yields:.2f} tokens a verification (forced)")
+    what = f"acceptance is forced to {args.forced} tokens a verification: random weights, nothing is said about real acceptance"
+    common.save(args.output, "speculation_forced", label=what, settings={**settings, "num_seqs": args.num_seqs}, runs=found)
+
+
+RECORD = "speculation"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--config", type=json.loads, action="append", help="a speculative_config; may be repeated")
+    parser.add_argument("--head", help="of EAGLE-3: fixed numbers of drafts, and as many as pay")
+    parser.add_argument("--kinds", nargs="+", default=list(PROMPTS), choices=(*PROMPTS, "sharegpt"))
+    parser.add_argument("--num-seqs", type=int, default=1)
+    parser.add_argument("--num-prompts", type=int, help="of each kind in a round; as many as sequences unless given")
+    parser.add_argument("--max-tokens", type=int, default=192)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--num-threads", type=int)
+    parser.add_argument("--quantization")
+    parser.add_argument("--load-format", default="dummy", help="with --forced: auto takes the model's own weights")
+    parser.add_argument("--forced", type=float, metavar="X", help="random weights; a verification is said to yield X tokens")
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
+    if args.forced is not None:
+        if not args.config:
+            raise SystemExit("--forced needs a --config")
+        forced(args)
+        return
+    args.num_prompts = args.num_prompts or args.num_seqs
+    if args.head is not None:
+        head = {"method": "eagle3", "model": args.head}
+        args.config = [{**head, "num_speculative_tokens": n} for n in (1, 2, 3, 4, 5, "auto")]
+    configs = [None, *(args.config or [{"method": "ngram"}, {"method": "suffix"}])]
+    settings: dict[str, Any] = {"max_num_seqs": args.num_seqs, "max_model_len": 1024, "dtype": args.dtype}
+    settings |= {"num_threads": args.num_threads, "quantization": args.quantization}
+    llms = [LLM(args.model, speculative_config=config, **settings) for config in configs]
+    names = ["plain", *(json.dumps(config) for config in configs[1:])]
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {kind: {name: [] for name in names} for kind in args.kinds}
+    load = os.getloadavg()[0]
+    for round_ in range(-1, args.rounds):  # the first warms caches, and the tables of costs
+        turns = list(zip(names, llms, strict=True))
+        turns = turns[round_ % len(turns) :] + turns[: round_ % len(turns)]
+        for kind in args.kinds:
+            for name, llm in turns:
+                found = answered(llm, kind, round_ + 1, args)
+                if round_ >= 0:
+                    runs[kind][name].append(found)
+    ratios: dict[str, dict[str, dict[str, float]]] = {}
+    for kind, of_kind in runs.items():
+        ratios[kind] = {}
+        for name in names[1:]:
+            pairs = list(zip(of_kind["plain"], of_kind[name], strict=True))
+            ratio = statistics.median(p["seconds"] / p["tokens"] * s["tokens"] / s["seconds"] for p, s in pairs)
+            totals = [sum(r["cpu_seconds"] for r in of_kind[n]) / sum(r["tokens"] for r in of_kind[n]) for n in ("plain", name)]
+            ratios[kind][name] = {"seconds": ratio, "cpu_seconds": totals[0] / totals[1]}
+            drafted, accepted, steps = (sum(r[key] for r in of_kind[name]) for key in ("drafted", "accepted", "steps"))
+            tokens = sum(r["tokens"] for r in of_kind[name])
+            share = f"{accepted} of {drafted} guesses right, {tokens / steps:.2f} tokens a step"
+            print(f"{kind:8} {name:60} {ratio:5.2f} x plain, CPU {totals[0] / totals[1]:.2f} x   ({share})")
+    loads = [load, os.getloadavg()[0]]
+    save(settings=settings, load_average=loads, ratios=ratios, runs=runs)

@@ -1,0 +1,13 @@
+"""Single steps of an engine.
+
+    python benchmarks/steps.py --study mixed        # steps with prompts, by graph and op by op (GPU)
+    python benchmarks/steps.py --study scheduler    # `schedule()` and `update()` of decodes, without a model
+    python benchmarks/steps.py --study threads      # threads that give way to a neighbour, beside a fixed number
+
+`--help` behind a study prints what it does and its options.
+"""
+
+import common
+
+if __name__ == "__main__":
+    common.run_case(__doc__, "steps", "study")
