@@ -252,3 +252,10 @@ def test_a_folder_is_kept_whole_or_not_at_all(tmp_path, pulls, monkeypatch):
     assert (path.name, path) == ("Model", list_cached()["good"])
     assert {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()} == files
     assert resolve_model("good") == path
+
+
+def test_a_misspelt_name_is_answered_with_the_likely_one():
+    with pytest.raises(DownloadError, match=r"did you mean smollm2\?$"):
+        resolve_model("smolm2")
+    with pytest.raises(DownloadError, match=r"nor ORG/NAME on a hub$"):
+        resolve_model("unheard-of")

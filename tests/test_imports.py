@@ -246,6 +246,21 @@ print(sorted(name for name in sys.modules if name.startswith("slipstream")))
     assert ours == str(["slipstream", "slipstream.cli", "slipstream.cli.main", "slipstream.errors"])
 
 
+def test_the_help_of_the_engines_options_loads_nothing_heavy():
+    program = """
+import sys
+from slipstream.cli.main import main
+for verb in ("run", "serve", "plan", "compress"):
+    try:
+        main([verb, "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+heavy = {"torch", "numpy", "tokenizers", "transformers", "rich", "httpx", "starlette", "uvicorn", "msgspec", "zmq"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    assert run_python(program).splitlines()[-1] == "[]"
+
+
 def test_a_report_needs_an_engine_only_for_speed_and_tasks():
     program = "import sys, slipstream.compress.report; print(sorted({'msgspec', 'zmq'} & set(sys.modules)))"
     assert run_python(program) == "[]\n"

@@ -25,6 +25,24 @@ OTHERS = {
 }
 """Arguments that vLLM and transformers have, and the nearest that can be had here."""
 
+SETTINGS = {
+    "swap_space": "kv_host_bytes",
+    "cpu_offload_gb": "weights_bytes",
+    "enable_expert_parallel": "expert_parallel_size",
+    "device_map": "device",
+    "torch_dtype": "dtype",
+    "n_ctx": "max_model_len",
+    "n_threads": "num_threads",
+}
+"""The same of settings, also llama-cpp-python's. On the command line they are options."""
+
+NEEDLESS = {
+    "trust_remote_code": "leave it out: a checkpoint's own code is never run",
+    "distributed_executor_backend": "leave it out: ranks are processes (docs/parallelism.md)",
+    "disable_log_requests": "leave it out: the log has a line a request, without its texts",
+}
+"""Settings of vLLM that are not missed here, and why."""
+
 
 def suggesting(function: Callable[P, R], what: str = "argument") -> Callable[P, R]:
     """`function`, whose TypeError over an unknown keyword argument, which it calls `what`, names the likely one."""
@@ -51,7 +69,9 @@ def suggesting_init(cls: C, what: str = "argument") -> C:
 
 
 def _message(name: str, known: list[str], what: str) -> str:
-    if name in OTHERS:
-        return f"there is no {what} {name!r}; the nearest is {OTHERS[name]}"
+    if what == "setting" and name in NEEDLESS:
+        return f"there is no setting {name!r}; {NEEDLESS[name]}"
+    if other := (SETTINGS if what == "setting" else OTHERS).get(name):
+        return f"there is no {what} {name!r}; the nearest is {other}"
     near = difflib.get_close_matches(name.lower(), known, n=1)
     return f"there is no {what} {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")

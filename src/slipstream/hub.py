@@ -9,6 +9,7 @@ are taken, never pickles or code.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
@@ -141,8 +142,10 @@ def resolve_model(name: str, *, download_dir: str | None = None) -> Path:
         )
     if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(".gguf"):
         return _from_hub(name, download_dir)
+    near = difflib.get_close_matches(name.lower(), MODELS, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
     raise DownloadError(
-        f"{name!r} is neither a path that exists, nor one of {', '.join(MODELS)}, nor ORG/NAME on a hub", field="model"
+        f"{name!r} is neither a path that exists, nor one of {', '.join(MODELS)}, nor ORG/NAME on a hub{hint}", field="model"
     )
 
 

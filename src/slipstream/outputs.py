@@ -60,6 +60,11 @@ class CompletionOutput:
     num_accepted: int = 0  # and of them those that the model confirmed
     message: ChatMessage | None = None  # of `LLM.chat`: the text in its parts
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The answer's log-probability, the sum of its tokens' (nats). None where `logprobs` was not asked for, as in vLLM."""
+        return None if self.logprobs is None else sum(position.chosen.logprob for position in self.logprobs)
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:

@@ -102,6 +102,8 @@ def test_a_mistyped_option_gets_a_hint_and_is_never_guessed(capsys):
         (["bench", "throughput", "x", "--workload", "shared-prefx"], "shared-prefix"),
         (["--max-tokns=5", "doctor"], "--max-tokens"),
         (["info", "x", "--max-model-length", "5"], "--max-model-len"),
+        (["serve", "x", "--swap-space", "4"], "--kv-host-bytes"),
+        (["chat", "--n-ctx=4096"], "--max-model-len"),
     ],
 )
 def test_a_misspelt_argument_is_answered_with_the_likely_one(capsys, words, meant):
@@ -109,6 +111,11 @@ def test_a_misspelt_argument_is_answered_with_the_likely_one(capsys, words, mean
     assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
     assert main(["frobnicate"]) == 2
     assert "did you mean" not in capsys.readouterr().err
+
+
+def test_an_option_that_is_not_missed_is_answered_with_why(capsys):
+    assert main(["serve", "x", "--trust-remote-code"]) == 2
+    assert capsys.readouterr().err.endswith("--trust-remote-code; leave it out: a checkpoint's own code is never run\n")
 
 
 def test_every_verb_is_listed_with_its_file():

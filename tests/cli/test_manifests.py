@@ -127,7 +127,7 @@ def test_the_image_has_what_it_copies(tmp_path):
         (("--replicas", "0"), "--replicas must be at least 1"),
         (("--gpus", "-1"), "must not be negative"),
         (("--name", "Chat"), "small letters"),
-        (("--source", "/"), "no clone"),
+        (("--source", "/"), "no clone of Slipstream: it has no pyproject.toml; give the clone's folder"),
         (("--extra", "cuda"), "no extra"),
     ],
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
 from slipstream import LLM, SamplingParams
+from slipstream.arguments import NEEDLESS, SETTINGS
+from slipstream.config import EngineArgs
 from slipstream.errors import RequestError
 from tests import tiny_models
 
@@ -112,6 +115,38 @@ def test_params_that_cannot_be_had(llm):
 def test_a_misspelt_parameter_is_answered_with_the_likely_one(name, meant):
     with pytest.raises(TypeError, match=f"there is no argument '{name}'; {meant}"):
         SamplingParams(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("max_modellen", "; did you mean 'max_model_len'?"), ("swap_space", "; the nearest is kv_host_bytes"),
+        ("trust_remote_code", "; leave it out: a checkpoint's own code is never run"), ("zzz", ""),
+    ],
+)  # fmt: skip
+def test_another_librarys_setting_is_answered_with_what_to_do(name, told):
+    with pytest.raises(TypeError) as caught:
+        EngineArgs(model="smollm2", **{name: 1})
+    assert str(caught.value) == f"there is no setting {name!r}{told}"
+
+
+def test_settings_that_are_advised_are_there():
+    fields = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert set(SETTINGS.values()) <= fields
+    assert not fields & {*SETTINGS, *NEEDLESS}
+
+
+def test_what_is_no_prompt_is_named(llm):
+    with pytest.raises(RequestError, match="a prompt is a text or its token ids, got int") as caught:
+        llm.generate(5)
+    assert caught.value.field == "prompts"
+
+
+def test_an_answers_logprob_is_the_sum_of_its_tokens(llm):
+    asked, unasked = llm.generate(["hello"] * 2, [SamplingParams(max_tokens=4, logprobs=number) for number in (1, None)])
+    (choice,) = asked.outputs
+    assert choice.cumulative_logprob == sum(position.chosen.logprob for position in choice.logprobs) < 0
+    assert unasked.outputs[0].cumulative_logprob is None
 
 
 @pytest.mark.parametrize("method", ["generate", "chat", "embed", "encode", "score"])

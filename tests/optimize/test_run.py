@@ -291,6 +291,17 @@ def test_results_of_another_file_or_machine_are_not_gone_on_with(tiny_model, tmp
     assert len({before, changed, measurer.conditions}) == 3
 
 
+def test_without_optuna_nothing_is_left_behind(tiny_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    (tmp_path / "text.jsonl").write_text(
+        "\n".join(json.dumps({"text": f"A text of some words, number {i}, and so on."}) for i in range(300))
+    )
+    words = ["--traffic=24/8", "--device=cpu", f"--text={tmp_path / 'text.jsonl'}", "--eval-windows=2"]
+    assert main(["optimize", str(tiny_model), f"--out={tmp_path / 'out'}", *words]) == 2
+    assert "pip install 'slipstream[optimize]'" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]
+
+
 @pytest.mark.slow
 def test_the_whole_loop(tiny_model, tmp_path, capsys, monkeypatch):
     pytest.importorskip("optuna")

@@ -7,6 +7,10 @@ import json
 import pytest
 
 from slipstream import __version__
+from slipstream.server import protocol
+from slipstream.server.errors import ApiError
+from slipstream.server.field_hints import allowed_values, likely_name
+from slipstream.server.protocol import ChatRequest, decode
 from tests.server.conftest import lines_of
 
 COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 4}
@@ -80,6 +84,28 @@ def test_a_misspelt_field_is_answered_with_the_likely_one(shared):
             assert error["message"].endswith(hint)
             assert error["param"] == wrong
         assert "did you mean" not in http.post("/v1/chat/completions", json={"model": "tiny"}).text  # it lacks messages
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"stream_options": {"include_usge": True}}, "(in stream_options.include_usge); did you mean include_usage?"),
+        ({"messages": [{"role": "user", "contnt": "x"}]}, "(in messages[0].contnt); did you mean content?"),
+        ({"tools": [{"type": "function", "function": {"nme": "f"}}]}, "(in tools[0].function.nme); did you mean name?"),
+        ({"response_format": {"type": "json"}}, "(in response_format.type); it is one of json_object, json_schema, text"),
+        ({"tools": [{"type": "web_search"}]}, "(in tools[0].type); it is function"),
+    ],
+)
+def test_so_is_what_is_wrong_deeper_in_the_body(wrong, told):
+    body = {"messages": [{"role": "user", "content": "x"}]} | wrong
+    with pytest.raises(ApiError) as caught:
+        decode(ChatRequest, json.dumps(body).encode())
+    assert str(caught.value).endswith(told)
+
+
+def test_every_body_can_be_asked_for_a_likely_name():
+    for kind in protocol._DECODERS:
+        assert likely_name(kind, "", "zzzzzz") == likely_name(kind, "no.such[0].place", "x") == allowed_values(kind, "") == ""
 
 
 def test_version_and_ping(serve):

@@ -210,7 +210,8 @@ def test_drain_has_an_end(serve):
     assert server.engine.running == 0
 
 
-def test_a_second_signal_ends_the_wait(serve):
+def test_a_second_signal_ends_the_wait(serve, caplog):
+    caplog.set_level("INFO")
     server = serve(FakeEngine(delay_s=SLOW), drain_timeout_s=1000)
     with server.client() as client:
         stream = client.completions.create(**COMPLETION, stream=True)
@@ -220,6 +221,7 @@ def test_a_second_signal_ends_the_wait(serve):
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
     server.join()
+    assert "draining: 1 request in flight, for 1000 s at most; a second signal ends at once" in caplog.messages
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

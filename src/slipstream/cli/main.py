@@ -102,7 +102,14 @@ class Parser(argparse.ArgumentParser):
         import re
 
         if message.startswith("unrecognized arguments"):
+            from slipstream.arguments import NEEDLESS, SETTINGS
+
             words, known = re.findall(r"--[\w-]+", message), self._all_options()
+            others = {f"--{name}".replace("_", "-"): f"--{ours}".replace("_", "-") for name, ours in SETTINGS.items()}
+            reasons = {f"--{name}".replace("_", "-"): reason for name, reason in NEEDLESS.items()}
+            if "--max-model-len" in known and (needless := [reasons[word] for word in words if word in reasons]):
+                return f"; {needless[0]}"
+            words = [others[word] if others.get(word) in known else word for word in words]
         else:
             words = re.findall(r"invalid choice: '(.*)' \(choose from", message)
             known = set(re.findall(r"[\w.:-]+", message.partition("(choose from")[2]))

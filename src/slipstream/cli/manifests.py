@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
             message = "must be of small letters, digits and -, begin with a letter, and have 42 characters at most"
             raise ConfigError(f"--{name.replace('_', '-')} {message}, got {given!r}", field=name)
     if not (args.source / "pyproject.toml").is_file():
-        raise ConfigError(f"--source: {args.source} is no clone of Slipstream: it has no pyproject.toml", field="source")
+        message = f"--source: {args.source} is no clone of Slipstream: it has no pyproject.toml; give the clone's folder"
+        raise ConfigError(message, field="source")
     if unknown := sorted(set(args.extras) - extras_of(args.source / "pyproject.toml")):
         raise ConfigError(f"--extra: there is no extra {', '.join(unknown)} (docs/installing.md lists them)", field="extras")
     try:

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.hub import machine_folder, resolve_model
     from slipstream.optimize import run as measuring
     from slipstream.optimize.prior import simulated_prior
-    from slipstream.optimize.search import Search
+    from slipstream.optimize.search import Search, load_optuna
     from slipstream.optimize.traffic import parse_traffic
     from slipstream.plan.engines import this_hardware
     from slipstream.spec.description import read_spec
@@ -164,6 +164,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{no[0]} needs weights, and --load-format dummy has none", field="compressions")
         kept = tuple(c for c in space.compressions if c == "none" or c in SCHEMES)
         space = dataclasses.replace(space, compressions=kept)
+    load_optuna()  # what is missing is said before a folder is made
     state = out.with_name(f"{out.name}.search")
     state.mkdir(parents=True, exist_ok=True)
     named = [args.text, *(name for name, _ in limits.tasks), *(d for d in space.axes.get("speculative_model", ()) if d)]

@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -110,7 +110,9 @@ def _read_by(how: Reading, sampling: SamplingParams, tokenizer: Tokenizer) -> Sa
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or several."""
+    """One prompt, or several. RequestError if it is neither."""
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"a prompt is a text or its token ids, got {type(prompts).__name__}", field="prompts")
     return [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
 
 

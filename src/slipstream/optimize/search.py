@@ -187,16 +187,22 @@ class Search:
         return gains
 
 
+def load_optuna() -> Any:
+    """The library, or a ConfigError that names the extra."""
+    try:
+        import optuna
+    except ImportError:
+        raise ConfigError("the search needs Optuna: pip install 'slipstream[optimize]'", field="out") from None
+    return optuna
+
+
 class _Explorer:
     """Optuna's sampler over the same space. It is told of every result; what it asks for is measured only if nobody did."""
 
     TRIES = 16
 
     def __init__(self, space: Space, seed: int) -> None:
-        try:
-            import optuna
-        except ImportError:
-            raise ConfigError("the search needs Optuna: pip install 'slipstream[optimize]'", field="out") from None
+        optuna = load_optuna()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna: Any = optuna
         self._axes = {"compression": space.compressions, **space.axes}

@@ -35,9 +35,9 @@ class Objectives:
     def __post_init__(self) -> None:
         for name, value, bounds in (("ttft_s", self.ttft_s, REQUEST_BUCKETS), ("itl_s", self.itl_s, TOKEN_BUCKETS)):
             if value not in bounds:
-                told = ", ".join(f"{bound * 1e3:g}" for bound in bounds)
+                told = ", ".join(f"{bound * 1e3:.9g}" for bound in bounds)
                 flag = f"--{name.removesuffix('_s')}-ms"
-                raise ConfigError(f"{flag} must be a bound of the histogram: {told}; got {value * 1e3:g}", field=name)
+                raise ConfigError(f"{flag} must be a bound of the histogram: {told}; got {value * 1e3:.9g}", field=name)
         if not 0.5 <= self.share < 1:
             raise ConfigError(f"--objective must be from 50 to below 100, got {self.share * 100:g}", field="share")
 

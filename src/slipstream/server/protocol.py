@@ -8,7 +8,6 @@ is taken.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from msgspec import Meta, Raw, Struct
 from slipstream.sampling_params import TRUNCATING
 from slipstream.server import beams
 from slipstream.server.errors import FIELDS, bad_request
+from slipstream.server.field_hints import allowed_values, likely_name
 from slipstream.server.structured import (
     JsonSchema,
     ResponseFormat,
@@ -457,13 +457,6 @@ def refuse_unless_off(body: Struct, off: dict[str, tuple[bytes, ...]], path: str
             raise bad_request(f"{name} is not supported yet; leave it out or {only}", path + name)
 
 
-def _likely(kind: type, name: str) -> str:
-    if (own := getattr(kind, "OTHER_NAMES", {}).get(name)) is not None:
-        return f"; here it is {own}"
-    near = difflib.get_close_matches(name[:60], getattr(kind, "__struct_fields__", ()), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def _shorten(raw: bytes) -> str:
     text = raw.decode(errors="replace")
     return text if len(text) <= 60 else text[:60] + "…"
@@ -540,7 +533,11 @@ def decode(kind: type[T], body: bytes, path: str = "") -> T:
         named = _FIELD.fullmatch(message)
         parts = [part for part in (where, named and named[1]) if part]
         param = path + ".".join(parts) if parts else path.rstrip(".") or None
-        hint = _likely(kind, named[1]) if named and not where and "unknown" in message[:24] else ""
+        hint = ""
+        if named and "unknown" in message[:24]:
+            hint = likely_name(kind, where, named[1])
+        elif message.startswith("Invalid enum value"):
+            hint = allowed_values(kind, where)
         raise bad_request(f"{message} (in {param or 'the body'}){hint}", param, "invalid_field") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise bad_request(f"the body is not valid JSON: {exc}", code="invalid_json") from None

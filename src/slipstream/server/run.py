@@ -70,7 +70,9 @@ class Server(uvicorn.Server):
         in_flight = self.state.in_flight
         self.num_at_stop = len(in_flight)
         if in_flight:
-            logger.info("draining: %d requests in flight", len(in_flight))
+            told = "1 request" if len(in_flight) == 1 else f"{len(in_flight)} requests"
+            seconds = self.state.settings.drain_timeout_s
+            logger.info("draining: %s in flight, for %g s at most; a second signal ends at once", told, seconds)
         while in_flight and time.monotonic() < self._patience_ends:
             await asyncio.sleep(0.02)
         self.num_cut = len(in_flight)

@@ -13,14 +13,15 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.errors import CheckpointError
 
-RawBytes: TypeAlias = npt.NDArray[np.uint8]
+if TYPE_CHECKING:  # NumPy is imported where a file is opened: this module's names stand in the options, and `--help` is quick
+    import numpy as np
+    import numpy.typing as npt
+
+    RawBytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,8 @@ class GGUFFile:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path} can't be read: {error}", field=self.path.name) from error
+        import numpy as np
+
         self._mapped = mapped
         self._bytes: RawBytes = np.frombuffer(mapped, np.uint8)
         reader = _Reader(mapped, self.path)
@@ -252,6 +255,8 @@ class _Reader:
             code = "<" + _SCALARS[kind]
             count = self.entries(key, struct.calcsize(code))
             begin = self.take(count * struct.calcsize(code), key)
+            import numpy as np
+
             return np.frombuffer(self.data, np.dtype(code), count, begin).tolist()
         if kind == _STRING:
             return self._strings(self.entries(key, 8), key)

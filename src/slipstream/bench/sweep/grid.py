@@ -141,7 +141,9 @@ def read_grid(path: Path) -> Grid:
     """ConfigError if the file can't be read or has anything wrong in it."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"cannot read the sweep {path}: {error.strerror}", field="file") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"the sweep {path} can't be read as TOML: {error}", field="file") from None
     return parse_grid(data, name=path.stem)
 

@@ -1,0 +1,64 @@
+"""What a body's field could have been: the names that its place takes, and the values of an enumeration.
+
+Read from the schemas only when a body was refused. A place is msgspec's: `tools[0].function`, or "" for the body itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec.inspect as schema
+
+
+def likely_name(kind: type, where: str, name: str) -> str:
+    """"; did you mean temperature?" for the unknown field `name` at `where`, or nothing if no name is near."""
+    structs = [found for found in _types_at(kind, where) if isinstance(found, schema.StructType)]
+    for found in structs:
+        if (own := getattr(found.cls, "OTHER_NAMES", {}).get(name)) is not None:
+            return f"; here it is {own}"
+    names = [field.encode_name for found in structs for field in found.fields]
+    near = difflib.get_close_matches(name[:60], names, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def allowed_values(kind: type, where: str) -> str:
+    """"; it is one of text, json_object" for an enumeration at `where`, or nothing if there is none."""
+    values = [str(value) for found in _types_at(kind, where) if isinstance(found, schema.LiteralType) for value in found.values]
+    return f"; it is {values[0]}" if len(values) == 1 else f"; it is one of {', '.join(values)}" if values else ""
+
+
+def _types_at(kind: type, where: str) -> list[Any]:
+    types = list(_choices(_described(kind)))
+    for part in re.findall(r"\[[^]]*\]|[^.[]+", where):
+        types = [choice for found in types for inner in _inside(found, part) for choice in _choices(inner)]
+    return types
+
+
+def _inside(found: Any, part: str) -> Iterator[Any]:
+    if isinstance(found, schema.StructType):
+        yield from (field.type for field in found.fields if field.encode_name == part)
+    elif part.startswith("["):
+        if isinstance(found, schema.DictType):
+            yield found.value_type
+        elif (item := getattr(found, "item_type", None)) is not None:
+            yield item
+
+
+def _choices(found: Any) -> Iterator[Any]:
+    """The types that one may be: those of a union, without what `Annotated` adds."""
+    if isinstance(found, schema.Metadata):
+        yield from _choices(found.type)
+    elif isinstance(found, schema.UnionType):
+        for one in found.types:
+            yield from _choices(one)
+    else:
+        yield found
+
+
+@functools.cache
+def _described(kind: type) -> Any:
+    return schema.type_info(kind)
