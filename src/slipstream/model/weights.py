@@ -89,7 +89,7 @@ def load_parameters(
     if wanted is not every_name:
         stored = _without_others(stored, find, wanted)
     if description.quantization is not None and description.quantization.sparse:
-        arrays = ((name, shape, lambda r=r: to_array(r())) for name, shape, r in stored)  # type: ignore[misc]
+        arrays = ((name, shape, lambda r=r: to_array(r())) for name, shape, r in stored)
         stored = ((name, shape, lambda r=r: to_tensor(r())) for name, shape, r in made_dense(arrays))  # type: ignore[misc]
     formats = description.quantization.formats if description.quantization is not None else None
     if formats is not None:
