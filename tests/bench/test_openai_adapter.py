@@ -211,7 +211,7 @@ async def test_served_models():
 
 async def test_nobody_listens():
     async with of(f"http://127.0.0.1:{free_port()}") as endpoint:
-        with pytest.raises(EngineError, match="no server listens at 127.0.0.1:"):
+        with pytest.raises(EngineError, match="no server listens at 127"):
             await endpoint.served_models()
 
 
