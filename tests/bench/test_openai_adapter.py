@@ -15,6 +15,7 @@ from slipstream.bench.adapters.openai import Endpoint, Events, OpenAIEndpoint, S
 from slipstream.bench.load import Answer, Burst, run_load
 from slipstream.bench.workload import BenchRequest
 from slipstream.errors import ConfigError, EngineError
+from tests.waiting import free_port
 
 STREAM = (
     ": a comment\r\n"
@@ -205,6 +206,12 @@ async def test_served_models():
         assert found == [("x", None), ("y", 9), ("z", 7)]
     async with server(http(b"[]")) as (url, _), of(url) as endpoint:
         with pytest.raises(EngineError, match="does not answer like"):
+            await endpoint.served_models()
+
+
+async def test_nobody_listens():
+    async with of(f"http://127.0.0.1:{free_port()}") as endpoint:
+        with pytest.raises(EngineError, match="no server listens at 127"):
             await endpoint.served_models()
 
 

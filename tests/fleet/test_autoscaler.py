@@ -89,6 +89,14 @@ def test_to_zero_and_back():
     assert policy.decide(seen(600.0, 1, num_at_door=1)) >= 1
 
 
+def test_none_before_the_first_request():
+    policy = Autoscaler(lambda rate: math.ceil(rate), limits=ScalingLimits(min_replicas=0, idle_s=120.0))
+    assert [policy.decide(seen(10.0 * i, 0)) for i in range(3)] == [0, 0, 0]
+    assert policy.decide(seen(30.0, 0, num_at_door=1)) == 1
+    running = Autoscaler(lambda rate: math.ceil(rate), limits=ScalingLimits(min_replicas=0, idle_s=120.0))
+    assert [running.decide(seen(60.0 * i, 0, num_ready=1)) for i in range(3)] == [1, 1, 0]  # those that are there wait as long
+
+
 def test_fewer_only_after_the_hold():
     policy = Autoscaler(lambda rate: math.ceil(rate), limits=ScalingLimits(), hold_s=100.0, cold_start_s=10.0)
     wanted = [policy.decide(seen(10.0 * i, 50 if i < 40 else 10, num_ready=5)) for i in range(80)]

@@ -140,14 +140,13 @@ class Autoscaler:
 
     def decide(self, seen: FleetObservation) -> int:
         self._forecast.learn(seen.rate)
-        if seen.num_arrivals or seen.num_ongoing or self._last_request is None:
+        usual, limits = seen.num_ready + seen.num_starting, self.limits
+        if seen.num_arrivals or seen.num_ongoing or (usual and self._last_request is None):
             self._last_request = seen.at
         self._follow_quality(seen)
-        limits = self.limits
-        if limits.min_replicas == 0 and seen.at - self._last_request >= limits.idle_s:
+        if limits.min_replicas == 0 and (self._last_request is None or seen.at - self._last_request >= limits.idle_s):
             self._wanted.clear()
             return 0
-        usual = seen.num_ready + seen.num_starting
         behind = max(0, seen.num_at_door + seen.num_waiting - usual)  # one that waits a moment on each is no queue
         late = behind / self._cold_start_s
         least = self.replicas_for(self._forecast.upper(self._share) + late)
