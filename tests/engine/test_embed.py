@@ -263,12 +263,12 @@ def test_a_cross_encoder_scores_pairs(tmp_path, probabilities):
         with pytest.raises(RequestError, match="rerank"):
             llm.embed("the cat")
         long = llm.rerank("the cat", ["the " * 300], truncate=True)
-        pair, num_first = llm.get_tokenizer().encode_pair("the cat", DOCUMENTS[0])
+        [(pair, num_first)] = llm.get_tokenizer().encode_pairs([("the cat", DOCUMENTS[0])])
     assert long[0].num_tokens == 130
     assert (pair[0], pair[num_first - 1], pair[-1], num_first) == (2, 3, 3, 6)
     expected = []
     for document in DOCUMENTS:
-        ids, n = llm.get_tokenizer().encode_pair("the cat", document)
+        [(ids, n)] = llm.get_tokenizer().encode_pairs([("the cat", document)])
         with torch.no_grad():
             score = theirs(torch.tensor([ids]), token_type_ids=(torch.arange(len(ids)) >= n).long()[None]).logits[0, 0]
         expected.append(float(score.sigmoid() if probabilities else score))
@@ -326,7 +326,7 @@ def test_a_decoder_with_a_classifier_scores_pairs(family, tmp_path):
         documents = [TEXTS[4], TEXTS[0], "x y"]
         for _ in range(2):  # the query is in the prefix cache the second time
             for result in llm.rerank("the cat", documents):
-                ids = llm.get_tokenizer().encode_pair("the cat", result.document)[0]
+                [(ids, _)] = llm.get_tokenizer().encode_pairs([("the cat", result.document)])
                 with torch.no_grad():
                     score = theirs(torch.tensor([ids])).logits[0, 0]
                 assert result.relevance_score == pytest.approx(score.sigmoid().item(), abs=1e-4)

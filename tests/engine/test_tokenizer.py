@@ -335,7 +335,7 @@ def test_pairs_of_texts(tmp_path):
     tiny_models.write_wordpiece(tmp_path)
     tokenizer = Tokenizer.from_pretrained(tmp_path)
     first, second = (tokenizer.encode(text, add_special_tokens=False) for text in ("the cat", "a dog"))
-    whole, num_first = tokenizer.encode_pair("the cat", "a dog")
+    [(whole, num_first)] = tokenizer.encode_pairs([("the cat", "a dog")])
     assert (whole, num_first) == ([2, *first, 3, *second, 3], 6)
     for room, expected in (
         (11, whole),
@@ -344,14 +344,15 @@ def test_pairs_of_texts(tmp_path):
         (5, [2, *first[:2], 3, 3]),
         (3, [2, 3, 3]),
     ):
-        cut, num_first = tokenizer.encode_pair("the cat", "a dog", max_length=room)
+        [(cut, num_first)] = tokenizer.encode_pairs([("the cat", "a dog")], max_length=room)
         assert cut == expected
         assert cut[num_first - 1] == 3
     with pytest.raises(RequestError):
-        tokenizer.encode_pair("the cat", "a dog", max_length=2)
+        tokenizer.encode_pairs([("the cat", "a dog")], max_length=2)
     pairs = [("the cat", "a dog"), ("", "the " * 9), ("sing", "")]
     for room in (None, 6):
-        assert tokenizer.encode_pairs(pairs, max_length=room) == [tokenizer.encode_pair(*p, max_length=room) for p in pairs]
+        each = [tokenizer.encode_pairs([pair], max_length=room)[0] for pair in pairs]
+        assert tokenizer.encode_pairs(pairs, max_length=room) == each
 
 
 def test_many_texts_are_encoded_as_each_alone(tmp_path):

@@ -245,7 +245,7 @@ def test_berts_words(tmp_path) -> None:
     for text in ("The cats are singing.", "", "a  b\nc", "Ünïcode?", "the [SEP] cat"):
         assert a.encode(text) == b.encode(text)
         assert a.decode(a.encode(text)) == b.decode(b.encode(text))
-        assert a.encode_pair(text, "the") == b.encode_pair(text, "the")
+        assert a.encode_pairs([(text, "the")]) == b.encode_pairs([(text, "the")])
     (tmp_path / "txt" / "vocab.txt").write_text("a\nb\n")
     with pytest.raises(CheckpointError, match="CLS"):
         Tokenizer.from_pretrained(tmp_path / "txt")

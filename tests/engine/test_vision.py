@@ -117,7 +117,6 @@ def test_a_small_cache_of_embeddings_only_costs_time(models, family):
         llm.core.scheduler.reset_prefix_cache()
         llm.generate(prompt_of(family, *pictures, words="other "), GREEDY)
         assert encoder.num_encoded == first
-        assert encoder.num_hits >= first
     with engine(path, image_cache_bytes=0, max_num_batched_tokens=24) as llm:
         (bare,) = llm.generate(prompt_of(family, *pictures), GREEDY)
         assert llm.core.executor.runner.images.num_bytes == 0

@@ -90,6 +90,7 @@ class Link(ABC):
         The socket's descriptor tells only of what came since the last look, so it is waited for when a look has found nothing.
         That costs a future a message; pyzmq's own coroutines cost some ten, which is felt once a step.
         """
+        await asyncio.sleep(0)  # what the message before brought is written first, however many wait
         while (data := self._take()) is None:
             if self._look is None:
                 self._look = self._loop.call_later(LOOK_S, self._look_again)
