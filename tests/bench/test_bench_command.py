@@ -203,7 +203,7 @@ def test_serve_finds_a_rate(capsys):
 
 def test_no_server(capsys):
     told = result(capsys, "serve", "--url=http://127.0.0.1:1", "--vocab-size=10", code=1)
-    assert "does not answer" in told["error"]["message"]
+    assert "no server listens" in told["error"]["message"]
 
 
 def test_tables(config_only, capsys):
