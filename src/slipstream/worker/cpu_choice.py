@@ -30,6 +30,7 @@ import numpy as np
 
 from slipstream import locks
 from slipstream.config import DType
+from slipstream.files import write_whole
 from slipstream.kernels.host_ops import HostOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import has_cpu_kernels, instruction_sets, library_path
@@ -276,13 +277,6 @@ def _read(path: Path) -> CpuChoice | None:
 
 def _write(choice: CpuChoice, path: Path) -> None:
     """All of it or nothing. Where nothing can be kept, the next start measures again."""
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        import tempfile
-
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(choice), file)
-        os.replace(name, path)
-    except OSError:
-        pass
+        write_whole(path, json.dumps(dataclasses.asdict(choice)))
