@@ -74,6 +74,19 @@ async def test_messages_wait_for_who_receives_without_waking_the_loop(ends):
     assert [await received(link.receive()) for _ in range(5)] == [[str(number)] for number in range(5)]
 
 
+async def test_the_loop_has_a_turn_before_each_message(ends):
+    """What one message brought is written before the next is read, however many wait."""
+    link, core = ends
+    for number in range(3):
+        say(core, str(number))
+    time.sleep(0.05)  # all of them are there
+    loop, said = asyncio.get_running_loop(), []
+    for _ in range(3):
+        loop.call_soon(said.append, "written")
+        said += (await link.receive()).request_ids
+    assert said == ["written", "0", "written", "1", "written", "2"]
+
+
 async def test_messages_of_one_who_died_are_read_before_its_death_is_told(ends):
     link, core = ends
     waiting = asyncio.create_task(link.receive())
