@@ -35,9 +35,26 @@ void in_pieces(ss_engine* engine, int64_t count, Pack pack) {
 
 bool always() { return true; }
 
+Kernels with_tiles(Kernels base, const Kernels& tiles) {
+    base.name = tiles.name, base.linear = tiles.linear, base.gated = tiles.gated, base.linear_scratch = tiles.linear_scratch;
+    base.ceiling = tiles.ceiling, base.ceiling_macs = tiles.ceiling_macs;
+    return base;
+}
+const Kernels* kernels_portable_amx() {
+    static const Kernels table = with_tiles(*kernels_portable(), *tiles_portable());
+    return &table;
+}
+
 #if defined(__x86_64__)
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
 bool has_avxvnni();
+#if defined(SLIPSTREAM_AMX)
+bool has_amx();
+const Kernels* kernels_amx() {
+    static const Kernels table = with_tiles(*kernels_avx512bf16(), *tiles_amx());
+    return &table;
+}
+#endif
 bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
@@ -51,10 +68,13 @@ bool has_i8mm() { return has_neon() && (getauxval(AT_HWCAP2) & HWCAP2_I8MM) && (
 #endif
 
 const Set sets[] = {
-    {kernels_portable, always},
+    {kernels_portable_amx, always}, {kernels_portable, always},
 #if defined(__x86_64__)
     {kernels_avx2, has_avx2},       {kernels_avxvnni, has_avxvnni}, {kernels_avx512, has_avx512},
     {kernels_avx512vnni, has_vnni}, {kernels_avx512vbmi2, has_vbmi2}, {kernels_avx512bf16, has_bf16},
+#if defined(SLIPSTREAM_AMX)
+    {kernels_amx, has_amx},
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
     {kernels_neon, has_neon},       {kernels_neoni8mm, has_i8mm},
 #endif
@@ -64,11 +84,27 @@ const Set sets[] = {
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 namespace {
 bool has_avxvnni() {
     unsigned a = 0, b, c, d;
     return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
+#if defined(SLIPSTREAM_AMX)
+// Linux saves the tile registers of a process that has asked for them, all of its threads. It refuses where a thread's stack for
+// signals is too small for them.
+bool may_use_tiles() {
+    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    static const bool may = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return may;
+}
+bool has_amx() {
+    unsigned a, b, c, d = 0;
+    constexpr unsigned bf16 = 1u << 22, tile = 1u << 24, int8 = 1u << 25, all = bf16 | tile | int8;
+    return has_bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & all) == all && may_use_tiles();
+}
+#endif
 }  // namespace
 #endif
 

@@ -85,7 +85,7 @@ static inline void emit_row(int32_t form, uint8_t* out, int64_t size, float* v) 
     for (int64_t g = 0; g < padded(size) / GROUP; g++) emit_group(form, out, size, g, v + g * GROUP);
 }
 
-static void convert(const float* x, int64_t size, int32_t form, uint8_t* out) {
+static inline void convert(const float* x, int64_t size, int32_t form, uint8_t* out) {
     const int64_t whole = form == FORM_F32 ? 0 : size / GROUP;
     for (int64_t g = 0; g < whole; g++) emit_group(form, out, size, g, x + g * GROUP);
     if (form == FORM_F32) {

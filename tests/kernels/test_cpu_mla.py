@@ -30,7 +30,7 @@ from tests.model.harness import CPU, fast, is_program, load, run
 
 torch.set_num_threads(1)
 reference = ReferenceOps()
-ISAS = native.instruction_sets()
+ISAS = native.instruction_sets(emulated=True)
 OPS = {isa: NativeOps(2, isa) for isa in ISAS}
 DTYPES = [torch.float32, torch.bfloat16]
 

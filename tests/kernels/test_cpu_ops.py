@@ -37,10 +37,10 @@ from tests.kernels.cases import Shape, attention_options, edge_shapes, layer_nor
 
 torch.set_num_threads(1)
 reference = ReferenceOps()
-ISAS = native.instruction_sets()
+ISAS = native.instruction_sets(emulated=True)
 OPS = {isa: NativeOps(2, isa) for isa in ISAS}
 DTYPES = [torch.float32, torch.bfloat16]
-MULTIPLY_BFLOAT16 = ("avx512-bf16", "neon-i8mm")
+MULTIPLY_BFLOAT16 = ("avx512-bf16", "amx", "neon-i8mm")
 """Instruction sets with a product of bfloat16 pairs, which attention over an 8-bit cache uses."""
 SHAPES = [(1, 3), (7, 5), (16, 32), (33, 64), (48, 96), (160, 100), (100, 352)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 40]
@@ -185,7 +185,7 @@ def test_gate_and_up_may_be_sparse(ops, half):
 
 
 def test_the_faster_form_is_chosen_by_the_zeros(ops):
-    threshold = SPARSE_FROM if ops.pool.isa in ("avx512-vbmi2", "avx512-bf16") else SPARSE_FROM_ELSEWHERE
+    threshold = SPARSE_FROM if ops.pool.isa in ("avx512-vbmi2", "avx512-bf16", "amx") else SPARSE_FROM_ELSEWHERE
     for share, kind in ((threshold - 0.05, native.I8), (threshold + 0.05, native.S8)):
         weight = torch.ones(64, 320)
         weight[:, : int(320 * share)] = 0.0

@@ -28,6 +28,7 @@ from slipstream.kernels.native_interface import GroupInputs as GroupInputs
 from slipstream.kernels.native_interface import Job as Job
 from slipstream.kernels.native_interface import StepInputs as StepInputs
 from slipstream.kernels.weights import Linear
+from slipstream.spec.cpu_isas import CPU_ISAS
 from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, OwnActivation
 
 if TYPE_CHECKING:
@@ -171,10 +172,12 @@ def library_digest() -> str:
     return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def instruction_sets() -> list[str]:
-    """The instruction sets that the library was built for and this machine runs, the fastest last."""
+def instruction_sets(*, emulated: bool = False) -> list[str]:
+    """The instruction sets that the library was built for and this machine runs, the fastest last. With `emulated` those too
+    that run on any machine for tests alone."""
     library = load()
-    return [library.ss_isa_name(i).decode() for i in range(library.ss_num_isas()) if library.ss_isa_usable(i)]
+    names = [library.ss_isa_name(i).decode() for i in range(library.ss_num_isas()) if library.ss_isa_usable(i)]
+    return [name for name in names if emulated or not CPU_ISAS[name].emulated]
 
 
 class ThreadPool:
@@ -184,7 +187,7 @@ class ThreadPool:
     def __init__(self, num_threads: int, isa: str | None = None) -> None:
         library = load()
         names = [library.ss_isa_name(i).decode() for i in range(library.ss_num_isas())]
-        usable = instruction_sets()
+        usable = instruction_sets(emulated=True)
         if isa is not None and isa not in usable:
             raise ConfigError(f"isa={isa!r} can't run here; {', '.join(usable)} can", field="isa")
         self.isa = usable[-1] if isa is None else isa

@@ -11,10 +11,12 @@ class CpuIsa:
     """An instruction set that the C++ kernels are compiled for (`csrc/cpu/isa_*.cpp`)."""
 
     expands_bytes: bool = False  # bytes go where a mask has bits, in one instruction (vpexpandb)
+    emulated: bool = False  # of a register that other machines have, for tests; never chosen
 
 
 CPU_ISAS: Mapping[str, CpuIsa] = {
     **dict.fromkeys(("portable", "avx2", "avx2-vnni", "avx512", "avx512-vnni", "neon", "neon-i8mm"), CpuIsa()),
-    **dict.fromkeys(("avx512-vbmi2", "avx512-bf16"), CpuIsa(expands_bytes=True)),
+    **dict.fromkeys(("avx512-vbmi2", "avx512-bf16", "amx"), CpuIsa(expands_bytes=True)),
+    "portable-amx": CpuIsa(emulated=True),
 }
 """By the name that `kernels.native.instruction_sets()` gives."""

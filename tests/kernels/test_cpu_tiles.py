@@ -1,0 +1,107 @@
+"""Products by tile registers (AMX) beside those of the same machine without: bit for bit where sums are whole numbers, and the
+same for a token whatever number of others there is. On a machine without AMX its registers are emulated."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.kernels import native
+from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.weights import BlockLinear, BlockRows
+from slipstream.spec.scheme import SCHEMES
+from tests.kernels.test_cpu_ops import OPS, any_blocks
+
+PAIRS = [("portable-amx", "portable")] + [("amx", "avx512-bf16")] * ("amx" in native.instruction_sets())
+TOKENS = [4, 5, 8, 9, 15, 16, 17, 31, 33, 48, 70]
+"""Whole tiles, smaller ones, and such that overlap because they do not come out even."""
+
+
+@pytest.fixture(params=PAIRS, ids=lambda pair: pair[0])
+def pair(request) -> tuple[NativeOps, NativeOps]:
+    return OPS[request.param[0]], OPS[request.param[1]]
+
+
+@pytest.mark.parametrize("kind", native.BLOCK_KINDS)
+@pytest.mark.parametrize(("out", "inner"), [(16, 256), (40, 512), (96, 768)])
+def test_stored_blocks_bit_for_bit(pair, kind, out, inner):
+    raw = any_blocks(np.random.default_rng(out), kind, out, inner)
+    pieces = (BlockRows(type=kind, blocks=raw, start=0, order=np.arange(out, dtype=np.int32)),)
+    ours, theirs = (o.pack_weight(BlockLinear(weight=torch.empty(out, inner, device="meta"), pieces=pieces)) for o in pair)
+    for tokens in TOKENS:
+        x = torch.randn(tokens, inner)
+        assert torch.equal(pair[0].linear(x, ours), pair[1].linear(x, theirs))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int4-g32"])
+@pytest.mark.parametrize(("out", "inner"), [(16, 128), (33, 256), (96, 640)])
+def test_rounded_weights_bit_for_bit(pair, scheme, out, inner):
+    weight, bias = torch.randn(out, inner), torch.randn(out)
+    ours, theirs = (o.quantize_weight(weight, bias, SCHEMES[scheme]) for o in pair)
+    for tokens in TOKENS:
+        x = torch.randn(tokens, inner)
+        assert torch.equal(pair[0].linear(x, ours), pair[1].linear(x, theirs))
+
+
+@pytest.mark.parametrize("form", [native.FORM_F32, native.FORM_BF16, native.FORM_Q])
+@pytest.mark.parametrize("scheme", [None, "int8", "int4-g32"])
+def test_gate_and_up(pair, scheme, form):
+    """Rounded ones bit for bit; of bfloat16 the sums are in another order."""
+    half, inner = 96, 160
+    weight, bias = torch.randn(2 * half, inner) / 12, torch.randn(2 * half)
+    if scheme is None:
+        weight = weight.bfloat16()
+    for tokens in TOKENS:
+        x, results = torch.randn(tokens, inner), []
+        for ops in pair:
+            (part,) = ops.quantize_weight(weight, None, SCHEMES[scheme] if scheme else None).parts
+            y = torch.zeros(tokens, half)
+            p = native.Program(ops.pool)
+            q, z = p.buffer(part.form, inner), p.buffer(form, half)
+            p.add("convert", p.bound(x), q, part.form, inner, 1)
+            shape, silu = (part.kind, part.rows, part.inner), native.activation_of("silu")
+            p.add("gated_linear", q, z, form, *silu, *shape, part.data, bias, None, 0)
+            # Read back by a product with the identity.
+            eye = native.Packed.empty(KINDS[form], half, half, native.Arena())
+            eye.put_dense(np.eye(half, dtype=np.float32))
+            p.add("linear", z, p.bound(y), 0, eye.kind, half, half, eye.data, None, 0, None, 0)
+            p.run(native.StepInputs(num_tokens=tokens))
+            results.append(y)
+        if scheme is None:
+            torch.testing.assert_close(results[0], results[1], rtol=2e-2, atol=2e-2)
+        else:
+            assert torch.equal(*results)
+
+
+KINDS = {native.FORM_F32: native.F32, native.FORM_BF16: native.BF16, native.FORM_Q: native.I8}
+
+
+@pytest.mark.parametrize(("out", "inner"), [(16, 32), (33, 64), (100, 352)])
+def test_a_tokens_bfloat16_does_not_depend_on_the_others(pair, out, inner):
+    ops, other = pair
+    w = ops.quantize_weight(torch.randn(out, inner).bfloat16(), torch.randn(out).bfloat16())
+    x = torch.randn(70, inner).bfloat16()
+    alone = torch.cat([ops.linear(row[None], w) for row in x])
+    for tokens in (2, 3, 7, *TOKENS):
+        assert torch.equal(ops.linear(x[:tokens], w), alone[:tokens])
+        assert torch.equal(ops.linear(x[-tokens:], w), alone[-tokens:])
+
+
+def test_a_product_may_be_added_to_what_is_there(pair):
+    """Tokens that two tiles share are added once."""
+    inner, out = 96, 40
+    for scheme in (None, "int8"):
+        weight = torch.randn(out, inner)
+        for tokens in TOKENS:
+            x, results = torch.randn(tokens, inner), []
+            for ops in pair:
+                (part,) = ops.quantize_weight(weight.bfloat16() if scheme is None else weight, None, SCHEMES[scheme] if scheme else None).parts
+                y = torch.ones(tokens, out)
+                p = native.Program(ops.pool)
+                q = p.buffer(part.form, inner)
+                p.add("convert", p.bound(x), q, part.form, inner, 1)
+                p.add("linear", q, p.bound(y), 0, part.kind, out, inner, part.data, None, 1, None, 0)
+                p.run(native.StepInputs(num_tokens=tokens))
+                results.append(y)
+            torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
