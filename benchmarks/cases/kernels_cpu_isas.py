@@ -130,7 +130,7 @@ def engines(args: argparse.Namespace) -> list[dict[str, Any]]:
             assert isa in str(llm.core.executor.runner.ops.name) or llm.core.executor.runner.ops.pool.isa == isa
         for name in args.loads:
             count, num_in, num_out = LOADS[name]
-            given = torch.randint(0, 32000, (count, num_in), generator=torch.Generator().manual_seed(0)).tolist()
+            given = torch.randint(0, 500, (count, num_in), generator=torch.Generator().manual_seed(0)).tolist()
             prompts = [{"prompt_token_ids": ids} for ids in given]
             params = SamplingParams(max_tokens=num_out, ignore_eos=True, temperature=0.0)
             times: dict[str, list[float]] = {isa: [] for isa in llms}
