@@ -35,7 +35,8 @@ from slipstream.worker.roofline import measure_ceilings
 
 SHAPES = ("960x576", "576x576", "3072x576", "576x1536")
 FORMS = {"int8": "int8", "Q4_1": "int4-g32", "bfloat16": None}
-LOADS = {"prompt of 512": (1, 512, 1), "1 stream": (1, 32, 64), "16 requests": (16, 128, 128), "64 requests": (64, 128, 128)}
+LOADS = {"prompt of 512": (1, 512, 1), "1 stream": (1, 32, 64), "16 requests": (16, 128, 0), "64 requests": (64, 128, 0)}
+"""Requests, tokens of a prompt, tokens of an answer (0: `--answers`)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
     parser.add_argument("--model", type=Path, default=common.HERE / "configs" / "smollm2-135m")
     parser.add_argument("--loads", nargs="*", default=list(LOADS), choices=list(LOADS))
+    parser.add_argument("--answers", type=int, default=128, help="tokens of an answer with 16 and 64 requests")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--product-s", type=float, default=25.0, help="seconds for all products together")
 
@@ -130,12 +132,13 @@ def engines(args: argparse.Namespace) -> list[dict[str, Any]]:
             assert isa in str(llm.core.executor.runner.ops.name) or llm.core.executor.runner.ops.pool.isa == isa
         for name in args.loads:
             count, num_in, num_out = LOADS[name]
+            num_out = num_out or args.answers
             given = torch.randint(0, 500, (count, num_in), generator=torch.Generator().manual_seed(0)).tolist()
             prompts = [{"prompt_token_ids": ids} for ids in given]
             params = SamplingParams(max_tokens=num_out, ignore_eos=True, temperature=0.0)
             times: dict[str, list[float]] = {isa: [] for isa in llms}
             texts: dict[str, Any] = {}
-            for i in range((args.rounds if count < 64 else min(args.rounds, 2)) + 1):
+            for i in range(args.rounds + 1 if count < 64 else (args.rounds + 1) // 2):
                 for isa in sorted(llms, reverse=i % 2 == 1):
                     begin = time.perf_counter()
                     out = llms[isa].generate(prompts, params)
