@@ -16,7 +16,7 @@ import argparse
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -124,8 +124,7 @@ def engine(args: argparse.Namespace, isa: str, form: str) -> LLM:
         )
 
 
-def engines(args: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
+def engines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for form in args.forms if args.loads else ():
         llms = {isa: engine(args, isa, form) for isa in args.isas}
         for isa, llm in llms.items():
@@ -149,11 +148,10 @@ def engines(args: argparse.Namespace) -> list[dict[str, Any]]:
             rates = {isa: tokens / common.median(t) for isa, t in times.items()}
             same = sum(a == b for a, b in zip(*texts.values(), strict=True)) / count
             row = {"form": form, "load": name, "tokens_per_s": rates, "ratio": rates[args.isas[1]] / rates[args.isas[0]]}
-            found.append(row | {"same_answers": same, "seconds": times})
             print(f"{form:9} {name:14} " + " ".join(f"{isa} {r:8.0f} tok/s" for isa, r in rates.items()) + f"  {row['ratio']:.2f} x, {same:.0%} same", flush=True)
+            yield row | {"same_answers": same, "seconds": times}
         for llm in llms.values():
             llm.shutdown()
-    return found
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
@@ -163,6 +161,8 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     for isa, rates in ceilings.items():
         print(isa, {name: f"{rate / 1e9:.0f} G/s" for name, rate in rates.items()}, flush=True)
     save(threads=args.threads, isas=args.isas, ceilings=ceilings)
-    found = products(args)
+    found, loads = products(args), []
     save(threads=args.threads, isas=args.isas, ceilings=ceilings, products=found)
-    save(threads=args.threads, isas=args.isas, ceilings=ceilings, products=found, engines=engines(args))
+    for load in engines(args):
+        loads.append(load)
+        save(threads=args.threads, isas=args.isas, ceilings=ceilings, products=found, engines=loads)

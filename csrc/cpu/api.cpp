@@ -11,6 +11,7 @@ namespace {
 struct Set {
     const Kernels* (*kernels)();
     bool (*usable)();
+    bool (*right)() = nullptr;  // whether it computes what it should, where machines are known not to
 };
 
 // Packs `count` rows on an engine's threads. Each piece is whole panels, so that threads share few cache lines.
@@ -44,6 +45,7 @@ const Kernels* kernels_portable_amx() {
     static const Kernels table = with_tiles(*kernels_portable(), *tiles_portable());
     return &table;
 }
+bool portable_amx_right() { return tiles_agree(*tiles_portable(), *kernels_portable()); }
 
 #if defined(__x86_64__)
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
@@ -54,6 +56,7 @@ const Kernels* kernels_amx() {
     static const Kernels table = with_tiles(*kernels_avx512bf16(), *tiles_amx());
     return &table;
 }
+bool amx_right() { return tiles_agree(*tiles_amx(), *kernels_avx512bf16()); }
 #endif
 bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -68,12 +71,12 @@ bool has_i8mm() { return has_neon() && (getauxval(AT_HWCAP2) & HWCAP2_I8MM) && (
 #endif
 
 const Set sets[] = {
-    {kernels_portable_amx, always}, {kernels_portable, always},
+    {kernels_portable_amx, always, portable_amx_right}, {kernels_portable, always},
 #if defined(__x86_64__)
     {kernels_avx2, has_avx2},       {kernels_avxvnni, has_avxvnni}, {kernels_avx512, has_avx512},
     {kernels_avx512vnni, has_vnni}, {kernels_avx512vbmi2, has_vbmi2}, {kernels_avx512bf16, has_bf16},
 #if defined(SLIPSTREAM_AMX)
-    {kernels_amx, has_amx},
+    {kernels_amx, has_amx, amx_right},
 #endif
 #elif defined(__aarch64__) && defined(__linux__)
     {kernels_neon, has_neon},       {kernels_neoni8mm, has_i8mm},
@@ -111,7 +114,10 @@ bool has_amx() {
 int32_t ss_abi(void) { return SS_ABI; }
 int32_t ss_num_isas(void) { return (int32_t)(sizeof sets / sizeof *sets); }
 const char* ss_isa_name(int32_t isa) { return sets[isa].kernels()->name; }
-int32_t ss_isa_usable(int32_t isa) { return sets[isa].usable(); }
+int32_t ss_isa_usable(int32_t isa) {
+    const Set& set = sets[isa];
+    return !set.usable() ? 0 : !set.right || set.right() ? 1 : -1;
+}
 
 ss_engine* ss_engine_create(int32_t num_threads, int32_t isa) {
     return (ss_engine*)new std::shared_ptr<Engine>(std::make_shared<Engine>(num_threads, sets[isa].kernels()));

@@ -125,6 +125,7 @@ constexpr int64_t KEY_TILE = 64;
 
 const Kernels* kernels_portable();
 const Kernels* tiles_portable();  // its products alone
+bool tiles_agree(const Kernels& tiles, const Kernels& base);  // in some small products
 #if defined(__x86_64__)
 const Kernels* kernels_avx2();
 const Kernels* kernels_avxvnni();

@@ -24,7 +24,7 @@ typedef struct ss_program ss_program;
 #define SS_ABI 24  // changes with any declaration in this file
 SS_API int32_t ss_abi(void);
 
-// Instruction sets by number, the plainest first, and whether this machine can run one.
+// Instruction sets by number, the plainest first, and whether this machine can run one: 1 yes, 0 no, −1 with wrong results.
 SS_API int32_t ss_num_isas(void);
 SS_API const char* ss_isa_name(int32_t isa);
 SS_API int32_t ss_isa_usable(int32_t isa);

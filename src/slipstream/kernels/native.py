@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import sys
 from collections.abc import Sequence
 from ctypes import c_int64
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     Array: TypeAlias = npt.NDArray[Any] | Tensor
 else:
     Array = Any
+
+_logger = logging.getLogger(__name__)
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -175,9 +178,22 @@ def library_digest() -> str:
 def instruction_sets(*, emulated: bool = False) -> list[str]:
     """The instruction sets that the library was built for and this machine runs, the fastest last. With `emulated` those too
     that run on any machine for tests alone."""
+    return [name for name in _names() if (emulated or not CPU_ISAS[name].emulated) and _runs_here(name)]
+
+
+@cache
+def _names() -> list[str]:
+    """All instruction sets of the library, by number."""
     library = load()
-    names = [library.ss_isa_name(i).decode() for i in range(library.ss_num_isas()) if library.ss_isa_usable(i)]
-    return [name for name in names if emulated or not CPU_ISAS[name].emulated]
+    return [library.ss_isa_name(i).decode() for i in range(library.ss_num_isas())]
+
+
+@cache
+def _runs_here(isa: str) -> bool:
+    usable = load().ss_isa_usable(_names().index(isa))
+    if usable < 0:
+        _logger.warning("the instruction set %s is left out: this machine's small products by it came out wrong", isa)
+    return bool(usable > 0)
 
 
 class ThreadPool:
@@ -185,14 +201,12 @@ class ThreadPool:
     work (`use`)."""
 
     def __init__(self, num_threads: int, isa: str | None = None) -> None:
-        library = load()
-        names = [library.ss_isa_name(i).decode() for i in range(library.ss_num_isas())]
-        usable = instruction_sets(emulated=True)
+        usable = instruction_sets(emulated=isa in CPU_ISAS and CPU_ISAS[isa].emulated)
         if isa is not None and isa not in usable:
             raise ConfigError(f"isa={isa!r} can't run here; {', '.join(usable)} can", field="isa")
         self.isa = usable[-1] if isa is None else isa
         self.num_threads = self.num_used = num_threads
-        self.pointer = library.ss_engine_create(num_threads, names.index(self.isa))
+        self.pointer = load().ss_engine_create(num_threads, _names().index(self.isa))
 
     def use(self, num_threads: int) -> None:
         """From now on so many of the threads work. Results stay the same, bit by bit."""
