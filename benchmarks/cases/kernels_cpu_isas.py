@@ -120,7 +120,8 @@ def engine(args: argparse.Namespace, isa: str, form: str) -> LLM:
     with patch("slipstream.worker.device.choose_cpu", lambda *_, **__: choice), patch.object(CpuChoice, "reason", "given"):
         return LLM(
             str(args.model), load_format="dummy", skip_tokenizer_init=True, device="cpu", dtype="bfloat16", seed=0,
-            quantization=FORMS[form], num_threads=args.threads, max_model_len=1024, max_num_seqs=64, enable_prefix_caching=False,
+            quantization=FORMS[form], num_threads=args.threads, max_model_len=1024, max_num_seqs=64,
+            enable_prefix_caching=False,
         )
 
 
@@ -148,7 +149,11 @@ def engines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             rates = {isa: tokens / common.median(t) for isa, t in times.items()}
             same = sum(a == b for a, b in zip(*texts.values(), strict=True)) / count
             row = {"form": form, "load": name, "tokens_per_s": rates, "ratio": rates[args.isas[1]] / rates[args.isas[0]]}
-            print(f"{form:9} {name:14} " + " ".join(f"{isa} {r:8.0f} tok/s" for isa, r in rates.items()) + f"  {row['ratio']:.2f} x, {same:.0%} same", flush=True)
+            print(
+                f"{form:9} {name:14} " + " ".join(f"{isa} {r:8.0f} tok/s" for isa, r in rates.items())
+                + f"  {row['ratio']:.2f} x, {same:.0%} same",
+                flush=True,
+            )
             yield row | {"same_answers": same, "seconds": times}
         for llm in llms.values():
             llm.shutdown()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.weights import BlockLinear, BlockRows
@@ -79,7 +80,7 @@ KINDS = {native.FORM_F32: native.F32, native.FORM_BF16: native.BF16, native.FORM
 
 @pytest.mark.parametrize(("out", "inner"), [(16, 32), (33, 64), (100, 352)])
 def test_a_tokens_bfloat16_does_not_depend_on_the_others(pair, out, inner):
-    ops, other = pair
+    ops = pair[0]
     w = ops.quantize_weight(torch.randn(out, inner).bfloat16(), torch.randn(out).bfloat16())
     x = torch.randn(70, inner).bfloat16()
     alone = torch.cat([ops.linear(row[None], w) for row in x])
@@ -92,11 +93,11 @@ def test_a_product_may_be_added_to_what_is_there(pair):
     """Tokens that two tiles share are added once."""
     inner, out = 96, 40
     for scheme in (None, "int8"):
-        weight = torch.randn(out, inner)
+        weight = torch.randn(out, inner, dtype=torch.float32 if scheme else torch.bfloat16)
         for tokens in TOKENS:
             x, results = torch.randn(tokens, inner), []
             for ops in pair:
-                (part,) = ops.quantize_weight(weight.bfloat16() if scheme is None else weight, None, SCHEMES[scheme] if scheme else None).parts
+                (part,) = ops.quantize_weight(weight, None, SCHEMES[scheme] if scheme else None).parts
                 y = torch.ones(tokens, out)
                 p = native.Program(ops.pool)
                 q = p.buffer(part.form, inner)
@@ -105,3 +106,22 @@ def test_a_product_may_be_added_to_what_is_there(pair):
                 p.run(native.StepInputs(num_tokens=tokens))
                 results.append(y)
             torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_set_whose_products_come_out_wrong_is_left_out(monkeypatch, caplog):
+    """The library says −1 of it. Nothing but the log tells."""
+    name = native.instruction_sets()[-1]
+    usable, wrong = native.load().ss_isa_usable, native._names().index(name)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(native.load(), "ss_isa_usable", lambda isa: -1 if isa == wrong else usable(isa))
+            native._runs_here.cache_clear()
+            assert name not in native.instruction_sets(emulated=True)
+            assert native.instruction_sets()
+            with pytest.raises(ConfigError, match="can't run here"):
+                native.ThreadPool(1, name)
+        assert [r.getMessage() for r in caplog.records].count(
+            f"the instruction set {name} is left out: this machine's small products by it came out wrong"
+        ) == 1
+    finally:
+        native._runs_here.cache_clear()
