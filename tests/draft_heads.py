@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +231,7 @@ def write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], below:
     named = {(below + n if n.startswith(of_layer) else n): t.contiguous() for n, t in tensors.items()}
     save_file(named, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
+
+
+BY_METHOD = {"eagle": eagle1, "eagle3": eagle, "peagle": partial(eagle, masks=True), "dflash": dflash, "medusa": medusa}
+"""Who writes a method's head as its authors publish it."""

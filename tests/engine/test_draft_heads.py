@@ -19,15 +19,11 @@ from tests.naive_heads import naive_drafts
 
 K = 3
 HEADS = {  # the method, and how a head is written
-    "eagle3": ("eagle3", draft_heads.eagle),
+    **{method: (method, write) for method, write in draft_heads.BY_METHOD.items()},
     "speculators": ("eagle3", lambda path: draft_heads.eagle(path, speculators=True)),
-    "eagle": ("eagle", draft_heads.eagle1),
     "eagle-speculators": ("eagle", lambda path: draft_heads.eagle1(path, speculators=True, bias=False)),
-    "peagle": ("peagle", lambda path: draft_heads.eagle(path, masks=True)),
     "peagle-speculators": ("peagle", lambda path: draft_heads.eagle(path, masks=True, speculators=True)),
-    "dflash": ("dflash", draft_heads.dflash),
     "dflash-speculators": ("dflash", lambda path: draft_heads.dflash(path, speculators=True)),
-    "medusa": ("medusa", draft_heads.medusa),
     "converted": ("medusa", lambda path: draft_heads.medusa(path, converted=True)),
     "mtp": ("mtp", draft_heads.mtp),
 }

@@ -21,7 +21,7 @@ from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import NativeLinear, ThreadPool
 from slipstream.kernels.programs import LinearArgmax, LinearProgram
-from slipstream.kernels.recording import TOKENS, RecordingOps, TracedKV, TracedMeta, Value
+from slipstream.kernels.recording import TOKENS, RecordingOps, TracedKV, TracedMeta
 from slipstream.kernels.weights import Linear
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Attention, Layer, Tap, build_layer, build_linear, build_norm
@@ -144,7 +144,7 @@ class LayeredHead:
         kv: Any = [TracedKV(i, layer.attention.num_kv_heads) for i, layer in enumerate(spec.layers)]
         meta: Any = TracedMeta()
 
-        def recorder() -> tuple[Any, Value]:
+        def recorder() -> tuple[Any, Any]:
             made = RecordingOps()
             state, made.layer = made.value((spec.hidden_size,)), 0
             return made, state
@@ -168,7 +168,8 @@ class LayeredHead:
         context `states` are None, and there are none for a next pair."""
         if isinstance(self.program, Reason):
             embedded = self.ops.embed(token_ids, self._embed, self._scale)
-            return self._body(self.ops, embedded, None if states is None else states.to(embedded.dtype), kv, meta)
+            hidden, following = self._body(self.ops, embedded, None if states is None else states.to(embedded.dtype), kv, meta)
+            return hidden, following
         hidden = np.empty((len(token_ids), self.spec.hidden_size), np.float32)
         following = np.empty_like(hidden) if self.program.lowered.more and self.program.lowered.out is not None else hidden
         more = (following,) if self.program.lowered.more else ()

@@ -236,8 +236,9 @@ def _kind_of(config: dict[str, Any], stored: frozenset[str]) -> HeadMethod | Non
     """The kind of a head, so that its method can be named; None: neither config nor tensors tell."""
     made_for = " ".join(map(str, (*(config.get("architectures") or ()), config.get("model_type"))))
     kind, speculator = made_for.lower().replace("_", ""), config.get("speculators_model_type")
-    if speculator in KINDS:
-        return speculator
+    for known in KINDS:
+        if speculator == known:
+            return known
     if "dflash_config" in config or "dflash" in kind:
         return "dflash"
     if any(config.get(key) for key in ("pard_token", "ptd_token_id", "parallel_drafting")) or "mask_hidden" in stored:

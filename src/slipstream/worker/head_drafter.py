@@ -53,6 +53,8 @@ class HeadDrafter(Drafter):
     """The part that all heads share."""
 
     head: LayeredHead | MedusaHead
+    states: Any
+    """`States`"""
 
     def __init__(
         self, config: EngineConfig, loaded: LoadedHead, memory: DraftMemory, states: States, sample: Sample
