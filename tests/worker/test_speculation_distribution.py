@@ -192,7 +192,8 @@ def from_model(proposer: str, table: RowTable, plan: StepPlan) -> dict[str, Answ
     """The drafts that another model draws with the same random numbers, as `DraftModel.propose` does, or a head that does not
     know the drafts before a place, as `HeadBlock`'s."""
     if proposer == "block":
-        steps = [ScheduledRequest(s.request_id, s.num_computed_tokens, n := len(s.drafts), n) for s in plan.scheduled if s.drafts]
+        some = [s for s in plan.scheduled if s.drafts]
+        steps = [ScheduledRequest(s.request_id, s.num_computed_tokens, n := len(s.drafts), n) for s in some]
         if steps:
             batch = gather(table, StepPlan(0, tuple(sorted(steps, key=lambda s: s.num_tokens > 1))))
             starts = batch.meta.query_start_loc.long()

@@ -274,7 +274,7 @@ class MedusaHead:
 
 def _floats(x: Any) -> Floats:
     """float32, of an array or a tensor on a CPU"""
-    return x if isinstance(x, np.ndarray) else x.float().numpy()  # type: ignore[no-any-return]
+    return x if isinstance(x, np.ndarray) else x.float().numpy()
 
 
 def _like(given: Any, found: npt.NDArray[Any]) -> Any:
