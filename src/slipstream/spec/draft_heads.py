@@ -296,18 +296,38 @@ def _without(layer: LayerSpec, norm: NormSpec) -> LayerSpec:
     return replace(layer, block=SequentialBlock(pre_mlp=norm))
 
 
-def _check_map(path: Path, stored: frozenset[str], draft_vocab_size: int, target: ModelSpec) -> bool:
-    """Whether there is a `d2t`."""
-    has_map = "d2t" in stored
-    if stored and not has_map and draft_vocab_size != target.vocab_size:
+def _made(
+    method: HeadMethod,
+    path: Path,
+    readers: tuple[ConfigReader, ConfigReader],
+    stored: frozenset[str],
+    target: ModelSpec,
+    *,
+    first: str = "layers.0.",
+    joined: str = "fc",
+    draft_vocab_size: int,
+    **parts: Any,
+) -> HeadDescription:
+    """The head with these `parts` of its spec, and with what its file has (`stored`) of embeddings, output head and map of
+    tokens. No key of its config may be left."""
+    for reader in dict.fromkeys(readers):
+        reader.finish()
+    has_map, has_all = "d2t" in stored, draft_vocab_size == target.vocab_size
+    if stored and not has_map and not has_all:
         raise CheckpointError(
             f"{path} lacks d2t, which says what its {draft_vocab_size} tokens are of the model's", field="d2t"
         )
-    return has_map
-
-
-def _has_head(stored: frozenset[str], draft_vocab_size: int, target: ModelSpec) -> bool:
-    return "lm_head.weight" in stored or not stored or draft_vocab_size != target.vocab_size
+    spec = LayeredSpec(
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        own_embedding="embed_tokens.weight" in stored,
+        own_head="lm_head.weight" in stored or not has_all or (not stored and method in ("eagle3", "peagle")),
+        **parts,
+    )
+    ignored = frozenset(("t2d", "d2t"))
+    names = spec.names(first, joined)
+    return HeadDescription(method=method, path=path, spec=spec, names=names, ignored=ignored, has_map=has_map)
 
 
 # --- EAGLE-1 and 2 --------------------------------------------------------------------------------------------------------
@@ -327,23 +347,23 @@ def _read_eagle(path: Path, config: dict[str, Any], stored: frozenset[str], targ
     bias = next((x for x in said if x is not None), f"{joined}.bias" in stored)
     count = read.size("num_hidden_layers", 1)
     layer, norm = _layer(read, target, qkv_bias="qkv_bias")
-    if read is not c:
-        read.finish()
-    c.finish()
-    spec = LayeredSpec(
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
+    copies = frozenset(("embed_tokens.weight", "lm_head.weight"))
+    made = _made(
+        "eagle",
+        path,
+        (c, read),
+        stored - copies,
+        target,
+        first="transformer." if is_speculators else "layers.0.",
+        joined=joined,
         draft_vocab_size=target.vocab_size,
         layers=(_without(layer, norm), *(layer,) * (count - 1)),
         norm=norm,
         join="product",
         norms=(),
         join_bias=bias,
-        own_head=False,
     )
-    names = spec.names("transformer." if is_speculators else "layers.0.", joined)
-    copies = frozenset(("embed_tokens.weight", "lm_head.weight"))
-    return HeadDescription(method="eagle", path=path, spec=spec, names=names, ignored=copies)
+    return replace(made, ignored=copies)
 
 
 # --- EAGLE-3 and P-EAGLE --------------------------------------------------------------------------------------------------
@@ -368,26 +388,21 @@ def _read_eagle3(
     read.require("model_type", "llama", "llama3", "LlamaForCausalLMEagle3")
     count = read.size("num_hidden_layers", 1)
     layer, norm = _layer(read, target)
-    if read is not c:
-        read.finish()
-    c.finish()
-    spec = LayeredSpec(
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
+    return _made(
+        method,
+        path,
+        (c, read),
+        stored,
+        target,
+        first="layers.0." if any(name.startswith("layers.0.") for name in stored) else "midlayer.",
         draft_vocab_size=draft_vocab_size,
         layers=(_without(layer, norm), *(layer,) * (count - 1)),
         norm=norm,
         join="attention",
         aux_layers=aux,
         norm_before_residual=before_residual,
-        own_embedding="embed_tokens.weight" in stored,
-        own_head=_has_head(stored, draft_vocab_size, target),
         mask_token=mask,
     )
-    first = "layers.0." if any(name.startswith("layers.0.") for name in stored) else "midlayer."
-    has_map = _check_map(path, stored, draft_vocab_size, target)
-    ignored = frozenset(("t2d", "d2t"))
-    return HeadDescription(method=method, path=path, spec=spec, names=spec.names(first), ignored=ignored, has_map=has_map)
 
 
 def _aux_layers(c: ConfigReader, num_layers: int) -> tuple[int, ...]:
@@ -450,27 +465,22 @@ def _read_dflash(path: Path, config: dict[str, Any], stored: frozenset[str], tar
     read.require("layer_types", ["full_attention"] * count)
     qk_norm = QKNormSpec(over="head", eps=read.take("rms_norm_eps", float, 1e-6))
     layer, norm = _layer(read, target, qk_norm=qk_norm)
-    if read is not c:
-        read.finish()
-    c.finish()
-    spec = LayeredSpec(
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
+    return _made(
+        "dflash",
+        path,
+        (c, read),
+        stored,
+        target,
         draft_vocab_size=draft_vocab_size,
         layers=(layer,) * count,
         norm=norm,
         join="context",
         norms=("hidden_norm", "final_norm"),
         aux_layers=aux,
-        own_embedding="embed_tokens.weight" in stored,
-        own_head=draft_vocab_size != target.vocab_size or "lm_head.weight" in stored,
         scales_embedding="embed_tokens.weight" not in stored,
         mask_token=mask,
         most_drafts=block_size - 1,
     )
-    has_map = _check_map(path, stored, draft_vocab_size, target)
-    ignored = frozenset(("t2d", "d2t"))
-    return HeadDescription(method="dflash", path=path, spec=spec, names=spec.names(), ignored=ignored, has_map=has_map)
 
 
 # --- MTP ------------------------------------------------------------------------------------------------------------------
