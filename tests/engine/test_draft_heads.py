@@ -287,7 +287,7 @@ def test_other_heads_that_do_not_fit(tmp_path):
         ("eagle1", {"vocab_size": 300}, "vocab_size = 300"),
         ("eagle1", {"model_type": "gemma"}, "model_type = 'gemma'"),
         ("eagle1", {"num_hidden_layers": 2}, "lacks layers.1.self_attn.q_proj.weight"),
-        ("eagle1", {"bias": False}, "tensor 'fc.bias' that the draft head has no place for"),
+        ("eagle1", {"eagle_fc_bias": False}, "tensor 'fc.bias' that the draft head has no place for"),
         ("eagle1", {"speculators": True, "layernorms": True}, "layernorms = True"),
         ("eagle", {"masks": True, "ptd_token_id": None}, "mask_token_id = None"),
         ("eagle", {"masks": True, "ptd_token_id": 1000}, "must be one of the model's"),
