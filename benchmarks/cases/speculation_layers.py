@@ -35,7 +35,7 @@ class Model:
     """A model whose layers can be left out, over one sequence."""
 
     def __init__(self, name: str, longest: int) -> None:
-        args = EngineArgs(model=name, max_model_len=longest, max_num_seqs=1)
+        args = EngineArgs(model=name, max_model_len=longest, max_num_seqs=1, num_threads=1)
         _, runner, _ = load_runner(args, by_torch=True)
         self.decoder: Any = runner.forwards.decoder  # type: ignore[union-attr]
         self.size = runner.config.cache.block_size
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
-    with LLM(args.model, max_model_len=512, max_num_seqs=4) as llm:
+    with LLM(args.model, max_model_len=512, max_num_seqs=4, num_threads=1) as llm:
         prompts: list[Any] = [[{"role": "user", "content": q}] for q in QUESTIONS]
         outputs = llm.chat(prompts, SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True))
     texts = [([*o.prompt_token_ids, *o.outputs[0].token_ids], len(o.prompt_token_ids) - 1) for o in outputs]
