@@ -1,4 +1,4 @@
-"""Self-speculation by leaving layers out: how many of its guesses are right. These are counts, which other programs don't disturb.
+"""Self-speculation by leaving layers out: how many of its guesses are right. These are counts, not times.
 
     python benchmarks/speculation.py --study layers [MODEL] [--left-out 3 6 10] [--output FILE]
 
