@@ -93,7 +93,7 @@ def test_the_autoscaler_scales_from_none_to_two_to_none(tiny, tmp_path):
     try:
         scaler = made.head.scaling.scalers["tiny/v1/main"]
         scaler.capacity.now, scaler.capacity._next = FleetCapacity(((1, 1.0), (2, 2.0))), float("inf")
-        with made.http(timeout=START_S) as http, concurrent.futures.ThreadPoolExecutor(16) as pool:
+        with made.http() as http, concurrent.futures.ThreadPoolExecutor(16) as pool:
             assert http.get("/health").status_code == 200
             assert not servers()
             assert http.post("/v1/completions", json=body).status_code == 200  # it waited at the door
