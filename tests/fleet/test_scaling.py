@@ -326,7 +326,7 @@ def test_a_rollout_keeps_the_number(tiny, tmp_path):
 
     with running(fleet_of_engine(), tmp_path / "state") as fleet:
         assert asked_all(fleet) == {}  # off by default
-        with pytest.raises(ConfigError, match="fleet.s are tiny/v1/main"):
+        with pytest.raises(ConfigError, match="fleet's are tiny/v1/main"):
             fleet.call(fleet.head.scale("tiny", 2))
         with pytest.raises(ConfigError, match=r"from 1 to 3 .*fleet rollout"):
             fleet.call(fleet.head.scale("tiny/v1/main", 4))

@@ -32,8 +32,12 @@ from slipstream.fleet.detection.causes import FULL
 from slipstream.fleet.detection.observation import Observation
 
 CLIP = 6.0
-STEP_CLIP = 8.0
-"""Of steps' time: two such observations with three usual ones between are enough. A neighbour comes and goes."""
+STEP_CLIP = 10.0
+"""Of steps' time: one such observation is not enough, but with a second one that is a third of it soon after. A neighbour comes
+and goes."""
+
+ERROR_CLIP = 8.0
+"""Of errors, which are independent of each other and have a likelihood ratio: two such observations are enough."""
 
 BLOCKED = 2.0
 """Waiting for room in a full cache counts as so many times waiting for one's turn: a queue for a turn may be a burst."""
@@ -65,7 +69,7 @@ class Signal:
     """`read` gives the series' value of an observation, None where it says nothing. `floor` is the least noise, in the series'
     unit; `spread` the least of one request, as a share of the level. `matters`: the least change to be found, as a share of
     the level. `is_share`: the value is the share of requests of which something is true. `clip`: the most deviations that one
-    observation counts."""
+    observation counts; `allowance`: what of them is usual."""
 
     name: str
     what: str
@@ -76,6 +80,7 @@ class Signal:
     matters: float = 0.0
     is_share: bool = False
     clip: float = CLIP
+    allowance: float = ALLOWANCE
 
 
 def _slowness(seen: Observation) -> Value | None:
@@ -141,7 +146,7 @@ SIGNALS = (
     Signal(name="answer_length", what="longer answers", direction="up", floor=40.0, spread=1.2, matters=1.0,
            read=lambda o: _mean(o.finished_output_tokens, o.num_finished)),
     Signal(name="ends", what="fewer tokens end an answer", read=_ends, direction="down", floor=1e-6, is_share=True),
-    Signal(name="errors", what="requests fail", direction="up", floor=0.005, is_share=True,
+    Signal(name="errors", what="requests fail", direction="up", floor=0.005, is_share=True, clip=ERROR_CLIP, allowance=0.5,
            read=lambda o: _mean(o.num_errors, o.num_responses)),
     Signal(name="write_stall", what="clients do not read their answers", direction="up", floor=0.1,
            read=lambda o: None if o.write_stall_s is None else (o.write_stall_s / o.interval_s, 1.0)),
@@ -221,7 +226,7 @@ class ShareBaseline(Baseline):
         is_up = self._signal.direction == "up"
         other = min(max(self.MATTERS, self.TIMES * usual), (1 + usual) / 2) if is_up else usual / self.TIMES
         ratio = share * math.log(other / usual) + (1 - share) * math.log((1 - other) / (1 - usual))
-        return max(-CLIP, min(CLIP, count * ratio)) * (1 if is_up else -1)
+        return max(-self._signal.clip, min(self._signal.clip, count * ratio)) * (1 if is_up else -1)
 
     def beyond(self, value: Value) -> float:
         z = self.z(value)
@@ -274,10 +279,9 @@ class Watch:
         self.value = 0.0
         self.since: float | None = None  # when the change was seen
 
-    @staticmethod
-    def _new_test() -> PageHinkley:
+    def _new_test(self) -> PageHinkley:
         # Its forgetting factor would eat up the allowance: what is added to the sum is the allowance, on average.
-        return PageHinkley(min_instances=2, delta=ALLOWANCE, threshold=THRESHOLD, alpha=1.0, mode="up")
+        return PageHinkley(min_instances=2, delta=self.signal.allowance, threshold=THRESHOLD, alpha=1.0, mode="up")
 
     @property
     def is_active(self) -> bool:
