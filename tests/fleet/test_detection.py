@@ -109,21 +109,21 @@ def alarms(counts, responses):
     return found
 
 
-@pytest.mark.parametrize("responses", [10, 40])
+@pytest.mark.parametrize("responses", [8, 40])
 def test_one_request_in_four_fails(responses):
-    """Seen within half a minute in 24 of 25 cases."""
+    """Seen within 25 s in 19 of 20 cases."""
     rng, late = random.Random(4), 0
     for _ in range(100):
         healthy = [int(rng.random() < 0.003) for _ in range(HEALTHY)]
         found = alarms(healthy + [sum(rng.random() < 0.25 for _ in range(responses)) for _ in range(20)], responses)
-        late += not found or (found[0] - HEALTHY + 1) * INTERVAL_S > 30
-    assert late <= 4
+        late += not found or (found[0] - HEALTHY + 1) * INTERVAL_S > 25
+    assert late <= 5
 
 
 def test_a_neighbour_who_comes_and_goes_is_seen_at_the_second_visit():
     detector, rng = Detector(), random.Random(11)
     observe(detector, rng, range(HEALTHY))
-    for number, slow in enumerate((1.8, 1.1, 1.0, 1.35)):  # the last is a visit of a part of the interval
+    for number, slow in enumerate((1.8, 1.1, 1.0, 1.5)):  # the last is a visit of a part of the interval
         assert detector.findings == []
         observe(detector, rng, (HEALTHY + number,), slow=slow)
     (finding,) = detector.findings
