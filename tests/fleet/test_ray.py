@@ -169,3 +169,16 @@ def test_a_rollout_changes_the_engine(two, tiny):
         two.wait_for(lambda: serving(two) >= 1 and not old & {r.id for r in two.head.members.all_replicas()}, "old ones", 180)
         assert done["replaced"] >= 1
         assert ask(client, 1)[1] == "length"
+
+
+def test_a_rollout_that_can_not_start_leaves_the_fleet_as_it_was(two, tiny):
+    before = {r.id for r in two.head.members.all_replicas()}
+    added = version(tiny, name="v2", engine={**ENGINE, "max_model_len": 10**6}, replicas=1, resources={"cpus": 0.5})
+    versions = (*two.head.fleet.models["tiny"].versions, *fleet_of(added).models["tiny"].versions)
+    models = {"tiny": msgspec.structs.replace(two.head.fleet.models["tiny"], versions=versions)}
+    with pytest.raises(ConfigError, match="max_model_len.*what it was before"):
+        two.call(two.head.rollout(msgspec.structs.replace(two.head.fleet, models=models)), 300)
+    assert [v.name for v in two.head.members.models["tiny"]] == ["v1"]
+    assert {r.id for r in two.head.members.all_replicas()} == before, "they were restarted"
+    with two.client() as client:
+        assert ask(client, 1)[1] == "length"
