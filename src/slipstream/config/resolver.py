@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
+from slipstream.arguments import likely_value
 from slipstream.config.host_experts import host_experts
 from slipstream.config.offload import check_offload
 from slipstream.config.parallel import held_products, parallel_section
@@ -588,7 +589,8 @@ def _check_formats(args: EngineArgs, model: ModelDescription, device: DeviceInfo
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}", field=name)
+        what = f"{name}={value!r} is not one of {', '.join(allowed)}{likely_value(value, allowed)}"
+        raise ConfigError(what, field=name)
 
 
 def _positive(name: str, value: Any) -> None:
