@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
@@ -187,7 +188,8 @@ def load_runner(
     path = resolve_model(args.model, download_dir=args.download_dir)
     description = read_spec(path).taking_images(args.max_images)
     progress("device")
-    info = device or detect(args.device, machine_folder(), num_threads=args.num_threads, **on_host)
+    once = partial(progress, "how fast this CPU is, once a machine")
+    info = device or detect(args.device, machine_folder(), num_threads=args.num_threads, measuring=once, **on_host)
     config = resolve(args, description, info)
     if ranks is None or info.is_cuda:  # ranks on a CPU share its memory; who started them has looked
         check_weights_fit(config, description)
