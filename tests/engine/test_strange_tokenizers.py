@@ -16,7 +16,7 @@ from slipstream.engine import tokenizer_parts
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import CheckpointError, EngineOverloadedError, ModelError, RequestError
 from slipstream.spec.description import read_spec
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 
 ONE = SamplingParams(max_tokens=1, temperature=0)
 
@@ -89,7 +89,8 @@ def test_an_end_token_without_a_row_is_none(model_copy):
 # --- Panics and errors of the library ---------------------------------------------------------------------------------
 
 
-def test_a_panic_over_a_text_is_a_request_error(model_copy):
+def test_a_panic_over_a_text_is_a_request_error(model_copy, monkeypatch):
+    monkeypatch.setattr(tokenizer_parts, "MAX_SECONDS", PATIENCE_S)  # with RUST_BACKTRACE a panic takes seconds
     def slow(data):
         data["pre_tokenizer"] = {
             "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False,
