@@ -43,7 +43,7 @@ class Tokenizer:
         self._bytes = {i: token.content.encode() for i, token in added.items()}  # filled as tokens are met
         self._texts: tuple[dict[int, str], dict[int, str]] = {}, {}
         self._spelling, self._strips_leading_space = _decoding(backend)
-        self._on_text = in_time if has_own_patterns(backend) else on_text
+        self._is_bounded = has_own_patterns(backend)  # its patterns may take hours
         self._num_rows: int | None = None  # of the model's embedding, if the model is known
         self.image_placeholder: str | None = None  # of a model that takes pictures
 
@@ -142,10 +142,12 @@ class Tokenizer:
 
     def _encoded(self, texts: Sequence[Any], *, add_special_tokens: bool) -> list[tokenizers.Encoding]:
         """Of texts, or of pairs of them. The library keeps other threads waiting over one text, unless it comes as a batch."""
-        if len(texts) == 1 and self._on_text is on_text:
+        if self._is_bounded:
+            return in_time(self._backend.encode_batch_fast, list(texts), add_special_tokens=add_special_tokens)
+        if len(texts) == 1:
             own = texts[0] if isinstance(texts[0], tuple) else (texts[0],)
             return [on_text(self._backend.encode, *own, add_special_tokens=add_special_tokens)]
-        return self._on_text(self._backend.encode_batch_fast, list(texts), add_special_tokens=add_special_tokens)
+        return on_text(self._backend.encode_batch_fast, list(texts), add_special_tokens=add_special_tokens)
 
     def _surrounded(self, ids: list[int]) -> list[int]:
         prefix, suffix = self._special.prefix, self._special.suffix
