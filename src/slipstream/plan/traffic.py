@@ -150,7 +150,7 @@ def read_trace(path: Path) -> Workload:
                 found.extend(map(_of_mooncake, map(parse_json, filter(str.strip, file))))
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror}", field="workload") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(
             f"{path}, line {len(found) + 1 + is_csv}: {type(error).__name__}: {error}; a trace is Azure's CSV (TIMESTAMP, "
             "ContextTokens, GeneratedTokens) or Mooncake's JSON lines (timestamp, input_length, output_length, hash_ids)",

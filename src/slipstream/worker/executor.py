@@ -179,7 +179,7 @@ def load_runner(
     `runner.config`. `by_torch`: see `LocalExecutor.build`. `device`: the one to use, if it was looked up and chosen already.
     ConfigError if it is to be split and there are no `ranks`."""
     size = 1 if ranks is None else ranks.size
-    on_host = {} if ranks is None else {"rank": ranks.local_rank, "num_ranks": ranks.local_size}
+    rank, num_local = (0, 1) if ranks is None else (ranks.local_rank, ranks.local_size)
     if size != num_ranks(args):
         field = split_setting(args)
         raise ConfigError(f"this works on one device: leave {field} at 1", field=field)
@@ -189,7 +189,8 @@ def load_runner(
     description = read_spec(path).taking_images(args.max_images)
     progress("device")
     once = partial(progress, "how fast this CPU is, once a machine")
-    info = device or detect(args.device, machine_folder(), num_threads=args.num_threads, measuring=once, **on_host)
+    folder, threads = machine_folder(), args.num_threads
+    info = device or detect(args.device, folder, num_threads=threads, rank=rank, num_ranks=num_local, measuring=once)
     config = resolve(args, description, info)
     if ranks is None or info.is_cuda:  # ranks on a CPU share its memory; who started them has looked
         check_weights_fit(config, description)
