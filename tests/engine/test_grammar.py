@@ -419,10 +419,3 @@ def test_grammars_of_every_kind_compose():
         params = StructuredOutputsParams(**given)
         check(params)
         assert compose(params)
-
-
-def test_what_takes_seconds_is_found_out_before_a_step_waits_for_it(grammars, monkeypatch):
-    """A mask's states are made while the grammar is compiled, in a thread."""
-    monkeypatch.setattr(grammar, "MAX_SECONDS", PATIENCE_S)
-    with pytest.raises(GrammarError, match="too many expressions"):
-        begin(grammars, StructuredOutputsParams(regex="(a{300}){300}{300}"))
