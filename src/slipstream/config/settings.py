@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-from slipstream.arguments import suggesting_init
+from slipstream.arguments import likely_value, suggesting_init
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence, longest_sequence
 from slipstream.spec.parallel import ONE_UNIT, Shard, Units
@@ -422,3 +422,10 @@ class EngineConfig:
             model=dataclasses.replace(self.model, max_model_len=capacity),
             origins={**self.origins, "max_model_len": origin},
         )
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """ConfigError with the likely value if it is none of them."""
+    if value not in allowed:
+        what = f"{name}={value!r} is not one of {', '.join(allowed)}{likely_value(value, allowed)}"
+        raise ConfigError(what, field=name)

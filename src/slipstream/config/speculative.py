@@ -50,7 +50,7 @@ def speculation_section(args: EngineArgs, spec: ModelSpec) -> SpeculationConfig 
 
 def _checked(given: dict[str, Any]) -> SpeculationConfig:
     method = given.get("method")
-    if method not in KEYS:
+    if not isinstance(method, str) or method not in KEYS:
         raise ConfigError(f"method={method!r} is not one of {', '.join(KEYS)}")
     for key in given:
         if key not in KEYS[method]:

@@ -20,11 +20,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import msgspec.inspect
-import yaml
 from msgspec import Meta, Struct
 
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
+from slipstream.files import read_yaml
 from slipstream.fleet.router import Policy
 from slipstream.server.state import ServerSettings
 
@@ -239,15 +239,11 @@ def read(path: str | Path) -> Fleet:
     """ConfigError names the field. Relative paths in the file are below its folder: what runs from there, also a head that
     comes back, need not."""
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        data = read_yaml(Path(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", field="fleet.yaml") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"cannot read {path}: it is not UTF-8 text", field="fleet.yaml") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        raise ConfigError(f"{path}{where}: not YAML: {getattr(error, 'problem', None) or error}", field="fleet.yaml") from None
+    except ValueError as error:
+        raise ConfigError(f"cannot read {path}: {error}", field="fleet.yaml") from None
     return _placed(check(data), Path(path).resolve().parent)
 
 
