@@ -46,7 +46,6 @@ from slipstream.plan.step_cost import HostCost, MeasuredStep, fit_steps, read_ta
 from slipstream.plan.traffic import of_lengths, parse_workload
 from slipstream.spec.description import read_spec
 from slipstream.worker.executor import LocalExecutor
-from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.step_costs import grid, measure_steps
 
 TARGETS = {"tpot": 0.08, "ttft": 0.15, "throughput": 0.08}
@@ -84,7 +83,7 @@ def errors(found: dict[str, float], measured: dict[str, float]) -> dict[str, flo
 
 
 async def validate(args: Any, settings: EngineArgs) -> list[dict[str, Any]]:
-    executor = LocalExecutor.build(settings, by_torch=True)
+    executor = LocalExecutor.build(settings)
     config, description = executor.config, executor.description
     info, vocab = config.device.info, description.spec.vocab_size
     seqs, tokens = min(32, config.scheduling.max_num_seqs), config.scheduling.max_num_batched_tokens
@@ -179,8 +178,7 @@ async def held_out(args: Any, settings: EngineArgs, phase: Callable[[str], None]
 
 def measured_steps(args: Any, settings: EngineArgs) -> list[MeasuredStep]:
     """What steps take, by an engine that is gone afterwards."""
-    executor = LocalExecutor.build(settings, by_torch=True)
-    assert isinstance(executor.runner, ModelRunner)
+    executor = LocalExecutor.build(settings)
     while executor.capture_next():
         pass
     scheduling, longest = executor.config.scheduling, LONGEST_ON_GPU if executor.config.device.info.is_cuda else 600
