@@ -36,7 +36,7 @@ from slipstream.types import EngineRequest, SamplingParams, TokenOutput
 from slipstream.worker.executor import LocalExecutor
 from slipstream.worker.step_costs import grid, measure_steps
 
-CAPACITY = 60.0  # tokens a second of one thread, about
+CAPACITY = 200.0  # tokens a second of one thread, about
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 BURSTS, PROMPT, ANSWER = (2, 6, 12), 16, 12
 

@@ -27,15 +27,15 @@ OF_ALL = 0.5
 OF_COMPRESSION = 0.4
 OF_SETTING = 0.15
 OF_COMBINATION = 0.05
-DRIFT = 0.02
+DRIFT = 0.05
 NOISE = 0.05
 """Usual standard deviations of logarithms: of what the prior gets wrong by each, of the machine's speed, and of measuring
 again."""
 
-FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """What each of them may be multiplied by."""
 
-UNUSUAL = 0.8
+UNUSUAL = 1.2
 """Standard deviation of the logarithm of such a factor."""
 
 NEAR = 1.0
@@ -116,13 +116,9 @@ def _alike_parts(first: Sequence[Candidate], second: Sequence[Candidate]) -> Any
 
 def _table(first: Sequence[Any], second: Sequence[Any]) -> Any:
     """`_alike` of each pair; there are few different values."""
-    rows, columns = list(dict.fromkeys(map(_key, first))), list(dict.fromkeys(map(_key, second)))
-    small = np.array([[_alike(x, y) for _, y in columns] for _, x in rows]).reshape(len(rows), len(columns))
-    return small[np.ix_([rows.index(_key(x)) for x in first], [columns.index(_key(y)) for y in second])]
-
-
-def _key(value: Any) -> tuple[str, Any]:
-    return type(value).__name__, value  # 1 and True are equal, and not alike
+    rows, columns = list(dict.fromkeys(first)), list(dict.fromkeys(second))
+    small = np.array([[_alike(x, y) for y in columns] for x in rows]).reshape(len(rows), len(columns))
+    return small[np.ix_([rows.index(x) for x in first], [columns.index(y) for y in second])]
 
 
 def _alike(x: Any, y: Any) -> float:
