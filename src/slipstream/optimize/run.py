@@ -333,7 +333,7 @@ class Measurer:
             left, most_s = self.deadline - time.monotonic(), min(self.timeout_s, most_s)
             out, said = process.communicate(given, timeout=max(0.0, min(most_s, left)))
         except subprocess.TimeoutExpired:
-            over = "the budget ended before it did" if left < most_s else f"it took more than {most_s:g} s"
+            over = "the budget ended before it did" if left < most_s else f"it took more than {most_s:.1f} s"
             raise EngineError(f"{what} was stopped: {over}") from None
         finally:
             if process.poll() is None:
