@@ -32,10 +32,10 @@ NOISE = 0.05
 """Usual standard deviations of logarithms: of what the prior gets wrong by each, of the machine's speed, and of measuring
 again."""
 
-FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """What each of them may be multiplied by."""
 
-UNUSUAL = 1.2
+UNUSUAL = 0.8
 """Standard deviation of the logarithm of such a factor."""
 
 NEAR = 1.0
