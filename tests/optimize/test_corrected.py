@@ -66,13 +66,13 @@ def test_a_machine_that_slows_down_is_not_the_candidates_fault():
 def test_how_sure_a_figure_is_follows_from_the_noise():
     """Nobody tells how noisy measuring is."""
 
-    def deviation(noise):
-        rng = random.Random(2)
+    def deviation(noise, seed):
+        rng = random.Random(seed)
         order = rng.sample(EVERY, 14)
         found = Corrected(prior, measured(order, lambda i, c: math.exp(rng.gauss(0, noise))))
         return np.mean(logs(found, order)[1])
 
-    assert deviation(0.02) < 0.3 * deviation(0.4)
+    assert np.mean([deviation(0.02, seed) / deviation(0.4, seed) for seed in range(6)]) < 0.4
 
 
 def test_settings_that_matter_more_than_usual_are_learnt():
