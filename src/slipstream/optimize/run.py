@@ -237,7 +237,8 @@ class Measurer:
         if draft is None or draft_path(draft) is None:
             return args, {}
         at_start = draft_settings(draft)
-        return dataclasses.replace(args, **dict.fromkeys(at_start)), at_start
+        left_out: dict[str, Any] = dict.fromkeys(at_start)
+        return dataclasses.replace(args, **left_out), at_start
 
     def args_of(self, candidate: Candidate) -> dict[str, Any]:
         """The settings of an engine for a candidate, its compression made first if it is a checkpoint."""
