@@ -97,6 +97,7 @@ class Autoscale(Spec, frozen=True, kw_only=True):
     cold_start_s: Seconds | None = None  # as measured
     wait_s: Seconds = 300.0
     max_waiting: Annotated[int, Meta(ge=1)] = 256
+    device: str | None = None  # that the replicas have, as `slipstream plan --gpu` names it; None: this machine's
 
 
 class Model(Spec, frozen=True, kw_only=True):
@@ -190,6 +191,11 @@ class PoolSpec:
     @property
     def key(self) -> str:
         return f"{self.model}/{self.version}/{self.pool}"
+
+    @property
+    def is_scaled(self) -> bool:
+        """With `autoscale` it is."""
+        return self.least < self.most
 
     @property
     def adapters(self) -> frozenset[str]:
@@ -427,20 +433,41 @@ def _check_autoscale(fleet: Fleet, name: str, own: list[PoolSpec]) -> None:
     where, settings = f"models.{name}.autoscale", fleet.models[name].autoscale
     if settings is None:
         return
-    if fleet.backend != "processes":
-        raise ConfigError(f"{where}: replicas on Ray are not scaled by themselves yet; use backend: processes", field=where)
-    if len(own) != 1:
-        raise ConfigError(f"{where}: for a model with one version of one pool, and this has {len(own)} pools", field=where)
-    for setting in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
-        if getattr(own[0].args, setting) > 1:
-            message = f"{where}: replicas over several devices are not planned, so leave {setting} at 1, or autoscale out"
-            raise ConfigError(message, field=where)
-    if own[0].least == own[0].most:
+    versions = fleet.models[name].versions
+    for i, version in enumerate(versions):
+        kinds = [spec for spec in own if spec.version == version.name]
+        scaled = [spec for spec in kinds if spec.is_scaled]
+        field = f"models.{name}.versions[{i}]"
+        if scaled and len(kinds) > 1:
+            field += ".pools"
+            message = f"{field}: which of {len(kinds)} kinds of replicas to start is not planned; give each a fixed number"
+            raise ConfigError(message, field=field)
+        for spec in scaled:
+            _check_scaled(spec, version.share, field, where, is_alone=len(versions) == 1)
+    if not any(spec.is_scaled for spec in own):
         field = f"models.{name}.versions[0].replicas"
         raise ConfigError(f"{field}: autoscale needs {{min, max}} that differ", field=field)
+    if fleet.ray_address is not None and settings.device is None and any(s.is_scaled and s.resources.gpus for s in own):
+        field = f"{where}.device"
+        raise ConfigError(f"{field}: name the GPU of the cluster's replicas, as for `slipstream plan --gpu`", field=field)
     objectives = settings.objectives or fleet.objectives
     if objectives.ttft_s is None and objectives.itl_s is None:
         raise ConfigError(f"{where}.objectives: give ttft_s, itl_s or both, here or for the fleet", field=f"{where}.objectives")
+
+
+def _check_scaled(spec: PoolSpec, share: float, field: str, where: str, *, is_alone: bool) -> None:
+    """`field` is the version's, `where` its model's `autoscale`."""
+    for setting in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+        if getattr(spec.args, setting) > 1:
+            message = f"{where}: replicas over several devices are not planned, so leave {setting} at 1, or autoscale out"
+            raise ConfigError(message, field=where)
+    field += ".replicas"
+    if share == 0:
+        message = f"{field}: a version without a share has no load to be scaled by; give it a fixed number"
+        raise ConfigError(message, field=field)
+    if spec.least == 0 and not is_alone:
+        message = f"{field}: min 0 is for a model's only version; requests of one that has no replica go to the others"
+        raise ConfigError(message, field=field)
 
 
 def _unique(names: Any, where: str) -> None:
