@@ -199,7 +199,7 @@ def test_a_draft_head_is_given_with_its_method_and_stays_outside_too(tmp_path):
     assert (args.speculative_config, args.max_num_seqs, at_start) == (None, 3, {"speculative_config": wanted})
     args, at_start = made.folder_args(with_mtp)  # it is in the model
     assert (args.speculative_config, at_start) == ({"method": "mtp"}, {})
-    with pytest.raises(ConfigError, match=r"eagle3:FOLDER and medusa:FOLDER"):
+    with pytest.raises(ConfigError, match=r"mtp, eagle3:FOLDER, medusa:FOLDER, eagle:FOLDER"):
         run.check_drafts(["eagle3:/no/such/head"])
 
 

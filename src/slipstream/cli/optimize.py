@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafts",
         metavar="D,…",
-        help="none, ngram, suffix, mtp, folders of draft models, eagle3:FOLDER or medusa:FOLDER of a head (default: none; the "
+        help="none, ngram, suffix, mtp, folders of draft models, heads as METHOD:FOLDER, such as eagle3:FOLDER (default: none; the "
         "traffic's tokens are random, and what ngram and suffix find in them says nothing of texts)",
     )
     parser.add_argument(

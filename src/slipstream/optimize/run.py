@@ -37,7 +37,7 @@ SURE = 1.96
 
 LIMITS = ("kl", "perplexity")
 WITHOUT_FILES = ("ngram", "suffix", "mtp")
-HEADS = ("eagle3", "medusa")
+HEADS = ("eagle3", "medusa", "eagle", "peagle", "dflash")
 """Methods of drafts: those that need no checkpoint besides the model's, and those of draft heads, which are one."""
 
 WORKER = (sys.executable, "-m", "slipstream.optimize.worker")
@@ -152,8 +152,7 @@ def check_drafts(names: Sequence[str]) -> tuple[str | None, ...]:
     for name in names:
         path = None if name == "none" else draft_path(name)
         if path is not None and not path.exists():
-            heads = " and ".join(f"{method}:FOLDER" for method in HEADS)
-            known = f"none, {', '.join(WITHOUT_FILES)} and {heads}"
+            known = ", ".join(("none", *WITHOUT_FILES, *(f"{method}:FOLDER" for method in HEADS)))
             what = f"drafts: {name!r} is none of {known}, and no checkpoint of a draft model"
             raise ConfigError(what, field="drafts")
     if not names or len(set(names)) < len(names):
