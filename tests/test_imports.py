@@ -25,7 +25,7 @@ FILES = {
 
 PUBLIC = {f"slipstream.{name}": module for name, module in slipstream._PUBLIC.items()}
 BASE = (
-    *("errors", "arguments", "spec", "sampling_params", "outputs", "stats", "types", "locks", "files"),
+    *("errors", "arguments", "files", "spec", "sampling_params", "outputs", "stats", "types", "locks"),
     *("config", "hub", "plan"),
 )
 """Imported by all above them; among themselves, each may import those before it."""

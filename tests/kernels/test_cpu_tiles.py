@@ -24,6 +24,15 @@ def pair(request) -> tuple[NativeOps, NativeOps]:
     return OPS[request.param[0]], OPS[request.param[1]]
 
 
+def begun(ops: NativeOps, weight: torch.Tensor, scheme: str | None, x: torch.Tensor):
+    """The packed weight, and a program that begins with writing the tokens in its form, with their buffer."""
+    (part,) = ops.quantize_weight(weight, None, SCHEMES[scheme] if scheme else None).parts
+    p = native.Program(ops.pool)
+    q = p.buffer(part.form, x.shape[1])
+    p.add("convert", p.bound(x), q, part.form, x.shape[1], 1)
+    return part, p, q
+
+
 @pytest.mark.parametrize("kind", native.BLOCK_KINDS)
 @pytest.mark.parametrize(("out", "inner"), [(16, 256), (40, 512), (96, 768)])
 def test_stored_blocks_bit_for_bit(pair, kind, out, inner):
@@ -56,11 +65,8 @@ def test_gate_and_up(pair, scheme, form):
     for tokens in TOKENS:
         x, results = torch.randn(tokens, inner), []
         for ops in pair:
-            (part,) = ops.quantize_weight(weight, None, SCHEMES[scheme] if scheme else None).parts
-            y = torch.zeros(tokens, half)
-            p = native.Program(ops.pool)
-            q, z = p.buffer(part.form, inner), p.buffer(form, half)
-            p.add("convert", p.bound(x), q, part.form, inner, 1)
+            part, p, q = begun(ops, weight, scheme, x)
+            y, z = torch.zeros(tokens, half), p.buffer(form, half)
             shape, silu = (part.kind, part.rows, part.inner), native.activation_of("silu")
             p.add("gated_linear", q, z, form, *silu, *shape, part.data, bias, None, 0)
             # Read back by a product with the identity.
@@ -97,11 +103,8 @@ def test_a_product_may_be_added_to_what_is_there(pair):
         for tokens in TOKENS:
             x, results = torch.randn(tokens, inner), []
             for ops in pair:
-                (part,) = ops.quantize_weight(weight, None, SCHEMES[scheme] if scheme else None).parts
+                part, p, q = begun(ops, weight, scheme, x)
                 y = torch.ones(tokens, out)
-                p = native.Program(ops.pool)
-                q = p.buffer(part.form, inner)
-                p.add("convert", p.bound(x), q, part.form, inner, 1)
                 p.add("linear", q, p.bound(y), 0, part.kind, out, inner, part.data, None, 1, None, 0)
                 p.run(native.StepInputs(num_tokens=tokens))
                 results.append(y)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from slipstream.errors import ConfigError
+from slipstream.files import parse_json
 
 Tile: TypeAlias = tuple[int, ...]
 Key: TypeAlias = tuple[str, str, tuple[int, ...]]
@@ -147,7 +148,7 @@ def read_tiles(path: Path, device: str) -> TileTable:
     """A file's table. ConfigError if it is damaged, of another format, or for another device."""
     remedy = "delete it, and run `slipstream tune` for a new one"
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_bytes())
         table = _table(value)
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.ops import OpSet
+from slipstream.kernels.host_ops import HostOps
+from slipstream.worker.host_runner import HostRunner
+from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.roofline import measure_ceilings
 
 SIDE = 8192
@@ -23,16 +25,16 @@ NUM_SMALL = 200
 """Operators in the graph that measures their least time."""
 
 
-def device_ceilings(ops: OpSet, device: torch.device) -> dict[str, float]:
+def device_ceilings(runner: ModelRunner | HostRunner) -> dict[str, float]:
     """`read` in bytes a second, products in operations a second by type, and `op_s` on a GPU. What can't be measured is
     left out."""
-    if device.type == "cpu":
-        if not isinstance(ops, NativeOps):
-            return {}
+    ops: object = runner.ops
+    if isinstance(ops, NativeOps | HostOps):
         found = measure_ceilings(ops.pool)
         rates = ("read", "float32", "bfloat16", "int8")
         return {name: getattr(found, name) for name in rates if getattr(found, name) > 0}
-    return _gpu_ceilings(device)
+    assert isinstance(runner, ModelRunner)
+    return {} if runner.device.type == "cpu" else _gpu_ceilings(runner.device)
 
 
 def _gpu_ceilings(device: torch.device) -> dict[str, float]:
