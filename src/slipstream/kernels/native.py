@@ -201,7 +201,7 @@ class ThreadPool:
     work (`use`)."""
 
     def __init__(self, num_threads: int, isa: str | None = None) -> None:
-        usable = instruction_sets(emulated=isa in CPU_ISAS and CPU_ISAS[isa].emulated)
+        usable = instruction_sets(emulated=isa is not None and isa in CPU_ISAS and CPU_ISAS[isa].emulated)
         if isa is not None and isa not in usable:
             raise ConfigError(f"isa={isa!r} can't run here; {', '.join(usable)} can", field="isa")
         self.isa = usable[-1] if isa is None else isa
