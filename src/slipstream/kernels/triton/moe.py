@@ -228,13 +228,14 @@ def _combine_kernel(
 def combine(
     y: Tensor, weights: Tensor, inverse: Tensor | None, added: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """y [T · k, E] with pair i in row inverse[i] (None: i), weights [T, k], added [T, E] → [T, E]. Or y is [T · k · parts, E] in
-    float32, a row for each part of a sum, and the result of `dtype`."""
+    """y [T · k, E] with pair i in row inverse[i] (None: i), weights [T, k], added [T, E] → [T, E]. Or y is [T · k · parts, E]
+    in float32, a row for each part of a sum, and the result of `dtype`."""
     (num_tokens, top_k), size = weights.shape, y.shape[1]
     out = torch.empty(num_tokens, size, dtype=dtype or y.dtype, device=y.device)
     block = min(1024, triton.next_power_of_2(size))
     _combine_kernel[(num_tokens, triton.cdiv(size, block))](
         y, weights, weights if inverse is None else inverse, out if added is None else added, out, size,
-        TOP_K=top_k, PARTS=len(y) // weights.numel(), SORTED=inverse is not None, ADDED=added is not None, BLOCK=block, **pdl_options(y),
+        TOP_K=top_k, PARTS=len(y) // weights.numel(), SORTED=inverse is not None, ADDED=added is not None, BLOCK=block,
+        **pdl_options(y),
     )  # fmt: skip
     return out

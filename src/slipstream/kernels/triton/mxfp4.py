@@ -11,7 +11,7 @@ activation."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import triton
@@ -37,9 +37,8 @@ all products are 2^-64 of what they should be, until the sum is multiplied by 2^
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mxfp4Linear(Linear):
-    """A stacked weight of experts [rows, in], rows a multiple of SLAB, in is of 32. `weight` int16 [rows / 8, chunks, 8, 32]: word
-    j of a row's chunk has the codes of its inputs j, j + 32, j + 64 and j + 96. In the order sign, exponent, exponent,
-    mantissa their bits are 15 8 7 6, 12 5 4 3, 9 2 1 0 and 14 11 10 13."""
+    """A stacked weight of experts [rows, in]; rows are a multiple of SLAB, in of 32. `weight` is int16 [rows / 8, chunks, 8,
+    32]: word j of a row's chunk has the codes of its inputs j, j + 32, j + 64 and j + 96. `_PLACES` tells their bits."""
 
     exponents: Tensor  # int32 [rows / 8, chunks, 8]: a byte for each group of a row's chunk, from the low bits up
     inner: int
@@ -50,8 +49,8 @@ class Mxfp4Linear(Linear):
 
 
 def can_pack(w: Linear, num_experts: int) -> TypeGuard[GroupedLinear]:
-    """Whether `pack_mxfp4` takes these weights: rows of an expert's product in whole slabs, and scales from 2^-188 to 2^65."""
-    if not isinstance(w, GroupedLinear) or w.codes != "e2m1" or w.group_size != 32 or w.weight.shape[0] // num_experts % (2 * SLAB):
+    """Whether `pack_mxfp4` takes these weights: rows of an expert's product in whole slabs, and scales up to 2^65."""
+    if not isinstance(w, GroupedLinear) or w.codes != "e2m1" or len(w.weight) // num_experts % (2 * SLAB):
         return False
     return bool(((w.scales.float() >= 2.0**-126) & (w.scales.float() <= 2.0**65)).all())
 
@@ -220,9 +219,9 @@ def _mxfp4_gemm_kernel(
     PRECISION: tl.constexpr, SMALL_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """yᵀ = W · xᵀ for a tile of an expert's pairs and some of its N outputs: [T · k, SPLITS, N], in sorted order, a row for each
-    part of K. x has rows in that order too, or one a token with GATHER. ACTIVATE: y is the outputs' activation; GATED: of N
-    gate rows and N up rows. A tile with at most SMALL_M pairs multiplies only so many. UNSORTED: each pair is a tile."""
+    """yᵀ = W · xᵀ for a tile of an expert's pairs and some of its N outputs: [T · k, SPLITS, N], in sorted order, a row for
+    each part of K. x has rows in that order too, or one a token with GATHER. ACTIVATE: y is the outputs' activation; GATED:
+    of N gate rows and N up rows. A tile with at most SMALL_M pairs multiplies only so many. UNSORTED: each pair is a tile."""
     if PDL:
         pdl_wait()
     tile, program = tl.program_id(1), tl.program_id(0)
@@ -298,7 +297,7 @@ def mxfp4_mlp(
     is sorted."""
     first, second = step_tiles(chosen.numel(), spec.num_experts, small_batch=small_batch)
     tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, num_bins, tile_m=first.pairs)
-    how = dict(num_experts=spec.num_held, top_k=spec.num_experts_per_token, dtype=x.dtype)
+    how: dict[str, Any] = dict(num_experts=spec.num_held, top_k=spec.num_experts_per_token, dtype=x.dtype)
     h = mxfp4_gemm(x, up, tiles, **how, tile=first, expert=spec.expert, gather=True)
     return mxfp4_gemm(h, down, tiles, **how, tile=second), tiles.inverse
 
