@@ -288,7 +288,7 @@ def model(form: str) -> dict[str, Any]:
     given = json.loads(sys.stdin.readline())
     use(given["tiles"])
     if form == "before":
-        mxfp4.can_pack = lambda *_: False
+        TritonOps.pack_experts = lambda _, w, **__: w
     begin = time.perf_counter()
     prompt = answer = 128
     num = 1024

@@ -93,7 +93,7 @@ class TritonOps(OpSet):
         return self._sparse(w) if isinstance(w, ScaledLinear) else w
 
     def pack_experts(self, w: Linear, *, num_experts: int) -> Linear:
-        return mxfp4.pack_mxfp4(w) if mxfp4.can_pack(w, num_experts) else w
+        return mxfp4.pack_mxfp4(w) if isinstance(w, GroupedLinear) and w.codes == "e2m1" else w
 
     def quantize_experts(
         self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int

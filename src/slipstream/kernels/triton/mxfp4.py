@@ -11,7 +11,7 @@ activation."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import triton
@@ -30,9 +30,6 @@ CHUNK = 128
 """Inputs of a row whose codes lie together, 64 bytes; four groups. The last chunk may be half empty."""
 SLAB = 8
 """Rows whose chunks lie together."""
-EXPONENT_OFFSET = 189
-"""A group's scale 2^e is stored as e + 189: the exponent bits of 2^(e + 62). Codes are read as their number · 2^-126, so that
-all products are 2^-64 of what they should be, until the sum is multiplied by 2^64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +38,10 @@ class Mxfp4Linear(Linear):
     32]: word j of a row's chunk has the codes of its inputs j, j + 32, j + 64 and j + 96. `_PLACES` tells their bits."""
 
     exponents: Tensor  # int32 [rows / 8, chunks, 8]: a byte for each group of a row's chunk, from the low bits up
+    factor: float
+    """The largest scale, a power of two. A group's scale is factor · 2^(byte − 253): a code's bits are those of its number ·
+    2^-126, and times 2^(byte − 127) they are the weight / factor. Sums are multiplied by it. What is below factor · 2^-126 may
+    become 0."""
     inner: int
 
     @property
@@ -48,17 +49,11 @@ class Mxfp4Linear(Linear):
         return self.weight.shape[0] * SLAB
 
 
-def can_pack(w: Linear, num_experts: int) -> TypeGuard[GroupedLinear]:
-    """Whether `pack_mxfp4` takes these weights: rows of an expert's product in whole slabs, and scales up to 2^65."""
-    if not isinstance(w, GroupedLinear) or w.codes != "e2m1" or len(w.weight) // num_experts % (2 * SLAB):
-        return False
-    return bool(((w.scales.float() >= 2.0**-126) & (w.scales.float() <= 2.0**65)).all())
-
-
 def pack_mxfp4(w: GroupedLinear) -> Mxfp4Linear:
     """Reorder codes and scales, some rows at a time."""
     (rows, quarter), groups = w.weight.shape, len(w.scales)
     inner, chunks = quarter * 4, triton.cdiv(quarter * 4, CHUNK)
+    factor = float(w.scales.max())
     words = torch.empty(rows // SLAB, chunks, SLAB, CHUNK // 4, dtype=torch.int16, device=w.weight.device)
     exponents = torch.empty(rows // SLAB, chunks, SLAB, dtype=torch.int32, device=w.weight.device)
     step = 4096
@@ -69,11 +64,11 @@ def pack_mxfp4(w: GroupedLinear) -> Mxfp4Linear:
         bits = [_placed(c, at) for c, at in zip(codes.unflatten(1, (chunks, 4, -1)).unbind(2), _PLACES, strict=True)]
         word = bits[0] | bits[1] | bits[2] | bits[3]
         words[slabs] = word.to(torch.int16).unflatten(0, (-1, SLAB)).transpose(1, 2)
-        e = w.scales[:, part].float().log2().round().int().T + EXPONENT_OFFSET
+        e = ((w.scales[:, part].float() / factor).log2().round().int().T + 253).clamp(min=0)
         e = torch.nn.functional.pad(e, (0, 4 * chunks - groups)).unflatten(1, (chunks, 4))
         made = e[..., 0] | e[..., 1] << 8 | e[..., 2] << 16 | e[..., 3] << 24
         exponents[slabs] = made.unflatten(0, (-1, SLAB)).transpose(1, 2)
-    return Mxfp4Linear(weight=words, exponents=exponents, bias=w.bias, inner=inner)
+    return Mxfp4Linear(weight=words, exponents=exponents, factor=factor, bias=w.bias, inner=inner)
 
 
 _PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 11, 10, 13))
@@ -121,13 +116,13 @@ def _scale_bits(exponents, i: tl.constexpr):
 @triton.jit
 def _number(bits, scale_bits):
     """A code whose bits lie as a bfloat16's, times its scale."""
-    number = (bits << 16).to(tl.float32, bitcast=True)
-    return number * (scale_bits << 16).to(tl.float32, bitcast=True) * 18446744073709551616.0
+    return (bits << 16).to(tl.float32, bitcast=True) * (scale_bits << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _expand(words, exponents, dtype: tl.constexpr, IN_PLACE: tl.constexpr, ASM: tl.constexpr):
-    """Words [N, 32] → the numbers [N, 32] of each of a word's four codes. IN_PLACE: / 2^64, by INSTRUCTIONS."""
+    """Words [N, 32] → the numbers [N, 32] of each of a word's four codes, / `Mxfp4Linear.factor`. IN_PLACE: by
+    INSTRUCTIONS."""
     s0, s1 = _scale_bits(exponents, 0)[:, None], _scale_bits(exponents, 1)[:, None]
     s2, s3 = _scale_bits(exponents, 2)[:, None], _scale_bits(exponents, 3)[:, None]
     if IN_PLACE:
@@ -148,7 +143,8 @@ def _expand(words, exponents, dtype: tl.constexpr, IN_PLACE: tl.constexpr, ASM: 
 
 @triton.jit
 def _tile(
-    x_ptr, w_ptr, exponents_ptr, bias_ptr, y_ptr, order_ptr, expert, column, first, end, split, N, K, chunks, alpha, limit,
+    x_ptr, w_ptr, exponents_ptr, bias_ptr, y_ptr, order_ptr, expert, column, first, end, split, N, K, chunks, factor, alpha,
+    limit,
     TOP_K: tl.constexpr, GATHER: tl.constexpr, UNSORTED: tl.constexpr, SPLITS: tl.constexpr, ACTIVATE: tl.constexpr,
     KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, IN_PLACE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ASM: tl.constexpr,
@@ -189,8 +185,7 @@ def _tile(
         acc = tl.dot(b, x1, acc, input_precision=PRECISION)
         acc = tl.dot(c, x2, acc, input_precision=PRECISION)
         acc = tl.dot(d, x3, acc, input_precision=PRECISION)
-    if IN_PLACE:
-        acc *= 18446744073709551616.0  # 2^64
+    acc *= factor
     if HAS_BIAS:
         own = inside & (i < BLOCK_N - split * BLOCK_N)  # the first part's
         acc += tl.load(bias_ptr + slab * 8 + i % 8, mask=own, other=0.0).to(tl.float32)[:, None]
@@ -213,7 +208,8 @@ def _tile(
 
 @triton.jit
 def _mxfp4_gemm_kernel(
-    x_ptr, w_ptr, exponents_ptr, bias_ptr, y_ptr, order_ptr, starts_ptr, ends_ptr, N, K, X, chunks, alpha, limit,
+    x_ptr, w_ptr, exponents_ptr, bias_ptr, y_ptr, order_ptr, starts_ptr, ends_ptr, N, K, X, chunks, factor, alpha,
+    limit,
     TOP_K: tl.constexpr, GATHER: tl.constexpr, UNSORTED: tl.constexpr, SPLITS: tl.constexpr, ACTIVATE: tl.constexpr,
     KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, IN_PLACE: tl.constexpr,
     PRECISION: tl.constexpr, SMALL_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr,
@@ -235,14 +231,14 @@ def _mxfp4_gemm_kernel(
         if end - first > SMALL_M:
             _tile(
                 x_ptr, w_ptr, exponents_ptr, bias_ptr, y_ptr, order_ptr, expert, column, first, end, split, N, K, chunks,
-                alpha, limit, TOP_K, GATHER, UNSORTED, SPLITS, ACTIVATE, KIND, FUNCTION, GATED, HAS_BIAS, IN_PLACE, PRECISION,
-                BLOCK_M, BLOCK_N, ASM,
+                factor, alpha, limit, TOP_K, GATHER, UNSORTED, SPLITS, ACTIVATE, KIND, FUNCTION, GATED, HAS_BIAS, IN_PLACE,
+                PRECISION, BLOCK_M, BLOCK_N, ASM,
             )  # fmt: skip
         elif SMALL_M > 0:
             _tile(
                 x_ptr, w_ptr, exponents_ptr, bias_ptr, y_ptr, order_ptr, expert, column, first, end, split, N, K, chunks,
-                alpha, limit, TOP_K, GATHER, UNSORTED, SPLITS, ACTIVATE, KIND, FUNCTION, GATED, HAS_BIAS, IN_PLACE, PRECISION,
-                SMALL_M, BLOCK_N, ASM,
+                factor, alpha, limit, TOP_K, GATHER, UNSORTED, SPLITS, ACTIVATE, KIND, FUNCTION, GATED, HAS_BIAS, IN_PLACE,
+                PRECISION, SMALL_M, BLOCK_N, ASM,
             )  # fmt: skip
 
 
@@ -280,7 +276,7 @@ def mxfp4_gemm(
     columns = tile.rows // 2 if gated else tile.rows
     _mxfp4_gemm_kernel[(triton.cdiv(outer, columns) * splits, tiles.max_tiles)](
         x, w.weight, w.exponents, x if w.bias is None else w.bias, y, tiles.order, tiles.starts, tiles.tile_ends, outer,
-        w.inner, num_experts, triton.cdiv(w.weight.shape[1], splits),
+        w.inner, num_experts, triton.cdiv(w.weight.shape[1], splits), w.factor,
         **activation_arguments("silu" if expert is None else expert.activation), TOP_K=top_k, GATHER=gather,
         UNSORTED=tiles.inverse is None, SPLITS=splits, ACTIVATE=expert is not None, GATED=gated, HAS_BIAS=w.bias is not None,
         IN_PLACE=in_place, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", SMALL_M=tile.small, BLOCK_M=tile.pairs,
@@ -317,21 +313,22 @@ def step_tiles(num_pairs: int, num_experts: int, *, small_batch: bool) -> tuple[
 
 @triton.jit
 def _expand_kernel(
-    w_ptr, exponents_ptr, out_ptr, K, BLOCK_N: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    w_ptr, exponents_ptr, out_ptr, K, factor, BLOCK_N: tl.constexpr, PDL: tl.constexpr
+):
+    """A chunk of BLOCK_N rows: codes to numbers."""
     if PDL:
         pdl_wait()
     i, js, chunk = tl.arange(0, BLOCK_N), tl.arange(0, 32), tl.program_id(1)
     row = tl.program_id(0) * BLOCK_N + i
     at = (row // 8).to(tl.int64) * (tl.cdiv(K, 128) * 8) + chunk * 8 + row % 8
     words = tl.load(w_ptr + at[:, None] * 32 + js[None, :])
-    a, b, c, d = _expand(words, tl.load(exponents_ptr + at), out_ptr.dtype.element_ty, False, "")
+    a, b, c, d = _expand(words, tl.load(exponents_ptr + at), tl.float32, False, "")
     k = chunk * 128 + js[None, :]
     out = out_ptr + row.to(tl.int64)[:, None] * K + k
-    tl.store(out, a)
-    tl.store(out + 32, b, mask=k < K - 32)
-    tl.store(out + 64, c, mask=k < K - 64)
-    tl.store(out + 96, d, mask=k < K - 96)
+    tl.store(out, a * factor)
+    tl.store(out + 32, b * factor, mask=k < K - 32)
+    tl.store(out + 64, c * factor, mask=k < K - 64)
+    tl.store(out + 96, d * factor, mask=k < K - 96)
 
 
 def expand_mxfp4(w: Mxfp4Linear, dtype: torch.dtype) -> Linear:
@@ -340,6 +337,6 @@ def expand_mxfp4(w: Mxfp4Linear, dtype: torch.dtype) -> Linear:
     out = torch.empty(slabs * SLAB, w.inner, dtype=dtype, device=w.weight.device)
     block = next(n for n in (64, 32, 16, 8) if slabs * SLAB % n == 0)
     _expand_kernel[(slabs * SLAB // block, chunks)](
-        w.weight, w.exponents, out, w.inner, BLOCK_N=block, num_warps=4, **pdl_options(out)
+        w.weight, w.exponents, out, w.inner, w.factor, BLOCK_N=block, num_warps=4, **pdl_options(out)
     )
     return Linear(weight=out, bias=w.bias)
