@@ -1,14 +1,13 @@
-"""gpt-oss-20B's experts in MXFP4: tiles of their kernel, checked against the reference, and the whole model before and after.
+"""gpt-oss-20B's experts in MXFP4: tiles of their kernel, checked against the reference, and the whole model.
 
-    python benchmarks/kernels.py --device cuda --op mxfp4 [--seconds 100] [--tokens 1,8,64,256,1024,16384]
+    python benchmarks/kernels.py --device cuda --op mxfp4 [--seconds 100] [--tokens 1,8,64,128,256,512,1024,16384]
 
 1. Processes compile the tiles, a share each.
-2. For each number of tokens: the products by tile, and the whole mixture as it was (`before`: `experts`, codes in the
-   checkpoint's order) and with the fastest tiles (`now`), in turns. Inputs, choices and layers rotate, so that little stays
-   in L2. The floor is the longer of the experts' codes and scales (4.25 bits a number) over the bytes a second that this run
-   measures, and FLOPs over the rate that it measures.
-3. The model with random weights, in a process of its own each: with the fastest tiles, and as it was; one sequence's token,
-   128/128 with 1,024 requests, and the kernels of its steps. What does not fit into `--seconds` is left out, and said.
+2. For each number of tokens: the products by tile, and the whole mixture with the tiles of `step_tiles`. Inputs, choices and
+   layers rotate, so that little stays in L2. The floor is the longer of the experts' codes and scales (4.25 bits a number) over
+   the bytes a second that this run measures, and FLOPs over the rate that it measures.
+3. The model with random weights, in a process of its own: one sequence's token, 128/128 with 1,024 requests, and the kernels
+   of its steps. What does not fit into `--seconds` is left out, and said.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ import torch
 
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.kernels.triton import TritonOps, moe, mxfp4
-from slipstream.kernels.triton.grouped_gemm import grouped_mlp
+from slipstream.kernels.triton import TritonOps, moe
 from slipstream.kernels.triton.moe_permute import sort_pairs, unsorted_pairs
-from slipstream.kernels.triton.mxfp4 import Tile, expand_mxfp4, mxfp4_gemm, pack_mxfp4
+from slipstream.kernels.triton.mxfp4 import Tile, mxfp4_gemm, pack_mxfp4, step_tiles
 from slipstream.kernels.triton.tuning import microseconds
 from slipstream.kernels.weights import GroupedLinear, chunk_of
 from slipstream.spec.description import read_spec
@@ -40,19 +38,25 @@ from slipstream.spec.model import MoESpec
 
 MODEL, LAYERS, WORKERS = "gpt-oss-20b", 2, 14
 BITS = 4.25
-MANY = [
-    Tile(128, 256, 8, 3), Tile(256, 128, 8, 3), Tile(128, 128, 8, 4), Tile(128, 128, 4, 3),
-    Tile(128, 256, 8, 3, small=32), Tile(128, 128, 4, 3, small=32), Tile(64, 256, 8, 4), Tile(64, 128, 4, 4),
-]  # fmt: skip
-FEW = [Tile(16, 64, 4, 5), Tile(16, 128, 8, 4), Tile(16, 128, 4, 4), Tile(32, 64, 4, 4), Tile(32, 128, 8, 4)]
-ONE = [Tile(16, 64, 4, 4), Tile(16, 64, 4, 6), Tile(16, 64, 4, 8), Tile(16, 128, 8, 5), Tile(16, 32, 2, 6)]
+FEW = [Tile(16, 64, 4, 5), Tile(16, 128, 4, 4), Tile(32, 64, 4, 4), Tile(8, 64, 4, 6)]
+SOME = [Tile(16, 64, 4, 5), Tile(32, 64, 4, 4), Tile(64, 128, 8, 4)]
+MANY = [Tile(64, 128, 8, 4), Tile(128, 256, 8, 3), Tile(128, 256, 8, 3, small=32)]
 TILES = {
-    1: ONE,
+    1: [
+        Tile(16, 64, 4, 6),
+        Tile(16, 64, 4, 8),
+        Tile(16, 32, 2, 8),
+        Tile(8, 64, 4, 8),
+        Tile(8, 64, 4, 10),
+        Tile(8, 32, 2, 8),
+    ],
     8: FEW,
     64: FEW,
-    256: [Tile(32, 64, 4, 4), Tile(32, 128, 8, 4), Tile(64, 64, 4, 4), Tile(64, 128, 8, 4), Tile(64, 128, 4, 4)],
+    128: SOME,
+    256: SOME,
+    512: MANY,
     1024: MANY,
-    16384: MANY[:4],
+    16384: MANY[1:],
 }
 SPLITS = {1: (2, 4)}
 """Of the second product."""
@@ -62,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=100)
     parser.add_argument("--tokens", default=",".join(map(str, TILES)))
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--model", choices=("before", "now"), help=argparse.SUPPRESS)
+    parser.add_argument("--model", action="store_true", help=argparse.SUPPRESS)
 
 
 def tiles_of(which: str, num_tokens: int) -> Iterator[Tile]:
@@ -115,22 +119,10 @@ class Bench:
                 calls.append(partial(mxfp4_gemm, x, down, tiles, **how, tile=tile))
         return calls
 
-    def dense(self, num_tokens: int) -> list[Callable[[], torch.Tensor]]:
-        """The experts expanded, then multiplied as dense ones are."""
-        tiles = sort_pairs(moe.route(self.logits(num_tokens), self.spec)[1], self.spec.num_experts)
-        x = self.x(num_tokens)
-        up, down = (expand_mxfp4(w, torch.bfloat16) for w in self.now[0])
-        return [partial(grouped_mlp, x, up, down, tiles, self.spec, torch.bfloat16)] * 2
-
-    def mixture(self, form: str, num_tokens: int, num_calls: int) -> list[Callable[[], torch.Tensor]]:
-        layers = self.before if form == "before" else self.now
+    def mixture(self, num_tokens: int, num_calls: int) -> list[Callable[[], torch.Tensor]]:
+        layers = [Experts(*layer, self.spec) for layer in self.now]
         return [
-            partial(
-                TritonOps().moe,
-                self.x(num_tokens),
-                self.logits(num_tokens),
-                Experts(*layers[i % len(layers)], self.spec),
-            )
+            partial(TritonOps().moe, self.x(num_tokens), self.logits(num_tokens), layers[i % len(layers)])
             for i in range(num_calls)
         ]
 
@@ -139,19 +131,6 @@ class Bench:
         x, k = self.spec.num_experts, self.spec.num_experts_per_token
         reached = x * (1 - (1 - k / x) ** num_tokens)
         return reached * self.numbers * BITS / 8 / read * 1e6, 2 * num_tokens * k * self.numbers / rate * 1e6
-
-
-def use(chosen: dict[str, list[dict[str, int]]]) -> None:
-    """Let the kernel take these tiles, by the number of tokens that they were measured with."""
-    table = {int(n): (Tile(**a), Tile(**b)) for n, (a, b) in chosen.items()}
-
-    def step_tiles(num_pairs: int, num_experts: int, *, small_batch: bool) -> tuple[Tile, Tile]:
-        if small_batch:
-            return table[1]
-        others = [n for n in table if n > 1]
-        return table[next((n for n in others if num_pairs <= 6 * n), others[-1])]
-
-    mxfp4.step_tiles = step_tiles
 
 
 def error_of(bench: Bench, num_tokens: int, layer: int) -> float:
@@ -166,7 +145,7 @@ def error_of(bench: Bench, num_tokens: int, layer: int) -> float:
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     if args.model:
-        print(json.dumps(model(args.model)), flush=True)
+        print(json.dumps(model()), flush=True)
         return
     with torch.inference_mode():
         if args.worker is not None:
@@ -182,9 +161,8 @@ def compile_share(args: argparse.Namespace) -> None:
         for which in ("up", "down"):
             for tile in tiles_of(which, n):
                 trials.setdefault((which, tile, n == 1), partial(bench.product, which, min(n, 64), tile, 1))
-    others: list[Callable[[], Any]] = [partial(bench.mixture, "before", n, 1) for n in (1, 8, 64, 256, 1024)]
-    others.append(partial(bench.dense, 16384))
-    for make in [*others, *trials.values()][args.worker :: WORKERS]:
+    trials[None] = partial(bench.mixture, 1, 1)
+    for make in list(trials.values())[args.worker :: WORKERS]:
         tried(make)
 
 
@@ -200,29 +178,25 @@ def everything(args: argparse.Namespace, save: Callable[..., None]) -> None:
     import families
 
     begin = time.perf_counter()
-    parts: dict[str, Any] = {"seconds": {}, "rows": [], "checks": [], "models": {}}
+    parts: dict[str, Any] = {"seconds": {}, "rows": [], "checks": []}
 
     def note(stage: str) -> None:
         parts["seconds"][stage] = round(time.perf_counter() - begin, 1)
         save(**parts)
 
     mine = [sys.executable, sys.argv[0], "--device", "cuda", "--op", "mxfp4", "--tokens", args.tokens]
-    models = {
-        form: subprocess.Popen([*mine, "--model", form], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for form in ("now", "before")
-    }
+    process = subprocess.Popen([*mine, "--model"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     workers = [subprocess.Popen([*mine, "--worker", str(i)]) for i in range(WORKERS)]
     failed = [w.wait() for w in workers]
     parts["workers"] = failed
     note("compiled")
     torch.manual_seed(1)
-    ceilings, bench, best = families.measure("cuda"), Bench(), {}
+    ceilings, bench = families.measure("cuda"), Bench()
     parts["ceilings"] = asdict(ceilings)
     note("ceilings")
     for n in map(int, args.tokens.split(",")):
         num_calls = 16 if n <= 64 else 4 if n <= 1024 else 2
         by_bytes, by_flops = bench.floor(n, ceilings.read, ceilings.dense)
-        first: dict[str, list[tuple[float, Tile]]] = {"up": [], "down": []}
         for which, share in (("up", 2 / 3), ("down", 1 / 3)):
             for tile in tiles_of(which, n):
                 try:
@@ -230,7 +204,6 @@ def everything(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 except Exception as e:
                     us = math.inf
                     parts["rows"].append({"tokens": n, "product": which, "tile": asdict(tile), "failed": repr(e)[:500]})
-                first[which].append((us, tile))
                 parts["rows"].append(
                     {
                         "tokens": n,
@@ -240,63 +213,43 @@ def everything(args: argparse.Namespace, save: Callable[..., None]) -> None:
                         "floor_us": share * max(by_bytes, by_flops),
                     }
                 )
-        # Both products have tiles of as many pairs.
-        sizes = {t.pairs for _, t in first["up"]} & {t.pairs for _, t in first["down"]}
-        both = {
-            m: [min(((us, t) for us, t in first[w] if t.pairs == m), key=lambda f: f[0]) for w in first] for m in sizes
-        }
-        size = min(both, key=lambda m: sum(us for us, _ in both[m]))
-        best[str(n)] = [asdict(t) for _, t in both[size]]
-        use(best if "1" in best else {"1": best[str(n)], **best})
         for layer in range(LAYERS):
             parts["checks"].append({"tokens": n, "error": error_of(bench, n, layer)})
-        old, new = bench.mixture("before", n, num_calls), bench.mixture("now", n, num_calls)
-        turns = [microseconds(calls) for calls in (old, new, old, new)]
-        row = {"tokens": n, "before_us": turns[::2], "now_us": turns[1::2], "bytes_us": by_bytes, "flops_us": by_flops}
-        row["tiles"] = best[str(n)]
+        tiles = step_tiles(n * bench.spec.num_experts_per_token, bench.spec.num_experts, small_batch=n == 1)
+        turns = [microseconds(bench.mixture(n, num_calls)) for _ in range(2)]
+        row = {
+            "tokens": n,
+            "us": turns,
+            "bytes_us": by_bytes,
+            "flops_us": by_flops,
+            "tiles": [asdict(t) for t in tiles],
+        }
         parts["rows"].append(row)
-        dense: list[Any] = []
-        if n >= 1024:
-            dense = bench.dense(n)
-            expand = microseconds([partial(expand_mxfp4, w, torch.bfloat16) for w in bench.now[0]]) * 2
-            parts["rows"].append({"tokens": n, "dense_us": microseconds(dense), "expand_us": expand})
-        print(
-            n,
-            [(round(us, 1), asdict(t)) for us, t in both[size]],
-            {k: v for k, v in row.items() if k != "tiles"},
-            flush=True,
-        )
+        print(row, flush=True)
         note(f"{n} tokens")
-    parts["best"] = best
-    del bench, old, new, dense
+    del bench
     torch.cuda.empty_cache()
-    for form, process in models.items():
-        left = args.seconds - (time.perf_counter() - begin)
-        if left < 18:
-            process.kill()
-            parts["models"][form] = "left out: no time"
-            continue
-        printed = process.communicate(json.dumps({"tiles": best, "ceilings": asdict(ceilings), "left": left}) + "\n")[0]
-        parts["models"][form] = json.loads(printed.splitlines()[-1]) if process.returncode == 0 else process.returncode
-        shown = parts["models"][form]
-        print(
-            form, {k: v for k, v in shown.items() if k != "profiles"} if isinstance(shown, dict) else shown, flush=True
-        )
-        note(f"model {form}")
+    left = args.seconds - (time.perf_counter() - begin)
+    if left < 18:
+        process.kill()
+        parts["model"] = "left out: no time"
+    else:
+        printed = process.communicate(json.dumps({"ceilings": asdict(ceilings), "left": left}) + "\n")[0]
+        parts["model"] = json.loads(printed.splitlines()[-1]) if process.returncode == 0 else process.returncode
+        if isinstance(parts["model"], dict):
+            print({k: v for k, v in parts["model"].items() if k != "profiles"}, flush=True)
+    note("model")
     checks = [c["error"] for c in parts["checks"]]
     assert all(math.isfinite(e) and e < 1e-2 for e in checks), checks
 
 
-def model(form: str) -> dict[str, Any]:
+def model() -> dict[str, Any]:
     """The whole model with random weights."""
     import families
 
     from slipstream import LLM, SamplingParams
 
     given = json.loads(sys.stdin.readline())
-    use(given["tiles"])
-    if form == "before":
-        TritonOps.pack_experts = lambda _, w, **__: w
     begin = time.perf_counter()
     prompt = answer = 128
     num = 1024
@@ -321,9 +274,8 @@ def model(form: str) -> dict[str, Any]:
     pairs = [(generate(1, 1), generate(1, 65)) for _ in range(3)]
     decode = common.median([(b - a) / 64 for a, b in pairs])
     generate(num, 8)
-    enough = form == "now" or given["left"] > 35
-    taken = generate(num, answer) if enough else math.nan
-    profiles = {str(n): common.kernels_of(llm, n, prompt, 4) for n in (1, num)}
+    taken = generate(num, answer)
+    profiles = {str(n): common.kernels_of(llm, n, prompt, 4) for n in (1, num)} if given["left"] > 30 else {}
     made = families.floors(
         read_spec(common.CONFIGS / MODEL).spec,
         dtype_bytes=2,

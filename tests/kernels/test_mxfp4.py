@@ -18,7 +18,7 @@ from slipstream.kernels.ops import Experts
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps, mxfp4
-from slipstream.kernels.triton.mxfp4 import Mxfp4Linear, Tile, expand_mxfp4, pack_mxfp4
+from slipstream.kernels.triton.mxfp4 import Mxfp4Linear, Tile, pack_mxfp4
 from slipstream.kernels.weights import GroupedLinear, Linear
 from slipstream.model.loader import load_model
 from slipstream.plan.memory import weights_bytes
@@ -84,12 +84,13 @@ def test_a_checkpoint_with_blocks(rounded, ops):
         assert dict(model.decoder.ops.forms_of(up)) == {"MXFP4": up.out_features * 64 * 17 // 32}
     elif ops == "triton":  # in the kernel's order, a byte a scale, and inputs up to a multiple of 128
         assert isinstance(up, Mxfp4Linear)
-        assert up.weight.nbytes + up.exponents.nbytes == up.out_features * 128 * 17 // 32
+        experts = [w for layer in model.decoder.layers for w in (layer.mlp.up, layer.mlp.down)]
+        held = sum(w.weight.nbytes + w.exponents.nbytes + w.bias.nbytes for w in experts)
+        dense = sum(weights_bytes(model.spec, 4).values()) - sum(w.out_features * w.inner * 4 + w.bias.nbytes for w in experts)
+        assert held + dense == sum(weights_bytes(model.spec, 4, SCHEMES["mxfp4"]).values())
     elif ops == "reference":  # kept as it is
         assert isinstance(up, GroupedLinear)
-        own = sum(weights_bytes(model.spec, 4, SCHEMES["mxfp4"]).values())
-        scales = sum(x.scales.numel() * 2 for layer in model.decoder.layers for x in (layer.mlp.up, layer.mlp.down))
-        assert model.weights_bytes - own < scales + 2**20 // 8  # scales are of the model's type; positions beside
+        assert up.scales.dtype == torch.float32
     else:
         assert type(up) is Linear
 
@@ -130,7 +131,7 @@ def test_experts_that_are_left_out_are_refused(rounded, tmp_path):
 
 
 def test_the_real_model():
-    """20.9 billion parameters, of which the experts' take 4.5 bits, on a CPU 4.25."""
+    """20.9 billion parameters, of which the experts' take 4.25 bits, on a GPU 4.34, since 2,880 inputs become 2,944."""
     description = read_spec(CONFIGS / "gpt-oss-20b")
     assert (description.spec.num_parameters, description.scheme, description.dtype) == (20_914_757_184, "mxfp4", "bfloat16")
     assert 13.5e9 < sum(weights_bytes(description.spec, 2, SCHEMES["mxfp4"]).values()) < 14.5e9
@@ -172,13 +173,22 @@ def random_weight(rows, inner, bias=None):
     return round_linear(weight, bias, SCHEMES["mxfp4"])
 
 
+def unpacked(w):
+    """The numbers, as the docstrings of `Mxfp4Linear` say where they are."""
+    bytes_ = torch.stack([w.exponents >> 8 * i & 255 for i in range(4)], dim=-1)  # [slabs, chunks, 8, 4]
+    numbers = torch.tensor((*E2M1, *(-x for x in E2M1)))
+    codes = [sum((w.weight.int() >> at & 1) << bit for at, bit in zip(p, (3, 2, 1, 0), strict=True)) for p in mxfp4._PLACES]
+    made = numbers[torch.stack(codes, dim=-2)] * (w.factor * 2.0 ** (bytes_.double() - 253))[..., None]
+    return made.transpose(1, 2).reshape(w.out_features, -1)[:, : w.inner].float()
+
+
 @pytest.mark.parametrize("inner", [64, 128, 192, 320])
 def test_packed_weights_are_the_same_numbers(inner):
     w = random_weight(48, inner)
     w.scales[0, :2] = torch.tensor([2.0**-60, 2.0**60])
     packed = pack_mxfp4(w)
     assert packed.out_features == 48
-    assert torch.equal(expand_mxfp4(packed, torch.float32).weight, dequantize(w))
+    assert torch.equal(unpacked(packed), dequantize(w))
 
 
 def test_the_instructions_that_expand_codes():

@@ -299,44 +299,15 @@ def mxfp4_mlp(
 
 
 def step_tiles(num_pairs: int, num_experts: int, *, small_batch: bool) -> tuple[Tile, Tile]:
-    """Of the first and the second product, by how many pairs an expert has on average."""
+    """Of the first and the second product, by how many pairs an expert has on average (`kernels_cuda_mxfp4.json`)."""
     if small_batch:
-        return Tile(16, 64, 4, 6), Tile(16, 64, 4, 6, splits=2)
+        return Tile(16, 64, 4, 8), Tile(16, 64, 4, 8, splits=2)
     if num_pairs <= 8 * num_experts:
-        return Tile(16, 64, 4, 5), Tile(16, 64, 4, 5)
-    if num_pairs <= 32 * num_experts:
-        return Tile(32, 64, 4, 4), Tile(32, 64, 4, 4)
-    if num_pairs <= 64 * num_experts:
-        return Tile(64, 128, 8, 4), Tile(64, 128, 8, 4)
-    return Tile(128, 256, 8, 3, small=32), Tile(128, 256, 8, 3, small=32)
-
-
-@triton.jit
-def _expand_kernel(
-    w_ptr, exponents_ptr, out_ptr, K, factor, BLOCK_N: tl.constexpr, PDL: tl.constexpr
-):
-    """A chunk of BLOCK_N rows: codes to numbers."""
-    if PDL:
-        pdl_wait()
-    i, js, chunk = tl.arange(0, BLOCK_N), tl.arange(0, 32), tl.program_id(1)
-    row = tl.program_id(0) * BLOCK_N + i
-    at = (row // 8).to(tl.int64) * (tl.cdiv(K, 128) * 8) + chunk * 8 + row % 8
-    words = tl.load(w_ptr + at[:, None] * 32 + js[None, :])
-    a, b, c, d = _expand(words, tl.load(exponents_ptr + at), tl.float32, False, "")
-    k = chunk * 128 + js[None, :]
-    out = out_ptr + row.to(tl.int64)[:, None] * K + k
-    tl.store(out, a * factor)
-    tl.store(out + 32, b * factor, mask=k < K - 32)
-    tl.store(out + 64, c * factor, mask=k < K - 64)
-    tl.store(out + 96, d * factor, mask=k < K - 96)
-
-
-def expand_mxfp4(w: Mxfp4Linear, dtype: torch.dtype) -> Linear:
-    """The dense weight."""
-    slabs, chunks = w.weight.shape[:2]
-    out = torch.empty(slabs * SLAB, w.inner, dtype=dtype, device=w.weight.device)
-    block = next(n for n in (64, 32, 16, 8) if slabs * SLAB % n == 0)
-    _expand_kernel[(slabs * SLAB // block, chunks)](
-        w.weight, w.exponents, out, w.inner, w.factor, BLOCK_N=block, num_warps=4, **pdl_options(out)
-    )
-    return Linear(weight=out, bias=w.bias)
+        tile = Tile(16, 64, 4, 5)
+    elif num_pairs <= 16 * num_experts:
+        tile = Tile(32, 64, 4, 4)
+    elif num_pairs <= 64 * num_experts:
+        tile = Tile(64, 128, 8, 4)
+    else:
+        tile = Tile(128, 256, 8, 3, small=32)
+    return tile, tile
