@@ -135,6 +135,8 @@ def test_the_real_model():
     description = read_spec(CONFIGS / "gpt-oss-20b")
     assert (description.spec.num_parameters, description.scheme, description.dtype) == (20_914_757_184, "mxfp4", "bfloat16")
     assert 13.5e9 < sum(weights_bytes(description.spec, 2, SCHEMES["mxfp4"]).values()) < 14.5e9
+    rows = 24 * 32 * (5760 + 2880)  # with their biases they were 10,391,224,320 bytes on an H100
+    assert SCHEMES["mxfp4"].weight_bytes(rows, 2880) + 2 * rows == 10_391_224_320
     cpu = DeviceInfo(device="cpu", name="a CPU", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16")
     config = resolve(EngineArgs(model="x", kv_cache_bytes=2**30), description, cpu)
     assert config.model.quantization == "mxfp4"
