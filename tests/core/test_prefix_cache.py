@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slipstream.core.prefix_cache import extend_keys, root_key
+from slipstream.types import ImageSpan
 
 
 def test_salts_are_told_apart_wherever_one_ends():
@@ -18,3 +19,14 @@ def test_a_chain_is_the_same_at_once_and_piece_by_piece():
         extend_keys(pieces, root_key("model"), tokens, 4, count)
     assert pieces == whole
     assert len(set(whole)) == 3
+
+
+def test_a_picture_is_told_apart_by_where_it_begins():
+    """Its placeholders are the same tokens everywhere, and a text may hold the same token behind a picture."""
+    chains = set()
+    for offset in (0, 1, 4, 5):
+        keys = list[bytes]()
+        image = ImageSpan(offset=offset, rows=1, columns=3, key=b"picture", height=1, width=1, pixels=b"")
+        extend_keys(keys, root_key("model"), [9] * 8, 4, 2, [image])
+        chains.add(tuple(keys))
+    assert len(chains) == 4
