@@ -267,11 +267,11 @@ MOST_DRAFTS = 16
 class SpeculationConfig:
     """How tokens are guessed. None of `num_speculative_tokens`: as many as pay, chosen at each step."""
 
-    method: Literal["ngram", "suffix", "draft", "eagle3", "medusa", "mtp"]
+    method: Literal["ngram", "suffix", "draft", "eagle", "eagle3", "peagle", "dflash", "medusa", "mtp"]
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int = 2  # ngram: lengths of the runs that are looked up
     prompt_lookup_max: int = 32
-    model: str | None = None  # draft: the smaller model; eagle3, medusa: the head
+    model: str | None = None  # draft: the smaller model; else the head
     quantization: str | None = None  # the scheme that its weights are rounded by at load; "none": a head's are not
     most_drafts: int = MOST_DRAFTS  # of a request in a step; a head may have fewer
 
@@ -372,8 +372,14 @@ class EngineConfig:
     @property
     def drafts_ahead(self) -> bool:
         """Whether the drafter goes on before the host knows which drafts were right: a head's chain of graphs, on a GPU."""
-        is_chain = self.speculation is not None and self.speculation.method in ("eagle3", "mtp")
+        is_chain = self.speculation is not None and self.speculation.method in ("eagle", "eagle3", "mtp")
         return is_chain and self.device.info.is_cuda and not self.device.enforce_eager
+
+    def with_most_drafts(self, most: int | None) -> EngineConfig:
+        """With at most so many drafts of a request in a step, where the number is chosen."""
+        if self.speculation is None or most is None:
+            return self
+        return dataclasses.replace(self, speculation=dataclasses.replace(self.speculation, most_drafts=min(most, MOST_DRAFTS)))
 
     @property
     def max_num_sampled(self) -> int:

@@ -202,9 +202,9 @@ def load_runner(
             return
         progress("draft model")
         folder = path if speculation.model is None else resolve_model(speculation.model, download_dir=args.download_dir)
-        if speculation.method not in ("eagle3", "medusa", "mtp"):
+        if speculation.method == "draft":
             runner.load_draft(read_spec(folder), weights_folder(args.download_dir))
-        else:
+        elif speculation.method != "ngram" and speculation.method != "suffix":
             runner.load_head(_read_head(speculation.method, folder, description))
 
     if not by_torch and (host := _host_runner(config, description, kept, load_draft)) is not None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.config import MOST_DRAFTS, EngineConfig
+from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels import sampling
 from slipstream.kernels.host_ops import HostOps
@@ -200,9 +200,7 @@ class HostRunner:
             self.draft = head = load_host_drafter(self.config, description, self.model.decoder, self.ops, self._sampler.sample)
             self._kept_states, self.model.decoder.tap = head.states, head.head.tap
             self._compile()
-            if self.config.speculation is not None and (most := description.spec.most_drafts) is not None:
-                speculation = dataclasses.replace(self.config.speculation, most_drafts=min(most, MOST_DRAFTS))
-                self.config = dataclasses.replace(self.config, speculation=speculation)
+            self.config = self.config.with_most_drafts(description.spec.most_drafts)
 
     def load_draft(self, description: ModelDescription, weights_folder: Path) -> None:
         """`ModelRunner.load_draft`"""

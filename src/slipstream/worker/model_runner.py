@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.config import MOST_DRAFTS, EngineConfig
+from slipstream.config import EngineConfig
 from slipstream.errors import AdapterError, ConfigError, OutOfMemoryError
 from slipstream.kernels.arrays import to_array
 from slipstream.kernels.build import remedy
@@ -49,7 +49,7 @@ from slipstream.worker.block_store import BlockStore, block_arrays
 from slipstream.worker.constrained import AwaitingMask, apply_mask
 from slipstream.worker.device_cache import TORCH_DTYPES, DeviceCache
 from slipstream.worker.disk_tier import DiskTier
-from slipstream.worker.draft_head import ChainDrafter, MedusaDrafter, load_drafter
+from slipstream.worker.draft_head import load_drafter
 from slipstream.worker.draft_model import DraftModel
 from slipstream.worker.drafter import Drafter
 from slipstream.worker.draws import Sampler, completed_prompts, draw, prompt_logprobs
@@ -57,6 +57,7 @@ from slipstream.worker.dummy_steps import CALIBRATION_TOKENS, calibrated_scales,
 from slipstream.worker.expert_load import ExpertLoad
 from slipstream.worker.forward import Forwards, InputBatch, Output
 from slipstream.worker.graphs import AdapterGraphs, SharedPrefixGraphs, StepGraphs
+from slipstream.worker.head_drafter import HeadDrafter
 from slipstream.worker.host_experts import LoadFollower, settle_experts, with_host_experts
 from slipstream.worker.images import ImageEncoder
 from slipstream.worker.in_flight import RUN_AHEAD, InFlightStep
@@ -170,9 +171,7 @@ class ModelRunner:
         with self._phase("draft head"):
             self.draft = head = load_drafter(self.config, description, self.model.decoder, device=self.device, dtype=self.dtype)
             self.forwards.keep_states(head.states, head.head.tap)
-            if self.config.speculation is not None and (most := description.spec.most_drafts) is not None:
-                speculation = dataclasses.replace(self.config.speculation, most_drafts=min(most, MOST_DRAFTS))
-                self.config = dataclasses.replace(self.config, speculation=speculation)
+            self.config = self.config.with_most_drafts(description.spec.most_drafts)
 
     def load_draft(self, description: ModelDescription, weights_folder: Path) -> None:
         """The model that proposes tokens."""
@@ -479,7 +478,7 @@ class ModelRunner:
             assert output.sampled is not None
             output.running.synchronize()
             self.rows.write(output.sampled.rows, output.sampled.positions, output.tokens)
-            if output.states is not None and isinstance(self.draft, ChainDrafter | MedusaDrafter):
+            if output.states is not None and isinstance(self.draft, HeadDrafter):
                 self.draft.states.write(*output.states)
 
     def forget_rows(self) -> None:
