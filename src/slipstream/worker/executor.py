@@ -33,6 +33,7 @@ from slipstream.worker.canary import CANARY_NAME, log_no_canary, read_canary, ru
 from slipstream.worker.constrained import AwaitingMask
 from slipstream.worker.device import detect
 from slipstream.worker.host_runner import HostRunner, host_refusal
+from slipstream.worker.rows import rows_bytes
 from slipstream.worker.tiers import open_tiers
 
 if TYPE_CHECKING:
@@ -272,7 +273,7 @@ def _fit(config: EngineConfig, runner: Runner, activation_bytes: int) -> tuple[E
     """Size the KV cache by what is left, allocate it, and account for all of it."""
     spec, ranks = runner.model.spec, runner.partition
     one_block = block_bytes(spec, config.cache.block_size, DTYPE_BYTES[config.cache.dtype])
-    weights, rows = runner.model.weights_bytes, runner.rows_bytes()
+    weights, rows = runner.model.weights_bytes, 0 if spec.is_encoder else rows_bytes(config)
     if runner.adapters is not None:
         weights += runner.adapters.num_bytes
     if runner.draft is not None:
