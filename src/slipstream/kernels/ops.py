@@ -164,6 +164,19 @@ class OpSet(ABC):
         """The sum of x over the ranks of `group`; x may be written. [T, E] → [T, E]"""
         return group.all_reduce(x)
 
+    def all_reduce_norm(
+        self,
+        x: Tensor,
+        norm: NormParams,
+        *,
+        group: Group,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Activations, Tensor]:
+        """`norm` of `all_reduce`, which rounds the sum to the model's type; x may be written. Without `residual` the second
+        value is the sum."""
+        return self.norm(self.all_reduce(x, group), norm, residual=residual, inputs=inputs)
+
     def scatter_tokens(self, x: Tensor, group: Group) -> Tensor:
         """This rank's tokens of the sum of x over the ranks of `group`, the last ones' filled up with zeros: [T, E] → [⌈T / n⌉,
         E]"""
