@@ -216,12 +216,23 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, E] → [N, V]"""
+        own = self._own_logits(hidden)
+        if self.vocabulary is None:
+            return own
+        return self.ops.all_gather(own, self.vocabulary.group, self.spec.vocab_size)
+
+    def greedy(self, hidden: Tensor) -> Tensor | None:
+        """[N, E] → int64 [N], the tokens whose logits are largest; None where the vocabulary is not shared out among ranks."""
+        if self.vocabulary is None:
+            return None
+        return self.ops.best_of_ranks(self._own_logits(hidden), self.vocabulary.group, self.spec.vocab_size)
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
+        """Of this rank's tokens."""
         assert self.head is not None
         if self.embed_out is not None:
             hidden = self.ops.linear(hidden, self.embed_out)
         logits = self.ops.linear(hidden, self.head)
-        if self.vocabulary is not None:
-            logits = self.ops.all_gather(logits, self.vocabulary.group, self.spec.vocab_size)
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         cap = self.spec.logit_softcap

@@ -23,8 +23,8 @@ from slipstream.platform.cuda import CudaPlatform
 MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 LAUNCHES = {"cooperative": 2, "beside": 6, "behind": None}
-"""CUlaunchAttributeID: all thread blocks are resident at once; a start beside the kernel before, for which this one waits itself
-(`pdl.py`); the usual start behind it."""
+"""CUlaunchAttributeID. All thread blocks are resident at once; a start beside the kernel before, for which this one waits
+itself (`pdl.py`); the usual start behind it."""
 OPTIONS = ("--std=c++17", "--use_fast_math")
 
 

@@ -193,6 +193,7 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
+@torch.inference_mode()
 def agrees(sums: RankSums) -> bool:
     """Whether sums of one row to the most, in graphs of many that are replayed, are the library's in every bit."""
     group, found = sums.group, True
