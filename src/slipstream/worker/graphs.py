@@ -33,7 +33,7 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
 from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
 from slipstream.plan.graph_sizes import MIXED_PROMPTS, decode_rows, mixed_decodes, mixed_prompts
-from slipstream.platform import Graph, platform_of
+from slipstream.platform import Graph, Pipe, platform_of
 from slipstream.spec.reason import Reason
 from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.adapters import Adapters
@@ -82,8 +82,8 @@ class Graphs:
         return captured
 
 
-class StagePipe:
-    """`platform.Pipe` for what is captured: a stage's input lies in `incoming`, and its result is sent later."""
+class StagePipe(Pipe):
+    """What is captured sends nothing: a stage's input lies in `incoming`, and its result is sent behind the replay."""
 
     def __init__(self, incoming: Tensor | None) -> None:
         self._incoming = incoming
@@ -188,16 +188,6 @@ class StepGraphs(Graphs, Forward):
         if num_tokens > self.sizes[-1] or any(1 < s.num_tokens != s.num_sampled for s in scheduled):
             return False
         return sum((s.num_tokens - 1) * s.num_computed_tokens for s in scheduled if s.num_tokens > 1) <= MOST_KEYS_AGAIN
-
-    def _capture(self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]) -> Captured:
-        decoder = self.forwards.decoder
-        if self._pipe is None:
-            return super()._capture(size, idle, forward)
-        decoder.pipe = StagePipe(self._incoming)
-        try:
-            return super()._capture(size, idle, forward)
-        finally:
-            decoder.pipe = self._pipe
 
     def _replay(self, captured: Captured, num_decodes: int, num_behind: int, first: int) -> None:
         """Replay a graph that has `num_behind` tokens from row `first` on."""
@@ -321,7 +311,14 @@ class StepGraphs(Graphs, Forward):
     # --- What is captured ---------------------------------------------------------------------------------------------
 
     def _forward(self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        return self.forwards.hidden(token_ids, kv, meta)
+        if self._pipe is None:
+            return self.forwards.hidden(token_ids, kv, meta)
+        decoder = self.forwards.decoder
+        decoder.pipe = StagePipe(self._incoming)
+        try:
+            return self.forwards.hidden(token_ids, kv, meta)
+        finally:
+            decoder.pipe = self._pipe
 
     def _before_replay(self, size: Size, plan: StepPlan) -> None:
         """Inputs of what is captured beside those of every step."""
