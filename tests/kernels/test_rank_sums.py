@@ -18,13 +18,20 @@ from slipstream.kernels.triton import TritonOps, rank_sums
 from slipstream.spec.model import OwnNorm
 
 RUN = """
+static volatile int ended[RANKS];  // threads
 extern "C" int run(int programs, int threads, unsigned seed, void** of_ranks) {
     programs_of_rank = programs;
+    for (int rank = 0; rank < RANKS; rank++) ended[rank] = 0;
     return on_cpu(programs * RANKS, threads, seed, [of_ranks] {
         void** a = of_ranks + THIS_RANK * 9;
         const int* n = (const int*)a[8];
-        rank_sums((uint4*)a[0], (uint4*)a[1], (u64*)a[2], (u32*)a[3], (uint4*)a[4], (uint4*)a[5], (u8*)a[6], (float*)a[7],
-                  n[0], n[1], n[2], n[3]);
+        for (int i = 0; i < n[4]; i++) {  // kernels one after another, each behind the one before on its own rank only
+            const int rank = THIS_RANK, wanted = i * programs_of_rank * block_size;
+            while (ended[rank] < wanted) yield();
+            rank_sums((uint4*)a[0] + i * n[0], (uint4*)a[1] + i * n[0], (u64*)a[2], (u32*)a[3], (uint4*)a[4], (uint4*)a[5],
+                      (u8*)a[6], (float*)a[7], n[0], n[1], n[2], n[3]);
+            ended[rank]++;
+        }
     });
 }
 """
@@ -51,7 +58,8 @@ class Rank:
 class OnCpu(rank_sums.RankSums):
     """A launch is kept until all ranks have made theirs; then the programs of all run."""
 
-    seed = 0
+    seed, kernels = 0, 1
+    """`kernels`: so many run behind one another at each launch, over inputs and results that lie behind one another."""
 
     def __init__(self, group, row_bytes, launches, folder, **how):
         self.launches, self.folder = launches, folder
@@ -77,7 +85,7 @@ class OnCpu(rank_sums.RankSums):
 
         def launch(programs, threads, arguments):
             *tensors, num_vectors, num_rows, count, patience = arguments
-            numbers = (ctypes.c_int * 4)(num_vectors, num_rows, count, patience)
+            numbers = (ctypes.c_int * 5)(num_vectors, num_rows, count, patience, self.kernels)
             pointers = [*(t.data_ptr() for t in tensors), ctypes.addressof(numbers)]
             self.launches.append((pointers, numbers, tensors))
             if len(self.launches) == self.group.size:
@@ -123,6 +131,18 @@ def test_sums_one_after_another(folder, size, dtype, seed):
             assert torch.equal(own, wanted), (i, shape)
     for r in ranks:
         assert (r._peers[r.group.rank].view(torch.int32) == rank_sums.EMPTY).all()
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_a_rank_that_is_ahead(folder, seed):
+    """No rank waits for the others to have read: it may be in the next sum by then."""
+    ranks, given = ranks_of(folder, 640), [numbers((6, 5, 320), torch.bfloat16, rank) for rank in range(2)]
+    found = [torch.zeros_like(x) for x in given]
+    for r, x, total in zip(ranks, given, found, strict=True):
+        r.kernels, r.seed = len(x), seed
+        r._run(x[0], total[0], r._kernel(x.dtype))
+    for total in found:
+        assert torch.equal(total, (given[0].float() + given[1].float()).bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -182,7 +202,7 @@ def test_what_it_does_not_take(folder):
     assert not sums.covers_norm(x, norm, "fp8-block")  # 320 is not whole tiles
     assert not sums.covers_norm(x[:, :160].contiguous(), norm, None)
     assert not sums.covers_norm(x, NormParams(kind="rms", weight=weight.float(), eps=1e-5), None)
-    own = OwnNorm("mine", lambda x, weight, bias, eps: x)
+    own = OwnNorm(name="mine", function=lambda x, weight, bias, eps: x)
     assert not sums.covers_norm(x, NormParams(kind=own, weight=weight, eps=1e-5), None)
     with pytest.raises(ValueError, match="multiple of 16"):
         rank_sums.RankSums(sums.group, 24)
