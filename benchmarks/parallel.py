@@ -42,12 +42,6 @@ import common
 PARTS = ("equality", "collectives", "token", "throughput", "mixtures", "large")
 SIZES_KB = (8, 64, 512, 2048, 8192, 16384)
 ROW = 4096
-VARIANTS: dict[str, dict[str, Any]] = {  # of `RankSums`
-    "256 threads": {"most_threads": 256},
-    "twice the thread blocks": {"threads_of_sm": 2048},
-    "256 threads, twice the thread blocks": {"most_threads": 256, "threads_of_sm": 2048},
-    "behind the kernel before": {"_overlaps": lambda self: False},
-}
 NUM_REPLAYS, NUM_REDUCES = 30, 50
 LLAMA = dict(
     architectures=["LlamaForCausalLM"],
@@ -372,11 +366,6 @@ def reduce_on_rank(rank: int, ports: Any, answers: Any) -> None:
     ways: dict[str, Any] = {"NCCL": lambda x, _: group.library_sum(x), "NCCL, with its norm": normed_by_two}
     if isinstance(sums, RankSums):
         ways |= {"one kernel": lambda x, _: sums(x), "one kernel, with its norm": normed_by_one}
-        for name, attributes in VARIANTS.items():
-            made = type("Variant", (RankSums,), attributes)(group, 2 * ROW)
-            made.map_memory()
-            ways[f"one kernel, {name}"] = lambda x, _, made=made: made(x)
-            ways[f"one kernel, {name}, with its norm"] = lambda x, r, made=made: made.normed(x, norm, r, "fp8")[0].values
     else:
         found["one kernel"] = "not on this machine: the log says why"
     with torch.inference_mode():

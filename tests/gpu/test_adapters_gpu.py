@@ -50,7 +50,7 @@ def made(tmp_path_factory):
 
 
 def answers(made, eager, **settings):
-    more = dict(device="cuda:0", dtype="float32", max_model_len=128, max_num_seqs=16, gpu_memory_utilization=0.2)
+    more = dict(device="cuda:0", dtype="float32", max_model_len=128, max_num_seqs=16, kv_cache_bytes=2**26)
     llm = LLM(str(made / "base"), enable_lora=True, max_loras=3, max_lora_rank=8, enforce_eager=eager, **more, **settings)
     prompts = [{"prompt_token_ids": [(7 * i + s) % 250 + 3 for i in range(5 + s)]} for s in range(12)]
     found = []

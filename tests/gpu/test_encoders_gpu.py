@@ -123,10 +123,10 @@ def test_t5(tmp_path, family):
     """In float32 its greedy answers are the reference's: with graphs and without, and after preemption."""
     tiny_models.build_t5(tmp_path, family, d_kv=16)
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    settings = dict(skip_tokenizer_init=True, max_model_len=144, max_num_seqs=8)
+    settings = dict(skip_tokenizer_init=True, max_model_len=144, max_num_seqs=8, kv_cache_bytes=2**26)
 
     def answers(**more):
-        with LLM(str(tmp_path), **settings, **more) as llm:
+        with LLM(str(tmp_path), **{**settings, **more}) as llm:
             found = [o.outputs[0].token_ids for o in llm.generate(TEXTS, greedy)]
             assert llm.stats().num_free_blocks == llm.stats().num_blocks
             return found, llm.stats().num_preemptions, llm.ledger.block_bytes

@@ -63,7 +63,7 @@ def test_a_gpu_measures_what_the_reference_does(model, quantization, kv_cache_dt
     turned = compare(gpu, exact, windows, num_worst=0)
     assert turned.perplexity_a == pytest.approx(found.perplexity_b, rel=1e-4)
     canary = exact.canary(windows[0].token_ids)
-    assert run_canary(gpu.decoder, gpu.kv, canary, context=CONTEXT).ok
+    assert run_canary(gpu.forwards, gpu.kv, canary, context=CONTEXT).ok
 
 
 def test_speed(model):

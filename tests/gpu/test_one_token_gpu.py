@@ -66,7 +66,8 @@ def test_answers_of_an_engine(tmp_path, monkeypatch):
     tiny_models.build(tmp_path, "llama", **steps.SIZES, num_attention_heads=8, num_key_value_heads=2, head_dim=128)
     prompts = [{"prompt_token_ids": [(7 * i + n) % 250 for i in range(n)]} for n in (5, 40, 200)]
     greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
-    with LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=512, quantization="int4", max_num_seqs=4) as llm:
+    sizes = dict(max_model_len=512, max_num_seqs=4, kv_cache_bytes=2**26, skip_tokenizer_init=True)
+    with LLM(str(tmp_path), quantization="int4", **sizes) as llm:
         together = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, progress=False)]
         alone = [llm.generate([p], greedy, progress=False)[0].outputs[0].token_ids for p in prompts]
         again = [llm.generate([p], greedy, progress=False)[0].outputs[0].token_ids for p in prompts]

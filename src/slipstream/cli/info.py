@@ -161,6 +161,10 @@ def describe_split(config: EngineConfig, spec: ModelSpec) -> list[str]:
         lines.append(f"each layer's heads and inner dimensions, and the vocabulary, over {how.tensor} ranks")
     if how.experts > 1:
         lines.append(f"whole experts over {how.experts} ranks")
+    if how.on_host:
+        first, rest = how.stages
+        text = f"the first {first} of {first + rest} layers on the host's CPU, the others on the GPU (two stages of a pipeline)"
+        return [text, "what follows is the GPU's"]
     if how.stages:
         lines.append(f"layers over {how.num_stages} stages: {', '.join(map(str, how.stages))}")
     lines += uneven_parts(spec, how.shard(0))

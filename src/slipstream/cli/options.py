@@ -46,7 +46,7 @@ ENGINE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "model and memory",
         (
             *("device", "dtype", "quantization", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "kv_cache_bytes"),
-            *("weights_bytes", "host_experts", "hot_expert_bytes"),
+            *("weights_bytes", "cpu_layers", "host_experts", "hot_expert_bytes"),
             *("kv_host_bytes", "kv_disk_bytes", "kv_disk_path"),
             *("kv_cache_dtype", "tokenizer", "download_dir", "num_threads", "seed"),
         ),

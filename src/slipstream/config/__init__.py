@@ -5,6 +5,7 @@ for each setting who chose its value and why. It is changed once at most: `Engin
 a shorter context. No torch here.
 """
 
+from slipstream.config.cpu_layers import stage_args
 from slipstream.config.parallel import held_products
 from slipstream.config.resolver import resolve
 from slipstream.config.settings import (
@@ -51,4 +52,5 @@ __all__ = [
     "resolve",
     "setting_help",
     "split_setting",
+    "stage_args",
 ]

@@ -64,6 +64,9 @@ def parallel_section(
             f"method {speculation.method!r} of speculation runs on one device; use 'ngram' or 'suffix' with {field}",
             field=field,
         )
+    if args.cpu_layers is not None:
+        own = int(args.cpu_layers)
+        return ParallelConfig(stages=(own, model.spec.num_layers - own), on_host=True)
     check_split(model.spec, tensor=tensor, experts=experts)
     stages, units = _stages(args, model.spec), _units(args, model, device, quantization)
     return ParallelConfig(tensor=tensor, experts=experts, stages=stages, sequence=args.sequence_parallel, units=units)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
+from slipstream.config.cpu_layers import with_cpu_layers
 from slipstream.config.host_experts import host_experts
 from slipstream.config.offload import check_offload
 from slipstream.config.parallel import held_products, parallel_section
@@ -26,6 +27,7 @@ from slipstream.config.settings import (
     SchedulingConfig,
     SpeculationConfig,
     num_ranks,
+    num_stages,
     split_setting,
 )
 from slipstream.config.speculative import speculation_section
@@ -51,6 +53,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     _check_values(args)
     stored = _stored_scheme(args, model, device)
     num_ranks(args)
+    args = with_cpu_layers(args, model, device, stored.value)
     _refuse_without_effect(args, device)
     _check_formats(args, model, device, args.quantization or stored.value)
     model_config, model_origins = _model_section(args, model, device, stored)
@@ -378,8 +381,8 @@ def _device_section(
 
 def _pipeline_steps(args: EngineArgs, device: DeviceInfo) -> int:
     """A step for each stage. On GPUs there is one more, since a step's tokens take a way over the host to the next one's, and
-    no stage is to wait meanwhile."""
-    return args.pipeline_parallel_size + (1 if device.is_cuda and args.pipeline_parallel_size > 1 else 0)
+    no stage is to wait meanwhile. Beside a CPU, which is the slower stage, the GPU's tokens are back in time."""
+    return num_stages(args) + (1 if device.is_cuda and args.pipeline_parallel_size > 1 else 0)
 
 
 def _lora_section(args: EngineArgs, spec: ModelSpec) -> LoRASettings | None:
@@ -540,10 +543,14 @@ def _check_values(args: EngineArgs) -> None:
             _one_of(name, value, choices)
 
 
+def _computes_on_host(args: EngineArgs, device: DeviceInfo) -> bool:
+    return not device.is_cuda or args.host_experts is not None or args.cpu_layers is not None
+
+
 def _refuse_without_effect(args: EngineArgs, device: DeviceInfo) -> None:
     for name, applies, where in (
         ("gpu_memory_utilization", device.is_cuda, "a GPU; on a CPU kv_cache_bytes sizes the cache"),
-        ("num_threads", not device.is_cuda or args.host_experts is not None, "a CPU, or experts on the host"),
+        ("num_threads", _computes_on_host(args, device), "a CPU, or a GPU with host_experts or cpu_layers"),
         ("batch_window_s", args.scheduling_policy == "dynamic", "scheduling_policy='dynamic'"),
         ("tile_table", _has_tiles(args, device) and not args.deterministic, "the GPU's kernels, and without deterministic"),
         ("deterministic", _has_tiles(args, device), "the GPU's kernels"),

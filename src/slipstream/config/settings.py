@@ -105,6 +105,12 @@ class EngineArgs:
         "auto (as many as don't fit); docs/offload.md",
         unset="none",
     )
+    cpu_layers: str | int | None = setting(
+        None,
+        "layers, the first ones, that the host's CPU holds and computes, beside a GPU: a number, or auto (as few as leave room "
+        "on the GPU); docs/offload.md",
+        unset="none",
+    )
     hot_expert_bytes: int | None = setting(
         None, "with host_experts: the GPU's memory for single experts, those that tokens choose most", unset="none"
     )
@@ -184,13 +190,18 @@ def num_ranks(args: EngineArgs) -> int:
             "equal, or one of them 1",
             field="expert_parallel_size",
         )
-    return max(tensor, experts) * args.pipeline_parallel_size
+    return max(tensor, experts) * num_stages(args)
+
+
+def num_stages(args: EngineArgs) -> int:
+    """Of a pipeline. The host's CPU and the GPU are two."""
+    return 2 if args.cpu_layers is not None else args.pipeline_parallel_size
 
 
 def split_setting(args: EngineArgs) -> str:
     """The setting that asks for several ranks, for messages."""
     names = ("tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size")
-    return next((name for name in names if getattr(args, name) > 1), names[0])
+    return "cpu_layers" if args.cpu_layers is not None else next((n for n in names if getattr(args, n) > 1), names[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +330,7 @@ class ParallelConfig:
     experts: int = 1
     stages: tuple[int, ...] = ()
     sequence: bool = False  # the residual of long steps is shared out by tokens
+    on_host: bool = False  # the first of two stages is the host's CPU, the second a GPU
     units: Units = ONE_UNIT
 
     @property

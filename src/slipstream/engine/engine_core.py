@@ -98,6 +98,10 @@ class EngineCore:
     def build(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> EngineCore:
         """Find the model and the device, resolve the settings, load. `progress` is told each phase as it begins."""
         executor: Executor
+        if args.cpu_layers is not None:
+            from slipstream.worker.process_executor import settled
+
+            args = settled(args)
         if num_ranks(args) > 1:
             from slipstream.worker.process_executor import ProcessExecutor
 

@@ -159,6 +159,8 @@ def plan_engine(
         raise ConfigError(f"plan is for models that write text, and this is {spec.kind}", field="model")
     if not num_gpus >= 1 or any(layer.attention.num_heads % num_gpus for layer in spec.layers):
         raise ConfigError(f"{num_gpus} GPUs can't share the heads of {spec.family} evenly", field="max_gpus")
+    if args.cpu_layers is not None:
+        raise ConfigError("cpu_layers: plan has no rates of a GPU's host; leave it out", field="cpu_layers")
     if args.host_experts is not None:
         raise ConfigError(
             "host_experts: plan has no rates of a GPU's host; leave it out (`slipstream info` says what a token reads there)",

@@ -18,9 +18,10 @@ from slipstream.spec.parallel import Shard, split_shapes, split_spec
 from slipstream.spec.scheme import SCHEMES
 
 
-def bytes_by_part(config: EngineConfig, description: ModelDescription) -> dict[str, int]:
-    """The weights' as an engine with these settings holds them; of several ranks, as the one with the most does."""
-    shard = largest_shard(config, description)
+def bytes_by_part(config: EngineConfig, description: ModelDescription, shard: Shard | None = None) -> dict[str, int]:
+    """The weights' as an engine with these settings holds them; of several ranks, as that of `shard` does, or else that of
+    `largest_shard`."""
+    shard = shard or largest_shard(config, description)
     spec, size, by_cpu = split_spec(description.spec, shard), DTYPE_BYTES[config.model.dtype], by_cpu_kernels(config)
     shapes = split_shapes(description.spec, shard) if config.parallel.num_ranks > 1 else None
     formats = description.held_formats(held_products(config.device.kernels, config.device.info))
@@ -33,8 +34,10 @@ def bytes_by_part(config: EngineConfig, description: ModelDescription) -> dict[s
 
 
 def largest_shard(config: EngineConfig, description: ModelDescription) -> Shard:
-    """The part of a rank that holds most parameters."""
+    """The part of a rank that holds most parameters; where one is the host's CPU, the GPU's."""
     how = config.parallel
+    if how.on_host:
+        return how.shard(1)
     shards = [how.shard(first) for first in range(0, how.num_ranks, how.ranks_of_stage)]
     return max(shards, key=lambda shard: sum(map(math.prod, split_shapes(description.spec, shard).values())))
 
@@ -116,9 +119,10 @@ def config_of_draft(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, model=model, cache=dataclasses.replace(config.cache, dtype=config.model.dtype))
 
 
-def held_weights_bytes(config: EngineConfig, description: ModelDescription) -> int:
-    """The weights that are in memory, as an engine with these settings holds them; of several ranks, as one does."""
-    total, bound = all_weights_bytes(config, description), config.model.weights_bytes
+def held_weights_bytes(config: EngineConfig, description: ModelDescription, shard: Shard | None = None) -> int:
+    """The weights that are in memory, as an engine with these settings holds them; of several ranks, as one does
+    (`bytes_by_part`)."""
+    total, bound = all_weights_bytes(config, description, shard), config.model.weights_bytes
     total -= host_expert_bytes(config, description, on_cpu=False) - config.model.hot_expert_bytes
     return total if bound is None else min(total, bound)
 
@@ -138,7 +142,7 @@ def host_expert_bytes(config: EngineConfig, description: ModelDescription, *, on
     return total
 
 
-def all_weights_bytes(config: EngineConfig, description: ModelDescription) -> int:
+def all_weights_bytes(config: EngineConfig, description: ModelDescription, shard: Shard | None = None) -> int:
     """`held_weights_bytes`, with layers that are read as they are needed."""
     spec, info, num_ranks = description.spec, config.device.info, config.parallel.num_ranks
     held = description.held_formats(held_products(config.device.kernels, info))
@@ -146,7 +150,7 @@ def all_weights_bytes(config: EngineConfig, description: ModelDescription) -> in
     own_types = description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype], scheme) if by_cpu_kernels(config) else None
     if own_types is not None and not held:
         return own_types // num_ranks
-    weights = sum(bytes_by_part(config, description).values())
+    weights = sum(bytes_by_part(config, description, shard).values())
     if not info.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
         # A tied head is held a second time, in the order in which its product reads it, if the table can't be read from there.
         weights += spec.vocab_size * spec.embed_width * DTYPE_BYTES[config.model.dtype] // num_ranks

@@ -31,7 +31,7 @@ def check_weights_fit(config: EngineConfig, description: ModelDescription) -> No
         _check_experts_fit(config, description)
         return
     info, ranks = config.device.info, config.parallel.num_ranks
-    each = f" of each of {ranks} ranks" if ranks > 1 else ""
+    each = " beside the CPU's" if config.parallel.on_host else f" of each of {ranks} ranks" if ranks > 1 else ""
     raise OutOfMemoryError(
         f"the weights{each} take {_gib(need)}, and {_gib(free)} of {info.name} are free for them; "
         + _remedies(config, description),
@@ -103,6 +103,8 @@ def _remedies(config: EngineConfig, description: ModelDescription) -> str:
     if config.parallel.num_ranks == 1 and description.spec.kind == "a decoder" and config.model.weights_bytes is None:
         how = "copied to the GPU" if info.is_cuda else "read"
         found.append(f"weights_bytes={free // 2} (layers are {how} in each step, which is slow)")
+        if info.is_cuda and config.model.quantization not in ("fp8", "fp8-block"):
+            found.append("cpu_layers='auto' (the host's CPU computes the layers that don't fit)")
     found.append("a smaller model, or a machine with more memory")
     return "what helps: " + ", ".join(found)
 

@@ -29,10 +29,18 @@ class Rendezvous:
     host's address."""
 
     def __init__(
-        self, rank: int, size: int, port: int = 0, *, host: str = "127.0.0.1", on_host: tuple[int, int] | None = None
+        self,
+        rank: int,
+        size: int,
+        port: int = 0,
+        *,
+        host: str = "127.0.0.1",
+        on_host: tuple[int, int] | None = None,
+        mixed: bool = False,
     ) -> None:
-        """`on_host`: which of how many ranks of this host it is; None: all are here."""
-        self.rank, self.size = rank, size
+        """`on_host`: which of how many ranks of this host it is; None: all are here. `mixed`: some ranks have a CPU and some a
+        GPU, so all that they exchange goes through the host's memory."""
+        self.rank, self.size, self.mixed = rank, size, mixed
         self.local_rank, self.local_size = on_host or (rank, size)
         wait = datetime.timedelta(seconds=TIMEOUT_S)
         store = dist.TCPStore  # type: ignore[attr-defined]
@@ -42,19 +50,21 @@ class Rendezvous:
     def join(self, backend: str, device: torch.device) -> Group:
         """The group, once all ranks are there. `backend`: the platform's `collectives`."""
         wait = datetime.timedelta(seconds=TIMEOUT_S)
+        backend = "gloo" if self.mixed else backend
         own = device if backend == "nccl" else None
         dist.init_process_group(
             backend, store=self._store, rank=self.rank, world_size=self.size, timeout=wait, device_id=own
         )
-        return Group(self.rank, self.size, device)
+        return Group(self.rank, self.size, device, through_host=self.mixed)
 
 
 class Pipe:
     """To the stages of a pipeline before and after this one: what a rank sends, its neighbour receives in the same order."""
 
-    def __init__(self, before: int, after: int, device: torch.device) -> None:
-        """The ranks to receive from and to send to."""
-        self._before, self._after, self._device = before, after, device
+    def __init__(self, before: int, after: int, device: torch.device, *, through_host: bool = False) -> None:
+        """The ranks to receive from and to send to, and this one's device. `through_host`: a neighbour has another kind."""
+        self._before, self._after, self._device, self.through_host = before, after, device, through_host
+        self._link = torch.device("cpu") if through_host else device
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # tensors that must stay until they are received
 
     def send(self, x: Tensor) -> Tensor:
@@ -63,16 +73,16 @@ class Pipe:
         while len(self._sent) >= MOST_SENT:
             work, _ = self._sent.popleft()
             work.wait()
-        x = x.contiguous()
+        x = x.contiguous().to(self._link)
         sending = dist.isend(x, self._after)
         assert sending is not None
         self._sent.append((sending, x))
         return x
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        x = torch.empty(shape, dtype=dtype, device=self._device)
+        x = torch.empty(shape, dtype=dtype, device=self._link)
         dist.recv(x, self._before)
-        return x
+        return x.to(self._device)
 
 
 class PeerSums(Protocol):
@@ -87,9 +97,19 @@ class PeerSums(Protocol):
 class Group:
     """The ranks 0 … size − 1. Every rank makes the same calls in the same order, with values of the same shapes."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, handle: dist.ProcessGroup | None = None) -> None:
-        """`handle`: torch's of some of the ranks; None: of all."""
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        handle: dist.ProcessGroup | None = None,
+        *,
+        through_host: bool = False,
+    ) -> None:
+        """`handle`: torch's of some of the ranks; None: of all. `through_host`: only stages and numbers (`least`) are
+        exchanged, through the host's memory."""
         self.rank, self.size, self.device, self._handle = rank, size, device, handle
+        self._through_host = through_host
         self.sums: PeerSums | None = None
         """Set where ranks write to one another's memory."""
         self._shared: list[object] = []
@@ -101,7 +121,7 @@ class Group:
         each = self.size // count
         handles = [dist.new_group(list(range(i * each, (i + 1) * each))) for i in range(count)]  # each rank makes all of them
         own = Group(self.rank % each, each, self.device, handles[self.rank // each])
-        return own, Pipe(self.rank - each, self.rank + each, self.device)
+        return own, Pipe(self.rank - each, self.rank + each, self.device, through_host=self._through_host)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, the same bits on every rank. x may be written."""
@@ -145,7 +165,7 @@ class Group:
 
     def least(self, *numbers: int) -> list[int]:
         """Of each number the smallest that a rank gives."""
-        values = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        values = torch.tensor(numbers, dtype=torch.int64, device="cpu" if self._through_host else self.device)
         dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._handle)
         found: list[int] = values.tolist()
         return found

@@ -52,6 +52,7 @@ class Ranks(Protocol):
     size: int
     local_rank: int  # among the `local_size` of this host
     local_size: int
+    mixed: bool  # some have a CPU and some a GPU
 
     def join(self, backend: str, device: torch.device) -> Group:
         """Meet the others."""
@@ -101,7 +102,7 @@ class LocalExecutor(Executor):
         self.runner.forget_rows()
 
     def warm_up(self) -> None:
-        if self.config.device.info.is_cuda:
+        if self.runner.warms_up:
             from slipstream.worker.warm_up import warm_up
 
             runner = cast("ModelRunner", self.runner)
@@ -189,7 +190,7 @@ def load_runner(
     progress("device")
     info = device or detect(args.device, machine_folder(), num_threads=args.num_threads, **on_host)
     config = resolve(args, description, info)
-    if ranks is None or info.is_cuda:  # ranks on a CPU share its memory; who started them has looked
+    if ranks is None or (info.is_cuda and not ranks.mixed):  # who started the others has looked
         check_weights_fit(config, description)
     found = time.perf_counter() - begin
     progress("weights")

@@ -143,6 +143,7 @@ class HostRunner:
     NotCovered if the program lacks something for this model."""
 
     partition = None
+    warms_up = False
     adapters = None
     graph_sizes = ()
     platform = HostPlatform()

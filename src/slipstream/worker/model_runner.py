@@ -564,10 +564,17 @@ class ModelRunner:
             sectioned=any(getattr(x.attention.position, "sections", None) for x in self.model.spec.layers),
         )
 
+    @property
+    def warms_up(self) -> bool:
+        """Whether steps are run that no one asked for: on a GPU, whose kernels compile, and on a CPU that sends a GPU its
+        part of them."""
+        pipe = None if self.partition is None else self.partition.pipe
+        return self.platform.is_asynchronous or (pipe is not None and pipe.through_host)
+
     def _warm_up(self) -> None:
         """Run a small prefill and two decodes, so that the first request waits for no compilation. A decode of one sequence has
         kernels of its own. Graphs of texts have run their largest and smallest steps."""
-        if not self.platform.is_asynchronous or isinstance(self.texts, TextGraphs):
+        if not self.warms_up or isinstance(self.texts, TextGraphs):
             return
         for num_tokens, length in self._warm_up_steps():
             meta, tokens = dummy_prefill(num_tokens, length, self.config.cache.block_size, self.device)

@@ -27,14 +27,23 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeAlias, TypeVar
 
-from slipstream.config import DeviceInfo, EngineArgs, ParallelConfig, num_ranks, resolve, split_setting
-from slipstream.errors import AdapterError, ConfigError, EngineError, SlipstreamError
+from slipstream.config import (
+    DeviceInfo,
+    EngineArgs,
+    EngineConfig,
+    ParallelConfig,
+    num_ranks,
+    resolve,
+    split_setting,
+    stage_args,
+)
+from slipstream.errors import AdapterError, ConfigError, EngineError, OutOfMemoryError, SlipstreamError
 from slipstream.hub import machine_folder, resolve_model
-from slipstream.plan.estimate import this_device
+from slipstream.plan.estimate import held_weights_bytes, this_device
 from slipstream.plan.fit import check_weights_fit
 from slipstream.plan.hardware import available_cores, gpus
 from slipstream.plan.memory import MemoryLedger
@@ -69,6 +78,9 @@ from slipstream.worker.start_messages import Phase, Started
 _logger = logging.getLogger("slipstream.engine")
 
 T = TypeVar("T")
+
+OfRank: TypeAlias = tuple[EngineArgs, DeviceInfo | None]
+"""A rank's settings, and its CPU; None: it has a GPU."""
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """NVLink multicast stays off: a program that ends while it uses it can put GPUs that others share out of service."""
@@ -116,7 +128,7 @@ class ProcessExecutor(Executor):
         progress("model")
         path = resolve_model(args.model, download_dir=args.download_dir)  # once, and not by all at the same time
         self.description = read_spec(path).taking_images(args.max_images)
-        self._device, self._parallel = _check(args, self.description)
+        self._parts, self._parallel = _check(args, self.description)
         self._ranks: list[Rank] = []
         self._dead: SlipstreamError | None = None
         self._sending, self._asking = threading.Lock(), threading.Lock()  # all ranks get all messages in one order
@@ -148,23 +160,28 @@ class ProcessExecutor(Executor):
         return cls(args, progress)
 
     def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
-        size = len(self._ranks)
-        self._send(self._ranks[0], Begin(args, 0, size, 0, self._device, self._host))
+        size, mixed = len(self._ranks), self._parallel.on_host
+
+        def begin(rank: int, port: int) -> Begin:
+            own, device = self._parts[rank]
+            return Begin(own, rank, size, port, device, self._host, mixed)
+
+        self._send(self._ranks[0], begin(0, 0))
         started: dict[int, Started] = {}
         while len(started) < size:
             rank, message = self._await(self._mail.next_of_start)
             if isinstance(message, Meeting):
                 for other in self._ranks[1:]:
-                    self._send(other, Begin(args, other.number, size, message.port, self._device, self._host))
+                    self._send(other, begin(other.number, message.port))
             elif isinstance(message, Phase):
                 progress(message.name)
             else:
                 started[rank.number] = message
         first, last = started[0], started[size - self._parallel.ranks_of_stage]
         self.ledgers: tuple[MemoryLedger, ...] = tuple(started[i].ledger for i in range(size))
-        largest = max(self.ledgers, key=lambda ledger: ledger.weights_bytes)
+        largest = last.ledger if mixed else max(self.ledgers, key=lambda ledger: ledger.weights_bytes)
         self.ledger, self.phases, self.tiles, self.canary = largest, first.phases, first.tiles, last.canary
-        config = resolve(args, self.description, first.device)
+        config = resolve(args, self.description, last.device if mixed else first.device)
         self.config = config.with_memory_limits(self.ledger.num_blocks - 1, self.ledger.block_bytes)
         for number, ledger in enumerate(self.ledgers):
             _logger.info(
@@ -309,13 +326,23 @@ class ProcessExecutor(Executor):
         raise self._dead
 
 
-def _check(args: EngineArgs, description: ModelDescription) -> tuple[DeviceInfo | None, ParallelConfig]:
+def settled(args: EngineArgs) -> EngineArgs:
+    """With the number of layers that `cpu_layers` "auto" comes to; None if the GPU holds all. It is asked once: a GPU that has
+    been filled would give another number."""
+    description = read_spec(resolve_model(args.model, download_dir=args.download_dir)).taking_images(args.max_images)
+    how = resolve(args, description, this_device(args.device)).parallel
+    return replace(args, cpu_layers=how.stages[0] if how.on_host else None)
+
+
+def _check(args: EngineArgs, description: ModelDescription) -> tuple[list[OfRank], ParallelConfig]:
     """ConfigError if the settings are wrong, or this machine has not got so many devices, before a process is started. Returns
-    the ranks' CPU (None: they have GPUs), and how they share the model."""
+    each rank's settings with its CPU (None: it has a GPU), and how the ranks share the model."""
     size, info = num_ranks(args), this_device(args.device)
     field = split_setting(args)
     config = resolve(args, description, info)
     check_weights_fit(config, description)
+    if config.parallel.on_host:
+        return _beside_a_gpu(args, description, config), config.parallel
     own = args.local_ranks or size
     have, what = (len(gpus()), "GPU") if info.is_cuda else (available_cores(), "core")
     if own > have:
@@ -323,7 +350,22 @@ def _check(args: EngineArgs, description: ModelDescription) -> tuple[DeviceInfo 
     for line in uneven_parts(description.spec, config.parallel.shard(0)):
         _logger.info("%s", line)
     cpu = None if info.is_cuda else detect("cpu", machine_folder(), num_threads=args.num_threads)
-    return cpu, config.parallel
+    return [(args, cpu)] * size, config.parallel
+
+
+def _beside_a_gpu(args: EngineArgs, description: ModelDescription, config: EngineConfig) -> list[OfRank]:
+    """Of `_check`: the stage of the host's CPU, and that of the GPU. A core is left to the process that feeds the GPU."""
+    cpu = detect("cpu", machine_folder(), num_threads=args.num_threads)
+    on_cpu, on_gpu = stage_args(args, config, args.num_threads or max(1, cpu.num_threads - 1))
+    own = resolve(on_cpu, description, cpu)
+    if (need := held_weights_bytes(own, description, own.parallel.shard(0))) > cpu.free_bytes:
+        layers, free = config.parallel.stages[0], cpu.free_bytes / 2**30
+        raise OutOfMemoryError(
+            f"cpu_layers: {layers} layers take {need / 2**30:.1f} GiB, and {free:.1f} GiB of the host's memory are free; lower "
+            "it, or take quantization='int4'",
+            field="cpu_layers",
+        )
+    return [(on_cpu, cpu), (on_gpu, None)]
 
 
 class Mailbox:

@@ -34,7 +34,8 @@ from slipstream.worker.start_messages import Failed, Phase, Started
 
 class Begin(msgspec.Struct, tag=True):
     """`port`: where rank 0 listens for the others. Rank 0 is given 0, chooses one and says it (Meeting). `device`: the CPU of
-    all ranks, whose type and kernels were chosen once. None: a GPU each, which the ranks look up."""
+    all ranks, whose type and kernels were chosen once. None: a GPU each, which the ranks look up. `mixed`: the first of two
+    ranks has the CPU, the second a GPU."""
 
     args: EngineArgs
     rank: int
@@ -42,6 +43,7 @@ class Begin(msgspec.Struct, tag=True):
     port: int
     device: DeviceInfo | None = None
     host: str = "127.0.0.1"  # where rank 0 is
+    mixed: bool = False
 
 
 class Refused(msgspec.Struct, tag=True):

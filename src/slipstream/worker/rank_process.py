@@ -100,13 +100,13 @@ class RankProcess:
         self._answers = begin.rank % ranks_of_stage == 0
         if self._rank:
             logging.getLogger("slipstream").setLevel(logging.ERROR)  # rank 0 says it for all
-        device, on_host = begin.device, (begin.rank, begin.args.local_ranks or begin.size)
+        device, on_host = begin.device, (0, 1) if begin.mixed else (begin.rank, begin.args.local_ranks or begin.size)
         if self._local_rank is not None:
             on_host = self._local_rank, self._local_rank + 1
             if device is not None:  # of the executor's host; the type is the same on all
                 here = detect("cpu", machine_folder(), num_threads=begin.args.num_threads)
                 device = dataclasses.replace(here, best_dtype=device.best_dtype, dtype_reason=device.dtype_reason)
-        ranks = Rendezvous(begin.rank, begin.size, begin.port, host=begin.host, on_host=on_host)
+        ranks = Rendezvous(begin.rank, begin.size, begin.port, host=begin.host, on_host=on_host, mixed=begin.mixed)
         if not self._rank:
             self._link.send(Meeting(ranks.port))
         tell = (lambda phase: None) if self._rank else (lambda phase: self._link.send(Phase(phase)))

@@ -39,7 +39,7 @@ def warm_up(runner: ModelRunner) -> None:
     block. Nothing is done where nothing is compiled at run time (CPU), nor for models that generate nothing or have an
     encoder."""
     spec, scheduling = runner.model.spec, runner.config.scheduling
-    if not runner.platform.is_asynchronous or not spec.generates or spec.encoder is not None:
+    if not runner.warms_up or not spec.generates or spec.encoder is not None:
         return
     if runner.config.model.max_model_len <= len(PROMPT) + NUM_DRAFTS + 1:
         return

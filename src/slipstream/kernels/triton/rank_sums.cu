@@ -2,7 +2,7 @@
 // Behind instructions.cu. Names in capitals are defined by rank_sums.py.
 //
 // 1. A thread block takes whole rows. It writes its rank's numbers into the memory of every other rank, and waits for theirs
-//    in its own. It sends all of its rows before it waits for one, and all thread blocks run at once.
+//    in its own. It sends all of its rows before it waits for one, and all thread blocks run at once (PROGRAMS_OF_SM).
 // 2. No flag stands beside the numbers. A word that has not arrived is EMPTY, which no rank sends. Who has read a word makes it
 //    EMPTY again. So a sum takes one crossing of the link, and no fence.
 // 3. Rows have two places, which they take in turns. A rank writes into a place again two sums later. By then it has the other's
@@ -99,7 +99,7 @@ DEVICE void store_codes(u8* out, int at, const float* y, float by) {  // y · by
 
 // x: `num_vectors` vectors, the last row may be short. `total`: where the sum goes; with RESIDUAL it holds what is added.
 // NORM: 0 none, 1 RMS, 2 layer norm: out and scales, in FORMAT as in pointwise.py.
-extern "C" __global__ void __launch_bounds__(THREADS) rank_sums(
+extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_OF_SM) rank_sums(
     const uint4* x, uint4* total, const u64* of_ranks, u32* counts, const uint4* weight, const uint4* bias, u8* out, float* scales,
     int num_vectors, int num_rows, int programs, int patience) {
     SHARED_MEMORY(shared);
