@@ -1,5 +1,5 @@
-"""Layers on the host's CPU beside a GPU (`cpu_layers`). Here the GPU's stage runs on the CPU, too, but through the same messages,
-with the GPU's settings. `tests/gpu/test_cpu_layers_gpu.py` has a GPU."""
+"""Layers on the host's CPU beside a GPU (`cpu_layers`). Here the GPU's stage runs on the CPU, too, but through the same
+messages, with the GPU's settings. `tests/gpu/test_cpu_layers_gpu.py` has a GPU."""
 
 from __future__ import annotations
 
