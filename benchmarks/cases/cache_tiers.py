@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drop-caches", action="store_true", help="empty the system's page cache before each hit")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--quantization")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
 
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             device=args.device,
             load_format=args.load_format,
             quantization=args.quantization,
+            kv_cache_dtype=args.kv_cache_dtype,
             max_model_len=args.prompt_tokens + 256,
             max_num_seqs=4,
             skip_tokenizer_init=True,
