@@ -222,7 +222,7 @@ def load_runner(
         raise ConfigError(f"{args.model}: {reason}; pip install 'slipstream[torch]'", field="model") from None
 
     tiles = load_tiles(config.device.tile_table, config.device.info.name, tiles_folder())
-    partition = None if ranks is None else _partition(config, ranks)
+    partition = None if ranks is None else _partition(config, ranks, description.spec.hidden_size)
     runner = ModelRunner(config, description, tiles, weights_folder=kept, partition=partition)
     runner.phases["resolve"] = found
     load_draft(runner)
@@ -246,7 +246,7 @@ def _host_runner(
     return None
 
 
-def _partition(config: EngineConfig, ranks: Ranks) -> Partition:
+def _partition(config: EngineConfig, ranks: Ranks, hidden_size: int) -> Partition:
     """This rank's part, once it has met the others."""
     import torch
 
@@ -258,7 +258,9 @@ def _partition(config: EngineConfig, ranks: Ranks) -> Partition:
     every = ranks.join(platform.collectives, device)
     group, pipe = every.stages(config.parallel.num_stages)
     if device.type == "cuda" and group.size > 1:
-        group.try_one_shot()
+        from slipstream.kernels.triton.rank_sums import try_rank_sums
+
+        try_rank_sums(group, hidden_size * DTYPE_BYTES[config.model.dtype])
     return Partition(config.parallel.shard(ranks.rank), group, pipe, every, config.parallel.sequence)
 
 

@@ -233,6 +233,9 @@ class Eager(Forward):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden)
 
+    def greedy(self, hidden: Tensor) -> Tensor | None:
+        return self.decoder.greedy(hidden)
+
 
 class OneToken(Eager):
     name = "one-token"
