@@ -28,6 +28,7 @@ from slipstream.config.settings import (
     SpeculationConfig,
     num_ranks,
     num_stages,
+    one_of,
     split_setting,
 )
 from slipstream.config.speculative import speculation_section
@@ -168,7 +169,7 @@ def _cache_section(
             f"out, or take the model's type, {dtype!r}",
             field="kv_cache_dtype",
         )
-    _one_of("kv_cache_dtype", kv_dtype, (dtype,) if spec.needs_full_prompt else (dtype, "fp8", "int8"))
+    one_of("kv_cache_dtype", kv_dtype, (dtype,) if spec.needs_full_prompt else (dtype, "fp8", "int8"))
     block_size = chosen("block_size", 16, "default", "16 tokens: little waste, long enough reads")
     _positive("block_size", block_size)
     if device.is_cuda and block_size not in (16, 32, 64, 128):
@@ -281,7 +282,7 @@ def _scheduling_section(
         batch_window_s=window,
         max_queue=args.max_queue,
         target_itl_ms=args.target_itl_ms,
-        num_stages=num_stages(args),
+        pipeline_steps=_pipeline_steps(args, device),
     )
     return config, chosen.origins
 
@@ -368,11 +369,7 @@ def _device_section(
         info=device,
         kernels=args.kernels,
         tile_table=args.tile_table if _has_tiles(args, device) and not args.deterministic else "none",
-        # A pipeline's stages send and receive between their layers and the host's next step, outside of graphs.
-        enforce_eager=args.enforce_eager
-        or not device.is_cuda
-        or not _has_graphs(args, model.spec)
-        or num_stages(args) > 1,
+        enforce_eager=args.enforce_eager or not device.is_cuda or not _has_graphs(args, model.spec),
         deterministic=args.deterministic,
         dense_copies=dense_copies,
         num_threads=chosen(
@@ -381,6 +378,12 @@ def _device_section(
         fixed_threads=args.num_threads is not None,
     )
     return config, chosen.origins
+
+
+def _pipeline_steps(args: EngineArgs, device: DeviceInfo) -> int:
+    """A step for each stage. On GPUs there is one more, since a step's tokens take a way over the host to the next one's, and
+    no stage is to wait meanwhile. Beside a CPU, which is the slower stage, the GPU's tokens are back in time."""
+    return num_stages(args) + (1 if device.is_cuda and args.pipeline_parallel_size > 1 else 0)
 
 
 def _lora_section(args: EngineArgs, spec: ModelSpec) -> LoRASettings | None:
@@ -538,7 +541,7 @@ def _check_values(args: EngineArgs) -> None:
             wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
             raise ConfigError(f"{name} must be {wanted}, got {value!r}", field=name)
         if choices := declared.metadata.get("choices"):
-            _one_of(name, value, choices)
+            one_of(name, value, choices)
 
 
 def _computes_on_host(args: EngineArgs, device: DeviceInfo) -> bool:
@@ -560,7 +563,7 @@ def _refuse_without_effect(args: EngineArgs, device: DeviceInfo) -> None:
 def _check_formats(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None) -> None:
     """Whether the device's kernels have the formats of weights and cache, the user's or the checkpoint's."""
     if quantization is not None:
-        _one_of("quantization", quantization, tuple(SCHEMES))
+        one_of("quantization", quantization, tuple(SCHEMES))
     kv_dtype = args.kv_cache_dtype if args.kv_cache_dtype != "auto" else model.kv_cache
     kv_off = "leave it at 'auto'" if model.kv_cache is None else "set it to the model's type, such as 'bfloat16'"
     named = ", ".join(repr(name) for name in SCHEMES if name in CPU_SCHEMES)
@@ -591,11 +594,6 @@ def _check_formats(args: EngineArgs, model: ModelDescription, device: DeviceInfo
             f"capability 8.9 or more; {has}: take a checkpoint in int8, int4 or 16 bits",
             field="model",
         )
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}", field=name)
 
 
 def _positive(name: str, value: Any) -> None:

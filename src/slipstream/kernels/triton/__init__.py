@@ -23,6 +23,7 @@ from slipstream.kernels.triton import (
     mxfp4,
     one_token,
     pointwise,
+    rank_sums,
     rows,
     sampling,
     sparse24,
@@ -133,6 +134,20 @@ class TritonOps(OpSet):
         if isinstance(norm.kind, OwnNorm):
             return self._own_norm(x, norm, residual, inputs)
         return pointwise.norm(x, norm, residual, inputs)
+
+    def all_reduce_norm(
+        self,
+        x: Tensor,
+        norm: NormParams,
+        *,
+        group: Group,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Activations, Tensor]:
+        sums = group.sums
+        if isinstance(sums, rank_sums.RankSums) and sums.covers_norm(x, norm, inputs):
+            return sums.normed(x, norm, residual, inputs)
+        return super().all_reduce_norm(x, norm, group=group, residual=residual, inputs=inputs)
 
     def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
         if kv.latent:
