@@ -49,7 +49,7 @@ def run(scheduler: Scheduler, num_stages: int, abort_at: dict[int, str]) -> tupl
 )
 def test_steps_in_flight_have_different_requests(num_stages, sizes, num_blocks, abort_at):
     """Also when blocks run out, prompts come in chunks, and requests are cancelled while steps of theirs are in flight."""
-    scheduler = Scheduler(**config(num_blocks=num_blocks, num_stages=num_stages))
+    scheduler = Scheduler(**config(num_blocks=num_blocks, pipeline_steps=num_stages))
     for i, (length, answer) in enumerate(sizes):
         scheduler.add(request(f"r{i}", range(100 * i, 100 * i + length), max_tokens=answer))
     aborted = {turn: f"r{i}" for turn, i in abort_at.items()}
@@ -61,7 +61,7 @@ def test_steps_in_flight_have_different_requests(num_stages, sizes, num_blocks, 
 
 
 def test_no_stage_is_idle_while_there_are_requests_enough():
-    scheduler = Scheduler(**config(num_stages=2, num_blocks=60))
+    scheduler = Scheduler(**config(pipeline_steps=2, num_blocks=60))
     for i in range(4):
         scheduler.add(request(f"r{i}", range(100 * i, 100 * i + 4), max_tokens=20))
     _, counts = run(scheduler, 2, {})
@@ -69,7 +69,7 @@ def test_no_stage_is_idle_while_there_are_requests_enough():
 
 
 def test_a_step_has_its_share_of_the_requests():
-    scheduler = Scheduler(**config(num_stages=2, num_blocks=60, max_num_batched_tokens=64))
+    scheduler = Scheduler(**config(pipeline_steps=2, num_blocks=60, max_num_batched_tokens=64))
     for i in range(4):
         scheduler.add(request(f"r{i}", range(100 * i, 100 * i + 4), max_tokens=20))
     first = scheduler.schedule()

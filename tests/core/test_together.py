@@ -69,7 +69,7 @@ def test_nothing_leaks(seed, windows, stages, below):
         max_num_mixed_tokens=chance.randint(8, 16),
         groups=tuple(FULL if w is None else window(w) for w in windows),
         policy=chance.choice(["inflight", "inflight", "dynamic"]),
-        num_stages=stages,
+        pipeline_steps=stages,
     )
     store = None if below is None or stages > 1 else Store(below[0], {} if below[1] else None)
     engine = Mixed(made if store is None else {**made, "store": store}, chance.randint(stages, 2))

@@ -248,6 +248,10 @@ inline void release_add(u32* counter) { ++*counter; }
 inline u32 load_acquire(const u32* counter) { yield(); return *counter; }
 inline void release_add_system(u32* counter) { ++*counter; }
 inline u32 load_acquire_system(const u32* counter) { return load_acquire(counter); }
+inline void store_system16(uint4* p, uint4 v) { *p = v; }
+inline uint4 load_system16(const uint4* p) { yield(); return *p; }
+inline void pdl_wait() {}
+inline u64 cycles() { static u64 count; return count++ << 10; }
 inline void relaxed_add(u64* number) { ++*number; }
 inline u32 fetch_add(u32* counter) { return (*counter)++; }
 

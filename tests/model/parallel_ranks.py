@@ -46,6 +46,8 @@ class Meeting:
 
 
 class ThreadGroup:
+    sums = None
+
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         self.rank, self.size, self.meeting = rank, size, meeting
 

@@ -76,7 +76,7 @@ def test_auto_leaves_as_few_to_the_cpu_as_fit(tmp_path, room, layers):
     config = resolve(EngineArgs(model=str(tmp_path), cpu_layers="auto", gpu_memory_utilization=0.9), model, small)
     assert config.parallel.stages == ((layers, 4 - layers) if layers else ())
     assert config.parallel.on_host == bool(layers)
-    assert config.scheduling.num_stages == config.parallel.num_stages
+    assert config.scheduling.pipeline_steps == config.parallel.num_stages
 
 
 def test_stages_have_what_the_gpu_chose(tmp_path):
@@ -90,7 +90,8 @@ def test_stages_have_what_the_gpu_chose(tmp_path):
     )
     assert on_cpu.model.dtype == on_gpu.model.dtype == "bfloat16"
     assert on_cpu.cache.dtype == on_gpu.cache.dtype
-    assert on_cpu.scheduling == on_gpu.scheduling == config.scheduling
+    assert on_cpu.scheduling == dataclasses.replace(on_gpu.scheduling, pipeline_steps=2) == config.scheduling
+    assert not on_gpu.device.enforce_eager  # what it receives comes before a graph's replay
     assert on_cpu.parallel.stages == on_gpu.parallel.stages == (3, 1)
     assert on_cpu.device.num_threads == 7
     assert on_gpu.cache.gpu_memory_utilization == 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import queue
 import types
 from types import SimpleNamespace
 
@@ -13,18 +14,23 @@ import pytest
 import torch
 
 from slipstream import LLM, BeamSearchParams, SamplingParams
+from slipstream.config import ParallelConfig
 from slipstream.kernels.reference import ReferenceOps
+from slipstream.model.layers import Partition
 from slipstream.plan.graph_sizes import MIXED_PROMPTS, mixed_prompts
 from slipstream.platform.cuda import CudaGraphs
+from slipstream.spec.description import read_spec
 from slipstream.spec.model import CacheGroup
 from slipstream.types import NewRequest, ScheduledRequest, StepPlan, TableUpdate
 from slipstream.worker import graphs as module
+from slipstream.worker.executor import LocalExecutor
 from slipstream.worker.forward import NO_PLAN, InputBatch
 from slipstream.worker.graphs import PATIENCE, AdapterGraphs, MixedInputs, SharedPrefixGraphs, StepGraphs, mixed_inputs
 from slipstream.worker.input_batch import _gather_inputs_after_upload, _gather_inputs_on_host, _upload_together
-from slipstream.worker.model_runner import GRAPH_BYTES
+from slipstream.worker.model_runner import GRAPH_BYTES, ModelRunner
 from slipstream.worker.rows import RowTable
 from tests import tiny_models
+from tests.model.parallel_ranks import Meeting, ThreadGroup, ThreadPipe
 
 pytestmark = pytest.mark.usefixtures("by_torch")
 
@@ -100,6 +106,62 @@ def test_padded_steps_say_the_same(tmp_path, family):
     assert kinds(graphs) == {"decodes", "mixed"}
     assert {prompts for _, prompts in graphs.used} == {0, 32, 64}  # what the budget allows
     assert {decodes for decodes, prompts in graphs.used if prompts} == {0, 8}
+
+
+@dataclasses.dataclass
+class OfStages:
+    """A step that both stages of a pipeline have launched."""
+
+    plan: StepPlan
+    runners: list[ModelRunner]
+    last: object
+    is_done, awaits_mask = True, False
+
+    def result(self):
+        found = self.last.result()
+        self.runners[0].take_sampled(found)
+        return found
+
+
+@pytest.mark.parametrize("of_graphs", [(True, True), (True, False), (False, True)], ids=str)
+def test_stages_replay_graphs(tmp_path, monkeypatch, of_graphs):
+    """Both, or one whose neighbour runs op by op: what they send each other has no padding."""
+    tiny_models.build(tmp_path, "llama", num_hidden_layers=3)
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+    expected, _ = answers(str(tmp_path), False, sampling)
+    runners, queues = [], [queue.Queue(), queue.Queue()]
+
+    def staged(runner):
+        """The runner's model over two stages."""
+        config = dataclasses.replace(runner.config, parallel=ParallelConfig(stages=(2, 1)))
+        for rank, by_graphs in enumerate(of_graphs):
+            part = Partition(config.parallel.shard(rank), ThreadGroup(0, 1, Meeting(1)), ThreadPipe(rank, queues))
+            runners.append(own := ModelRunner(config, read_spec(tmp_path), weights_folder=tmp_path, partition=part))
+            own.allocate(config, len(runner.kv[0].k))
+            if by_graphs:
+                own.graphs = replay(own)
+        while not queues[0].empty():  # of a graph that was captured
+            raise AssertionError("a capture sent something")
+
+        def launch(plan):
+            runners[0].launch(plan)
+            return OfStages(plan, runners, runners[1].launch(plan))
+
+        return launch
+
+    def with_stages(self, plan, of={}):  # noqa: B006 (what it is for)
+        if self not in of:
+            of[self] = staged(self.runner)
+        return of[self](plan)
+
+    monkeypatch.setattr(LocalExecutor, "launch", with_stages)
+    monkeypatch.setattr(LocalExecutor, "max_in_flight", lambda self, plan: 1)
+    found, _ = answers(str(tmp_path), False, sampling)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours[0] == theirs[0]
+        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
+    for runner, by_graphs in zip(runners, of_graphs, strict=True):
+        assert not by_graphs or kinds(runner.graphs) == {"decodes", "mixed"}
 
 
 def test_drafts_are_verified_by_graphs(tmp_path):

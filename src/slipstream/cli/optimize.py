@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafts",
         metavar="D,…",
-        help="none, ngram, suffix, mtp, folders of draft models, heads as METHOD:FOLDER, such as eagle3:FOLDER (default: none; the "
-        "traffic's tokens are random, and what ngram and suffix find in them says nothing of texts)",
+        help="none, ngram, suffix, mtp, folders of draft models, heads as METHOD:FOLDER, such as eagle3:FOLDER (default: none; "
+        "the traffic's tokens are random, and what ngram and suffix find in them says nothing of texts)",
     )
     parser.add_argument(
         "--kv-cache-dtypes", metavar="T,…", help="types of the KV cache (default: auto,int8 on a CPU, auto,fp8 on a GPU)"

@@ -282,7 +282,7 @@ def _scheduling_section(
         batch_window_s=window,
         max_queue=args.max_queue,
         target_itl_ms=args.target_itl_ms,
-        num_stages=num_stages(args),
+        pipeline_steps=_pipeline_steps(args, device),
     )
     return config, chosen.origins
 
@@ -369,11 +369,7 @@ def _device_section(
         info=device,
         kernels=args.kernels,
         tile_table=args.tile_table if _has_tiles(args, device) and not args.deterministic else "none",
-        # A pipeline's stages send and receive between their layers and the host's next step, outside of graphs.
-        enforce_eager=args.enforce_eager
-        or not device.is_cuda
-        or not _has_graphs(args, model.spec)
-        or num_stages(args) > 1,
+        enforce_eager=args.enforce_eager or not device.is_cuda or not _has_graphs(args, model.spec),
         deterministic=args.deterministic,
         dense_copies=dense_copies,
         num_threads=chosen(
@@ -382,6 +378,12 @@ def _device_section(
         fixed_threads=args.num_threads is not None,
     )
     return config, chosen.origins
+
+
+def _pipeline_steps(args: EngineArgs, device: DeviceInfo) -> int:
+    """A step for each stage. On GPUs there is one more, since a step's tokens take a way over the host to the next one's, and
+    no stage is to wait meanwhile. Beside a CPU, which is the slower stage, the GPU's tokens are back in time."""
+    return num_stages(args) + (1 if device.is_cuda and args.pipeline_parallel_size > 1 else 0)
 
 
 def _lora_section(args: EngineArgs, spec: ModelSpec) -> LoRASettings | None:

@@ -253,7 +253,7 @@ class SchedulingConfig:
     batch_window_s: float
     max_queue: int | None
     target_itl_ms: float | None = None
-    num_stages: int = 1  # of a pipeline: so many steps, of different requests, are computed at once
+    pipeline_steps: int = 1  # of a pipeline: so many steps, of different requests, are in flight at once; 1: there is none
 
 
 MOST_STEP_DRAFTS = 512

@@ -21,8 +21,8 @@ When blocks run out, the last request in that order is preempted: its blocks are
 2. If a request has ended meanwhile, its results of the later step are dropped.
 3. Blocks that are freed while a step in flight uses them may be allocated at once, since the device runs steps in order.
 4. Tokens that a request's grammar forces are computed with the token before them, and are pending like sampled ones.
-5. Of a pipeline of N stages, N steps are in flight. A request whose token is pending waits, since only the last stage knows the
-   token. So that no stage is idle, a step has an N-th of the running requests.
+5. Of a pipeline, N steps are in flight, at least one for each stage. A request whose token is pending waits, since only the
+   last stage knows the token. So that no stage is idle, a step has an N-th of the running requests.
 
 A pooled request samples nothing and ends when its prompt is computed. An encoder-decoder's prompt is encoded whole in the
 step that admits its request.
@@ -122,7 +122,7 @@ class Scheduler:
         self._pace = None if scheduling.target_itl_ms is None else Pace(scheduling.target_itl_ms / 1e3)
         self.speculation = None if speculation is None else Speculation(speculation)
         self._drafts_ahead = drafts_ahead
-        self._num_stages = scheduling.num_stages
+        self._pipeline_steps = scheduling.pipeline_steps
         self._max_adapters = max_adapters  # of the requests that run
         self._whole_images = whole_images
         self._clock = clock
@@ -230,7 +230,7 @@ class Scheduler:
         step = StepBuilder(scheduling.max_num_batched_tokens, self.requests.table_updates)
         unfinished: list[Request] = []  # prompts that are partly computed
         plain = 0  # decodes that need no block, copy or check
-        for request in self.requests.running.copy() if self._num_stages == 1 else self._share_of_step():
+        for request in self.requests.running.copy() if self._pipeline_steps == 1 else self._share_of_step():
             position = request.num_computed_tokens
             if position < request.decodes_until:
                 request.num_computed_tokens = position + 1
@@ -265,7 +265,7 @@ class Scheduler:
 
     def _share_of_step(self) -> list[Request]:
         """Of a pipeline: the running requests that this step may compute, so that the other steps in flight have as many."""
-        most, found = -(-len(self.requests.running) // self._num_stages), list[Request]()
+        most, found = -(-len(self.requests.running) // self._pipeline_steps), list[Request]()
         for request in self.requests.running:
             if request.num_pending:
                 continue

@@ -164,6 +164,19 @@ class OpSet(ABC):
         """The sum of x over the ranks of `group`; x may be written. [T, E] → [T, E]"""
         return group.all_reduce(x)
 
+    def all_reduce_norm(
+        self,
+        x: Tensor,
+        norm: NormParams,
+        *,
+        group: Group,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Activations, Tensor]:
+        """`norm` of `all_reduce`, which rounds the sum to the model's type; x may be written. Without `residual` the second
+        value is the sum."""
+        return self.norm(self.all_reduce(x, group), norm, residual=residual, inputs=inputs)
+
     def scatter_tokens(self, x: Tensor, group: Group) -> Tensor:
         """This rank's tokens of the sum of x over the ranks of `group`, the last ones' filled up with zeros: [T, E] → [⌈T / n⌉,
         E]"""
@@ -189,6 +202,19 @@ class OpSet(ABC):
         for start, part in zip(range(0, width, x.shape[1]), parts, strict=False):
             out[:, start : start + x.shape[1]] = part[:, : width - start]
         return out
+
+    def best_of_ranks(self, logits: Tensor, group: Group, width: int) -> Tensor:
+        """The ranks' columns [N, W] side by side, without those beyond `width` → int64 [N]: where a row is largest, of equals
+        the first. A rank sends two numbers a row."""
+        first = group.rank * logits.shape[1]
+        own = logits[:, : max(1, width - first)]
+        best = self.argmax(own)
+        values = own.gather(1, best[:, None])[:, 0].float()
+        if first >= width:  # it has zeros only
+            values.fill_(float("-inf"))
+        every = group.all_gather(torch.stack((values.view(torch.int32), (best + first).int())))
+        ranks = every[:, 0].view(torch.float32).argmax(0, keepdim=True)
+        return every[:, 1].gather(0, ranks)[0].long()
 
     def embed_positions(self, meta: AttentionMetadata, table: Tensor, offset: int) -> Tensor:
         """Learned positions of the step's tokens: rows of `table` at position + offset, [T, E]."""

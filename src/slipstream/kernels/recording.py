@@ -255,6 +255,13 @@ class RecordingOps:
         normed = self.record("norm", (x, residual), x.shape, x.shape, form=inputs, norm=norm)
         return normed, self.ops[-1].outputs[1]
 
+    def all_reduce_norm(
+        self, x: Value, norm: NormParams, *, group: Any, residual: Value | None = None, inputs: InputFormat | None = None
+    ) -> tuple[Value, Value]:
+        given = (x,) if residual is None else (x, residual)
+        normed = self.record("all_reduce_norm", given, x.shape, x.shape, form=inputs, norm=norm, group=group)
+        return normed, self.ops[-1].outputs[1]
+
     def norm_qk(self, qkv: Value, spec: AttentionSpec, q_norm: Any, k_norm: Any) -> Value:
         return self.record("norm_qk", (qkv,), qkv.shape, spec=spec, q_norm=q_norm, k_norm=k_norm)
 

@@ -102,11 +102,26 @@ def match_layers(body: Sequence[Op]) -> tuple[TokenShape, list[LayerMatch]] | Re
     """The shape that all layers share, and each layer; or the reason why the kernel can't run them. `body`: a trace's
     layers and the ops behind them."""
     try:
-        of_layers = ((i, list(ops)) for i, ops in groupby(body, key=lambda op: op.layer) if i is not None)
+        of_layers = ((i, list(ops)) for i, ops in groupby(_sums_apart(body), key=lambda op: op.layer) if i is not None)
         layers = [Matcher(ops).layer() for _, ops in of_layers]
         return _together(layers), layers
     except Refused as refused:
         return refused.reason
+
+
+def _sums_apart(body: Sequence[Op]) -> Iterator[Op]:
+    """The ops, with a sum over ranks and the norm of it as two: the sum belongs to the layer that made its parts."""
+    made: dict[int, int | None] = {}  # by value
+    for op in body:
+        made |= {x.index: op.layer for x in op.outputs}
+        if op.name != "all_reduce_norm":
+            yield op
+            continue
+        part, *residual = op.inputs
+        total = Value(-op.out.index, part.shape) if residual else op.outputs[1]
+        yield Op("all_reduce", (part,), (total,), {"group": op.arguments["group"]}, made.get(part.index))
+        normed = op.outputs if residual else op.outputs[:1]
+        yield Op("norm", (total, *residual), normed, {"norm": op.arguments["norm"]}, op.layer)
 
 
 def _together(layers: Sequence[LayerMatch]) -> TokenShape:

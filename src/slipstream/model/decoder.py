@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from slipstream.kernels.weights import Linear
     from slipstream.model.device_stream import DeviceStream
     from slipstream.model.layer_stream import LayerStream
+    from slipstream.model.layers import Pending
     from slipstream.platform import Group
 
 
@@ -151,7 +152,7 @@ class Decoder:
         `before(i)` is called before layer i, and at the end."""
         taken: Tensor | None = None
 
-        def look(layer: int, pending: Tensor, residual: Tensor | None) -> None:
+        def look(layer: int, pending: Pending, residual: Tensor | None) -> None:
             nonlocal taken
             if self.stream is not None:
                 self.stream.before(layer)
@@ -161,9 +162,9 @@ class Decoder:
 
         if (ranks := self._sharing(h)) is not None:  # each has some of the tokens between the products
             num_tokens = len(h)
-            own = run_layers(self.ops, self.layers, self.ops.own_tokens(h, ranks), kv, meta, look)
-            together = (None if x is None else self.ops.gather_tokens(x, ranks, num_tokens) for x in own)
-            hidden = self.finished(*together)  # type: ignore[arg-type]
+            own: Any = run_layers(self.ops, self.layers, self.ops.own_tokens(h, ranks), kv, meta, look)
+            together: Any = (None if x is None else self.ops.gather_tokens(x, ranks, num_tokens) for x in own)
+            hidden = self.finished(*together)
         else:
             hidden = self.finished(*run_layers(self.ops, self.layers, h, kv, meta, look))
         return hidden, hidden if taken is None else taken
@@ -206,21 +207,32 @@ class Decoder:
             h = h + self.ops.embed_token_types(meta, self.token_types)
         return h if self.embed_norm is None else normed(self.ops, self.embed_norm, h)
 
-    def finished(self, h: Tensor, residual: Tensor | None) -> Tensor:
+    def finished(self, h: Pending, residual: Tensor | None) -> Tensor:
         """The last layer's output → the input of `logits`, or of the next stage, which is sent it."""
         if not self.spec.has_last:
             assert self.pipe is not None
-            return self.pipe.send(h if residual is None else h + residual)
+            return self.pipe.send(finished(self.ops, None, h, residual))
         return finished(self.ops, self.final_norm, h, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, E] → [N, V]"""
+        own = self._own_logits(hidden)
+        if self.vocabulary is None:
+            return own
+        return self.ops.all_gather(own, self.vocabulary.group, self.spec.vocab_size)
+
+    def greedy(self, hidden: Tensor) -> Tensor | None:
+        """[N, E] → int64 [N], the tokens whose logits are largest; None where the vocabulary is not shared out among ranks."""
+        if self.vocabulary is None:
+            return None
+        return self.ops.best_of_ranks(self._own_logits(hidden), self.vocabulary.group, self.spec.vocab_size)
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
+        """Of this rank's tokens."""
         assert self.head is not None
         if self.embed_out is not None:
             hidden = self.ops.linear(hidden, self.embed_out)
         logits = self.ops.linear(hidden, self.head)
-        if self.vocabulary is not None:
-            logits = self.ops.all_gather(logits, self.vocabulary.group, self.spec.vocab_size)
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         cap = self.spec.logit_softcap

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.spec.model import (
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from slipstream.kernels.positions import PositionTables
     from slipstream.kernels.weights import Activations, Linear
     from slipstream.platform import Group, Pipe
+
+    Pending: TypeAlias = "Tensor | Part"
+    """What is to be added to the residual before the next norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +212,14 @@ class Partition:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """This rank's part of a sum over `group`. Sum and next norm are one op."""
+
+    x: Tensor
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """With a group, what attention or MLP gives is a part of a sum over its ranks."""
 
@@ -225,48 +236,48 @@ class Layer:
     shares_tokens: bool = False  # in long steps
 
     def __call__(
-        self, ops: OpSet, pending: Tensor, residual: Tensor | None, kv: LayerKV, meta: AttentionMetadata
-    ) -> tuple[Tensor, Tensor | None]:
+        self, ops: OpSet, pending: Pending, residual: Tensor | None, kv: LayerKV, meta: AttentionMetadata
+    ) -> tuple[Pending, Tensor | None]:
         """(pending, the residual). `meta` is the whole step's; the layer takes its group's.
 
         With fewer rows than the step has tokens they are this rank's (`Partition.sequence`), and so are those of norms and
         residual. Products read all tokens; what they give is a part of a sum, of which each rank takes its tokens."""
         step, meta = meta, meta.of_group(self.group)
-        shared = self.shares_tokens and len(pending) < len(meta.positions)
+        shared = self.shares_tokens and not isinstance(pending, Part) and len(pending) < len(meta.positions)
         n, scale = self.norms, self.spec.residual_scale
         # All products of a layer have the same scheme, except a router. Rows are gathered before they are quantised.
         to_attention, to_mlp = (None, None) if shared else (self.attention.inputs, self.mlp.inputs)
 
-        def summed(branch: Callable[[Any], Tensor], x: Any, ranks: Group | None) -> Tensor:
+        def summed(branch: Callable[[Any], Tensor], x: Any, ranks: Group | None) -> Pending:
             if not shared:
-                return _summed(ops, branch(x), ranks)
+                return _of_ranks(branch(x), ranks)
             assert ranks is not None
             return ops.scatter_tokens(branch(ops.gather_tokens(x, ranks, len(meta.positions))), ranks)
 
-        def attend(x: Any) -> Tensor:
+        def attend(x: Any) -> Pending:
             return summed(lambda rows: self.attention(ops, rows, kv, meta), x, self.attention_ranks)
 
-        def feed(x: Any) -> Tensor:
+        def feed(x: Any) -> Pending:
             return summed(lambda rows: self._fed(ops, rows, kv, meta), x, self.mlp_ranks)
 
         if isinstance(self.spec.block, PostNormBlock):
-            x = _sum(pending, residual)
-            x = normed(ops, n["attention_norm"], _scaled(attend(x), scale), x)
-            return normed(ops, n["mlp_norm"], _scaled(feed(x), scale), x), None
+            x = _sum(ops, pending, residual)
+            x = normed(ops, n["attention_norm"], _scaled(ops, attend(x), scale), x)
+            return normed(ops, n["mlp_norm"], _scaled(ops, feed(x), scale), x), None
         if isinstance(self.spec.block, ParallelBlock):  # the branches share a norm, or each has its own
             rows, residual = self._before("norm", ops, pending, residual, to_attention if "mlp_norm" in n else to_mlp)
             for_mlp = ops.norm(residual, n["mlp_norm"], inputs=to_mlp)[0] if "mlp_norm" in n else rows
             if self.attention_ranks is self.mlp_ranks and not shared:  # one sum for both
                 both = self.attention(ops, rows, kv, meta) + self._fed(ops, for_mlp, kv, meta)
-                return _scaled(_summed(ops, both, self.mlp_ranks), scale), residual
-            return _scaled(attend(rows) + feed(for_mlp), scale), residual
+                return _scaled(ops, _of_ranks(both, self.mlp_ranks), scale), residual
+            return _scaled(ops, _whole(ops, attend(rows)) + _whole(ops, feed(for_mlp)), scale), residual
         rows, residual = self._before("pre_attention", ops, pending, residual, to_attention)
         h = self._after("post_attention", ops, attend(rows))
         if self.cross is not None:
             rows, residual = self._before("pre_cross", ops, h, residual, self.cross.q.inputs)
-            h = _summed(ops, self.cross(ops, rows, kv, step.of_group(self.cross_group)), self.attention_ranks)
-        rows, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, to_mlp)
-        return _scaled(self._after("post_mlp", ops, feed(rows)), scale), residual
+            h = _of_ranks(self.cross(ops, rows, kv, step.of_group(self.cross_group)), self.attention_ranks)
+        rows, residual = self._before("pre_mlp", ops, _scaled(ops, h, scale), residual, to_mlp)
+        return _scaled(ops, self._after("post_mlp", ops, feed(rows)), scale), residual
 
     def _fed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """What this rank's part of the MLP gives."""
@@ -275,15 +286,15 @@ class Layer:
         return self.mlp(ops, x, ops.expert_load(self.expert_counts, kv, meta))
 
     def _before(
-        self, name: str, ops: OpSet, pending: Tensor, residual: Tensor | None, inputs: InputFormat | None
+        self, name: str, ops: OpSet, pending: Pending, residual: Tensor | None, inputs: InputFormat | None
     ) -> tuple[Activations, Tensor]:
         """(the input of attention or MLP, the residual), normed if there is a norm."""
         if name in self.norms:
-            return ops.norm(pending, self.norms[name], residual=residual, inputs=inputs)
-        total = _sum(pending, residual)
+            return _norm(ops, self.norms[name], pending, residual, inputs)
+        total = _sum(ops, pending, residual)
         return total, total
 
-    def _after(self, name: str, ops: OpSet, h: Tensor) -> Tensor:
+    def _after(self, name: str, ops: OpSet, h: Pending) -> Pending:
         return normed(ops, self.norms[name], h) if name in self.norms else h
 
 
@@ -293,16 +304,17 @@ def run_layers(
     h: Tensor,
     caches: Iterable[LayerKV],
     meta: AttentionMetadata,
-    before: Callable[[int, Tensor, Tensor | None], None] = lambda *_: None,
-) -> tuple[Tensor, Tensor | None]:
+    before: Callable[[int, Pending, Tensor | None], None] = lambda *_: None,
+) -> tuple[Pending, Tensor | None]:
     """(pending, the residual) after the last layer. `caches` has one for each layer. `before(i, pending, residual)` is
     called before layer i, and at the end with i = the number of layers."""
+    pending: Pending = h
     residual: Tensor | None = None
     for i, (layer, kv) in enumerate(zip(layers, caches, strict=True)):
-        before(i, h, residual)
-        h, residual = layer(ops, h, residual, kv, meta)
-    before(len(layers), h, residual)
-    return h, residual
+        before(i, pending, residual)
+        pending, residual = layer(ops, pending, residual, kv, meta)
+    before(len(layers), pending, residual)
+    return pending, residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,34 +324,49 @@ class Tap:
 
     products: Mapping[int, Linear]
 
-    def add(self, ops: OpSet, taken: Tensor | None, layer: int, pending: Tensor, residual: Tensor | None) -> Tensor | None:
+    def add(self, ops: OpSet, taken: Tensor | None, layer: int, pending: Pending, residual: Tensor | None) -> Tensor | None:
         """`taken`, plus this layer's product."""
         if layer not in self.products:
             return taken
-        part = ops.linear(_sum(pending, residual), self.products[layer])
+        assert not isinstance(pending, Part)  # no draft head runs on several ranks
+        part = ops.linear(_sum(ops, pending, residual), self.products[layer])
         return part if taken is None else taken + part
 
 
-def normed(ops: OpSet, norm: NormParams, h: Tensor, residual: Tensor | None = None) -> Tensor:
+def normed(ops: OpSet, norm: NormParams, h: Pending, residual: Tensor | None = None) -> Tensor:
     """norm(h + residual), in the model's type."""
-    return ops.norm(h, norm, residual=residual)[0]  # type: ignore[return-value]
+    return _norm(ops, norm, h, residual)[0]  # type: ignore[return-value]
 
 
-def finished(ops: OpSet, norm: NormParams | None, h: Tensor, residual: Tensor | None) -> Tensor:
+def finished(ops: OpSet, norm: NormParams | None, h: Pending, residual: Tensor | None) -> Tensor:
     """The last layer's output → the hidden states [T, E]."""
-    return _sum(h, residual) if norm is None else normed(ops, norm, h, residual)
+    return _sum(ops, h, residual) if norm is None else normed(ops, norm, h, residual)
 
 
-def _sum(pending: Tensor, residual: Tensor | None) -> Tensor:
-    return pending if residual is None else pending + residual
+def _norm(
+    ops: OpSet, norm: NormParams, pending: Pending, residual: Tensor | None, inputs: InputFormat | None = None
+) -> tuple[Activations, Tensor]:
+    """`OpSet.norm`, of a sum over ranks too."""
+    if isinstance(pending, Part):
+        return ops.all_reduce_norm(pending.x, norm, group=pending.group, residual=residual, inputs=inputs)
+    return ops.norm(pending, norm, residual=residual, inputs=inputs)
 
 
-def _summed(ops: OpSet, h: Tensor, ranks: Group | None) -> Tensor:
-    return h if ranks is None else ops.all_reduce(h, group=ranks)
+def _sum(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
+    whole = _whole(ops, pending)
+    return whole if residual is None else whole + residual
 
 
-def _scaled(x: Tensor, scale: float) -> Tensor:
-    return x if scale == 1.0 else x * scale
+def _of_ranks(h: Tensor, ranks: Group | None) -> Pending:
+    return h if ranks is None else Part(h, ranks)
+
+
+def _whole(ops: OpSet, h: Pending) -> Tensor:
+    return ops.all_reduce(h.x, group=h.group) if isinstance(h, Part) else h
+
+
+def _scaled(ops: OpSet, x: Pending, scale: float) -> Pending:
+    return x if scale == 1.0 else _whole(ops, x) * scale
 
 
 # --- Building -----------------------------------------------------------------------------------------------------------

@@ -1,15 +1,15 @@
 """Sums and collections over the ranks that compute one model together, through `torch.distributed`: NCCL between GPUs, gloo
 between CPUs. A process belongs to one group.
 
-Between GPUs that can read each other's memory, small sums are one kernel (`OneShot`) where that gives what NCCL does: at a
-step of one sequence NCCL's start costs more than its bytes. NVLink multicast is never used.
+Between GPUs that can write to each other's memory, sums of up to some megabytes are one kernel (`PeerSums`): NCCL's start costs
+more than their bytes. NVLink multicast is never used.
 """
 
 from __future__ import annotations
 
 import datetime
-import logging
 from collections import deque
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,8 @@ TIMEOUT_S = 600.0
 others long before (`worker.process_executor`)."""
 
 
-ONE_SHOT_BYTES = 512 * 1024
-"""The largest sum that is made in one kernel. It reads all ranks' numbers on each, where a ring reads them twice in all."""
-
 MOST_SENT = 16
 """Tensors to the next stage that may be on their way at once."""
-
-_logger = logging.getLogger("slipstream.engine")
 
 
 class Rendezvous:
@@ -90,27 +85,13 @@ class Pipe:
         return x.to(self._device)
 
 
-class OneShot:
-    """A sum in one kernel: each rank puts its numbers where the others can read them, waits for theirs, and adds all up. The
-    kernel and the mapped memory are torch's (`torch.distributed._symmetric_memory`)."""
+class PeerSums(Protocol):
+    """Sums through memory of other ranks."""
 
-    def __init__(self, device: torch.device, handle: dist.ProcessGroup) -> None:
-        from torch.distributed import _symmetric_memory as symmetric
-
-        self._name = handle.group_name
-        self._buffer = symmetric.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
-        symmetric.rendezvous(self._buffer, self._name)
-
-    def covers(self, x: Tensor) -> bool:
-        size = x.numel() * x.element_size()
-        fits = 0 < size <= ONE_SHOT_BYTES and size % 16 == 0 and x.is_contiguous()
-        return fits and x.dtype in (torch.bfloat16, torch.float32)
+    def covers(self, x: Tensor) -> bool: ...
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The sum, in memory of its own."""
-        shared = self._buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
-        summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x, "sum", self._name)
-        return summed
+        """The sum of all ranks' x, in memory of its own."""
 
 
 class Group:
@@ -129,7 +110,8 @@ class Group:
         exchanged, through the host's memory."""
         self.rank, self.size, self.device, self._handle = rank, size, device, handle
         self._through_host = through_host
-        self.one_shot: OneShot | None = None
+        self.sums: PeerSums | None = None
+        """Set where ranks write to one another's memory."""
         self._shared: list[object] = []
 
     def stages(self, count: int) -> tuple[Group, Pipe | None]:
@@ -141,37 +123,18 @@ class Group:
         own = Group(self.rank % each, each, self.device, handles[self.rank // each])
         return own, Pipe(self.rank - each, self.rank + each, self.device, through_host=self._through_host)
 
-    def try_one_shot(self) -> None:
-        """Make small sums in one kernel from now on, if every rank can and gets what NCCL gets."""
-        shot, why = None, ""
-        try:
-            handle = self._handle or dist.group.WORLD
-            assert handle is not None
-            shot = OneShot(self.device, handle)
-        except Exception as error:  # of the driver or of torch: which, and why, is for the log
-            why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        if not self.least(shot is not None)[0]:
-            _logger.warning("small sums go through NCCL: peers' memory can't be mapped (%s)", why or "on another rank")
-            return
-        assert shot is not None
-        x = (torch.arange(4096, device=self.device) % 251 + self.rank).to(torch.bfloat16)
-        ours, theirs = shot(x), x.clone()
-        dist.all_reduce(theirs, group=self._handle)
-        if self.least(torch.equal(ours, theirs))[0]:
-            self.one_shot = shot
-        else:
-            _logger.warning("small sums go through NCCL: those over peers' memory came out otherwise")
-
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, the same bits on every rank. x may be written."""
-        if self.one_shot is not None and self.one_shot.covers(x):
-            return self.one_shot(x)
+        return self.sums(x) if self.sums is not None and self.sums.covers(x) else self.library_sum(x)
+
+    def library_sum(self, x: Tensor) -> Tensor:
+        """`all_reduce` by the backend, in place."""
         dist.all_reduce(x, group=self._handle)
         return x
 
     def share(self, num_bytes: int) -> tuple[Tensor, ...]:
         """Memory of each rank, zeros, that all ranks read and write, by rank: uint8 [num_bytes] on its GPU, mapped until the
-        group ends. Only where `one_shot` is there."""
+        group ends."""
         from torch.distributed import _symmetric_memory as symmetric
 
         handle = self._handle or dist.group.WORLD

@@ -33,6 +33,7 @@ from slipstream.worker.canary import CANARY_NAME, log_no_canary, read_canary, ru
 from slipstream.worker.constrained import AwaitingMask
 from slipstream.worker.device import detect
 from slipstream.worker.host_runner import HostRunner, host_refusal
+from slipstream.worker.rows import rows_bytes
 from slipstream.worker.tiers import open_tiers
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ def load_runner(
         raise ConfigError(f"{args.model}: {reason}; pip install 'slipstream[torch]'", field="model") from None
 
     tiles = load_tiles(config.device.tile_table, config.device.info.name, tiles_folder())
-    partition = None if ranks is None else _partition(config, ranks)
+    partition = None if ranks is None else _partition(config, ranks, description.spec.hidden_size)
     runner = ModelRunner(config, description, tiles, weights_folder=kept, partition=partition)
     runner.phases["resolve"] = found
     load_draft(runner)
@@ -245,7 +246,7 @@ def _host_runner(
     return None
 
 
-def _partition(config: EngineConfig, ranks: Ranks) -> Partition:
+def _partition(config: EngineConfig, ranks: Ranks, hidden_size: int) -> Partition:
     """This rank's part, once it has met the others."""
     import torch
 
@@ -257,7 +258,9 @@ def _partition(config: EngineConfig, ranks: Ranks) -> Partition:
     every = ranks.join(platform.collectives, device)
     group, pipe = every.stages(config.parallel.num_stages)
     if device.type == "cuda" and group.size > 1:
-        group.try_one_shot()
+        from slipstream.kernels.triton.rank_sums import try_rank_sums
+
+        try_rank_sums(group, hidden_size * DTYPE_BYTES[config.model.dtype])
     return Partition(config.parallel.shard(ranks.rank), group, pipe, every, config.parallel.sequence)
 
 
@@ -272,7 +275,7 @@ def _fit(config: EngineConfig, runner: Runner, activation_bytes: int) -> tuple[E
     """Size the KV cache by what is left, allocate it, and account for all of it."""
     spec, ranks = runner.model.spec, runner.partition
     one_block = block_bytes(spec, config.cache.block_size, DTYPE_BYTES[config.cache.dtype])
-    weights, rows = runner.model.weights_bytes, runner.rows_bytes()
+    weights, rows = runner.model.weights_bytes, 0 if spec.is_encoder else rows_bytes(config)
     if runner.adapters is not None:
         weights += runner.adapters.num_bytes
     if runner.draft is not None:

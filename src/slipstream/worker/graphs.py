@@ -10,6 +10,9 @@ a graph is one launch. A step runs in the smallest graph that holds it:
 3. A graph covers everything from the rows' numbers to the hidden states. The head and the sampler follow eagerly, since what
    they compute depends on what the rows ask for.
 
+Of a pipeline's stage, what it receives is copied to where its graphs read it, and its result is sent behind the replay. On
+their way are the step's tokens without padding, so two stages need not run a step in graphs of one size.
+
 All graphs share one memory pool, and a graph's inputs stay where they are, so hidden states and sampled rows hold only until
 the next replay. On one stream that is after the tokens were sampled and written.
 """
@@ -30,7 +33,7 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
 from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
 from slipstream.plan.graph_sizes import MIXED_PROMPTS, decode_rows, mixed_decodes, mixed_prompts
-from slipstream.platform import Graph, platform_of
+from slipstream.platform import Graph, Pipe, platform_of
 from slipstream.spec.reason import Reason
 from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.adapters import Adapters
@@ -79,6 +82,20 @@ class Graphs:
         return captured
 
 
+class StagePipe(Pipe):
+    """What is captured sends nothing: a stage's input lies in `incoming`, and its result is sent behind the replay."""
+
+    def __init__(self, incoming: Tensor | None) -> None:
+        self._incoming = incoming
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert self._incoming is not None
+        return self._incoming[: shape[0]].clone()  # layers add to it in place
+
+    def send(self, x: Tensor) -> Tensor:
+        return x
+
+
 class StepGraphs(Graphs, Forward):
     """`forwards` run what is captured, and `logits`."""
 
@@ -99,6 +116,8 @@ class StepGraphs(Graphs, Forward):
         decoder = forwards.decoder
         # All graphs share one buffer. None is read after the next replay, and a buffer of their own would never be freed.
         self._hidden = torch.empty(largest, decoder.spec.hidden_size, dtype=decoder.dtype, device=rows.device)
+        self._pipe = decoder.pipe
+        self._incoming = None if decoder.spec.has_first else torch.zeros_like(self._hidden)  # what the stage before has sent
         self._ahead: list[Size] = []  # to be captured, the next one last
         self._wanted: Counter[Size] = Counter()  # how often a mixed step's size was wanted before it was captured
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)  # query_start_loc of decodes
@@ -161,11 +180,26 @@ class StepGraphs(Graphs, Forward):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.forwards.logits(hidden)
 
+    def greedy(self, hidden: Tensor) -> Tensor | None:
+        return self.forwards.base.greedy(hidden)
+
     def _by_rows(self, scheduled: Sequence[ScheduledRequest], num_tokens: int) -> bool:
         """Whether the step is one of decodes and drafts, and a decode graph has a row for each token."""
         if num_tokens > self.sizes[-1] or any(1 < s.num_tokens != s.num_sampled for s in scheduled):
             return False
         return sum((s.num_tokens - 1) * s.num_computed_tokens for s in scheduled if s.num_tokens > 1) <= MOST_KEYS_AGAIN
+
+    def _replay(self, captured: Captured, num_decodes: int, num_behind: int, first: int) -> None:
+        """Replay a graph that has `num_behind` tokens from row `first` on."""
+        rows = ((0, num_decodes), (first, num_behind))
+        if self._incoming is not None:
+            assert self._pipe is not None
+            x = self._pipe.receive((num_decodes + num_behind, self._incoming.shape[1]), self._incoming.dtype)
+            for (begin, count), own in zip(rows, x.split((num_decodes, num_behind)), strict=True):
+                self._incoming[begin : begin + count] = own
+        captured.graph.replay()
+        if self._pipe is not None and not self.forwards.decoder.spec.has_last:
+            self._pipe.send(torch.cat([captured.output[begin : begin + count] for begin, count in rows]))
 
     def _graph(self, size: Size) -> Captured:
         known = self._captured.get(size)
@@ -209,7 +243,7 @@ class StepGraphs(Graphs, Forward):
         captured = self._graph((size, 0))
         captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
         self._before_replay((size, 0), plan)
-        captured.graph.replay()
+        self._replay(captured, num_tokens, 0, num_tokens)
         of_tokens, _, new = captured.inputs[:, :num_tokens].unbind(0)
         if all(s.num_sampled for s in scheduled):
             sampled = SampledRows(requests=scheduled, rows=of_tokens, positions=new)
@@ -222,7 +256,8 @@ class StepGraphs(Graphs, Forward):
 
     def _decode_graph(self, size: int) -> Captured:
         captured = self._capture((size, 0), self._idle_decodes(size), lambda inputs: self._decodes(inputs, size))
-        self.logits(captured.output)  # its kernels are compiled now, not in the first step of this size
+        if self.forwards.decoder.spec.has_last:
+            self.logits(captured.output)  # its kernels are compiled now, not in the first step of this size
         return captured
 
     def _idle_decodes(self, size: int) -> npt.NDArray[np.int32]:
@@ -260,7 +295,7 @@ class StepGraphs(Graphs, Forward):
         host, sequences, n = mixed_inputs(self.rows, scheduled, size)
         captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
         self._before_replay(size, plan)
-        captured.graph.replay()
+        self._replay(captured, num_decodes, num_tokens - num_decodes, size[0])
         parts = MixedInputs(captured.inputs, size)
         sampled = SampledRows(requests=sequences, rows=parts.sample_rows[:n], positions=parts.sample_positions[:n])
         index, padding = parts.sample_index[:n], size[0] - num_decodes
@@ -276,7 +311,14 @@ class StepGraphs(Graphs, Forward):
     # --- What is captured ---------------------------------------------------------------------------------------------
 
     def _forward(self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        return self.forwards.hidden(token_ids, kv, meta)
+        if self._pipe is None:
+            return self.forwards.hidden(token_ids, kv, meta)
+        decoder = self.forwards.decoder
+        decoder.pipe = StagePipe(self._incoming)
+        try:
+            return self.forwards.hidden(token_ids, kv, meta)
+        finally:
+            decoder.pipe = self._pipe
 
     def _before_replay(self, size: Size, plan: StepPlan) -> None:
         """Inputs of what is captured beside those of every step."""
@@ -290,7 +332,7 @@ class SharedPrefixGraphs(StepGraphs):
 
     def __init__(self, beside: StepGraphs, config: EngineConfig) -> None:
         super().__init__(beside.forwards, beside.kv, beside.rows, config)
-        self._recorder, self._hidden = beside._recorder, beside._hidden
+        self._recorder, self._hidden, self._incoming = beside._recorder, beside._hidden, beside._incoming
         self._shared: dict[Size, Tensor] = {}  # int32 [3, decodes]
 
     def covers(self, batch: InputBatch) -> Reason | None:

@@ -1,11 +1,11 @@
 """A draft head's whole chain on a CPU, for greedy requests.
 
-A pass of a small head takes a few hundred µs. With inputs gathered as a step's are (`gather_pairs`, torch's tensors) it took
-twice that. So:
+A pass of a small head takes a few hundred µs, and gathering its inputs as a step's are gathered (`gather_pairs`) takes as long
+again. So the chain gathers less:
 
-1. The places of all passes are found at once, by NumPy.
-2. The first pass computes the pairs that the head has not seen. Each further one is one call of the C++ program and its argmax,
-   whose buffers stay where they are.
+1. NumPy computes the rows, positions and slots of all passes at once.
+2. The first pass computes the pairs that the head has not seen. Each further pass is one call of the C++ program and one of its
+   argmax, over the same buffers.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ from slipstream.worker.disk_tier import DiskTier
 from slipstream.worker.draft_head import load_drafter
 from slipstream.worker.draft_model import DraftModel
 from slipstream.worker.drafter import Drafter
-from slipstream.worker.draws import Sampler, draw, prompt_logprobs
+from slipstream.worker.draws import Sampler, completed_prompts, draw, prompt_logprobs
 from slipstream.worker.dummy_steps import CALIBRATION_TOKENS, calibrated_scales, dummy_prefill, dummy_sampling
 from slipstream.worker.expert_load import ExpertLoad
 from slipstream.worker.forward import Forwards, InputBatch, Output
@@ -292,15 +292,6 @@ class ModelRunner:
             if self.draft is not None and self.platform.is_asynchronous:
                 self.draft.make_graphs(self.rows, config)
 
-    def rows_bytes(self) -> int:
-        """Bytes of the rows."""
-        if self.model.spec.is_encoder:
-            return 0
-        model = self.config.model
-        tables = len(self.config.cache.groups) * self.config.max_blocks_per_seq
-        per_row = (model.max_model_len + 1 + tables) * 4
-        return (self.config.scheduling.max_num_seqs + 1) * per_row
-
     def graph_reserve_bytes(self, activation_bytes: int) -> int:
         """Bytes kept free for graphs: their hidden states or vectors, the largest graph's activations, and the driver's
         memory for the launches. The largest step runs once eagerly before it is captured. `activation_bytes` is the result
@@ -502,22 +493,13 @@ class ModelRunner:
         state."""
         assert self.rows is not None
         assert output.hidden is not None
-        rows, wanted, end = self.rows.rows, self.rows.wanting["vector"], 0
-        if not wanted:
-            return None
-        ends, ids = [], []
-        for s in plan.scheduled:
-            end += s.num_tokens
-            whole = s.num_computed_tokens + s.num_tokens
-            if s.request_id in wanted and whole == rows[s.request_id].num_prompt_tokens:
-                ends.append(output.row(end - 1))
-                ids.append(s.request_id)
+        ids, ends = completed_prompts(self.rows, plan)
         if not ids:
             return None
-        last = output.hidden[self.platform.upload(np.array(ends, np.int64))]
+        last = output.hidden[self.platform.upload(np.array([output.row(token) for token in ends], np.int64))]
         starts = torch.arange(len(ids) + 1, device=self.device)
         vectors = vectors_of(self.forwards, self.model.description.pooling, last, starts)
-        return tuple(ids), self.platform.to_host(vectors)
+        return ids, self.platform.to_host(vectors)
 
     def expert_load(self) -> ExpertTokens:
         """Tokens by expert since the start, for each layer with experts."""
@@ -551,17 +533,8 @@ class ModelRunner:
         return any(isinstance(layer.attention, LatentAttentionSpec) for layer in self.model.spec.layers)
 
     def _make_rows(self) -> RowTable:
-        config = self.config
-        return RowTable(
-            config.scheduling.max_num_seqs,
-            config.model.max_model_len,
-            config.cache.block_size,
-            self.ops,
-            self.device,
-            config.model.seed,
-            groups=config.cache.groups,
-            sectioned=any(getattr(x.attention.position, "sections", None) for x in self.model.spec.layers),
-        )
+        sectioned = any(getattr(layer.attention.position, "sections", None) for layer in self.model.spec.layers)
+        return RowTable.of(self.config, self.ops, self.device, sectioned=sectioned)
 
     @property
     def warms_up(self) -> bool:

@@ -205,7 +205,7 @@ class ProcessExecutor(Executor):
         step.awaits_mask = False
 
     def max_in_flight(self, plan: Plan) -> int:
-        return max(2, self._parallel.num_stages)
+        return max(2, self.config.scheduling.pipeline_steps)
 
     def forget(self) -> None:
         self._grammars.clear()

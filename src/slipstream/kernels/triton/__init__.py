@@ -20,8 +20,10 @@ from slipstream.kernels.triton import (
     lora,
     mla_prefill,
     moe,
+    mxfp4,
     one_token,
     pointwise,
+    rank_sums,
     rows,
     sampling,
     sparse24,
@@ -91,6 +93,15 @@ class TritonOps(OpSet):
             return dataclasses.replace(w, dense=int4_groupwise.dequantize_int4(w, w.scales.dtype))
         return self._sparse(w) if isinstance(w, ScaledLinear) else w
 
+    def pack_experts(self, w: Linear, *, num_experts: int) -> Linear:
+        return mxfp4.pack_mxfp4(w) if isinstance(w, GroupedLinear) and w.codes == "e2m1" else w
+
+    def quantize_experts(
+        self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
+    ) -> Linear:
+        made = super().quantize_experts(weight, scheme, bias, num_experts=num_experts)
+        return self.pack_experts(made, num_experts=num_experts)
+
     def _sparse(self, w: Linear) -> Linear:
         """`w` with a 2:4 copy if that is faster. It sums in another order, so `deterministic` has none."""
         return w if self.deterministic else sparse24.with_sparse_copy(w, self.tiles)
@@ -123,6 +134,20 @@ class TritonOps(OpSet):
         if isinstance(norm.kind, OwnNorm):
             return self._own_norm(x, norm, residual, inputs)
         return pointwise.norm(x, norm, residual, inputs)
+
+    def all_reduce_norm(
+        self,
+        x: Tensor,
+        norm: NormParams,
+        *,
+        group: Group,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Activations, Tensor]:
+        sums = group.sums
+        if isinstance(sums, rank_sums.RankSums) and sums.covers_norm(x, norm, inputs):
+            return sums.normed(x, norm, residual, inputs)
+        return super().all_reduce_norm(x, norm, group=group, residual=residual, inputs=inputs)
 
     def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
         if kv.latent:

@@ -22,6 +22,9 @@ from slipstream.platform.cuda import CudaPlatform
 
 MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+LAUNCHES = {"cooperative": 2, "beside": 6, "behind": None}
+"""CUlaunchAttributeID. All thread blocks are resident at once; a start beside the kernel before, for which this one waits
+itself (`pdl.py`); the usual start behind it."""
 OPTIONS = ("--std=c++17", "--use_fast_math")
 
 
@@ -70,8 +73,23 @@ def _checked(code: int) -> None:
         raise EngineError(f"CUDA returned error {code}")
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute"""
+
+    _fields_ = (("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_char * 60))
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig"""
+
+    _fields_ = (
+        *(("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint)),
+        *(("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("num_attributes", ctypes.c_uint)),
+    )
+
+
 class CudaKernel:
-    """A kernel for cooperative launch: all its thread blocks are resident at once."""
+    """A kernel of its own source. `launch`: one of `LAUNCHES`."""
 
     def __init__(
         self,
@@ -81,8 +99,12 @@ class CudaKernel:
         definitions: Mapping[str, int | float],
         *,
         shared_bytes: int,
+        launch: str = "cooperative",
     ) -> None:
         self.shared_bytes = shared_bytes
+        attribute = LAUNCHES[launch]
+        self._attributes = (_Attribute * 1)(_Attribute(id=attribute or 0, value=1))
+        self._num_attributes = 0 if attribute is None else 1
         self.platform = platform
         major, minor = platform.capability
         arch, text = f"sm_{major}{minor}", "".join(source.read_text() for source in sources)
@@ -108,9 +130,12 @@ class CudaKernel:
             ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int(a) for a in arguments
         ]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        stream = ctypes.c_void_p(self.platform.stream_pointer())
-        _checked(
-            self._driver.cuLaunchCooperativeKernel(
-                self._function, programs, 1, 1, threads, 1, 1, self.shared_bytes, stream, pointers
-            )
+        launch = _Launch(
+            grid=(programs, 1, 1),
+            block=(threads, 1, 1),
+            shared_bytes=self.shared_bytes,
+            stream=self.platform.stream_pointer(),
+            attributes=self._attributes,
+            num_attributes=self._num_attributes,
         )
+        _checked(self._driver.cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None))

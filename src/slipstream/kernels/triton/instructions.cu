@@ -80,6 +80,13 @@ DEVICE void sync_consumers() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
 
+// --- beside the kernel before (`pdl.py`): let the next one start, and wait until the one before has ended
+DEVICE void pdl_wait() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+DEVICE u64 cycles() { return clock64(); }
+
 // --- mbarriers in shared memory: a phase ends when `count` threads and all expected bytes have arrived
 DEVICE void barrier_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
@@ -119,7 +126,7 @@ DEVICE u64 evict_normal_policy() {
 }
 
 // --- counters in memory
-DEVICE void release_add(u32* counter) {  // who acquires the new count sees this thread's earlier writes
+DEVICE void release_add(u32* counter) {  // a thread that acquires the new count sees this thread's earlier writes
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 DEVICE u32 load_acquire(const u32* counter) {
@@ -135,6 +142,17 @@ DEVICE u32 load_acquire_system(const u32* counter) {
     u32 count;
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
     return count;
+}
+// 16 bytes between GPUs. Each of the four words arrives whole; they may arrive in any order.
+DEVICE void store_system16(uint4* p, uint4 v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+DEVICE uint4 load_system16(const uint4* p) {
+    uint4 v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p)
+                 : "memory");
+    return v;
 }
 DEVICE u32 fetch_add(u32* counter) {  // returns the old count
     u32 count;

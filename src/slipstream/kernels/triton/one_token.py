@@ -173,7 +173,7 @@ def _refusal_here(
         return Reason(f"the one-token kernel has {programs} programs here, and the model {shape.num_kv_heads} kv heads")
     if stages(shape, product, shared_bytes) < 3:
         return Reason("the one-token kernel's ring of weights does not fit into shared memory beside rows of this width")
-    if group is not None and group.one_shot is None:
+    if group is not None and group.sums is None:
         return Reason("the one-token kernel of several ranks writes to peers' memory, which can't be mapped here")
     return None
 

@@ -53,7 +53,7 @@ def _round(x, like_ptr, top):
     return x.to(like_ptr.dtype.element_ty)
 
 
-def _empty_rows(num_rows: int, size: int, like: Tensor, inputs: InputFormat | None) -> tuple[Tensor, Tensor]:
+def empty_rows(num_rows: int, size: int, like: Tensor, inputs: InputFormat | None) -> tuple[Tensor, Tensor]:
     """Empty rows in the format `inputs`, and their scales (any tensor if there are none)."""
     dtype = like.dtype if inputs is None else DTYPES[inputs]
     out = torch.empty(num_rows, size, dtype=dtype, device=like.device)
@@ -72,7 +72,7 @@ def rows_per_program(num_rows: int, size: int) -> int:
     return 4 if num_rows >= MANY_ROWS and num_rows % 4 == 0 and size <= SHORT_ROW else 1
 
 
-def _activations(out: Tensor, scales: Tensor, inputs: InputFormat | None) -> Activations:
+def as_activations(out: Tensor, scales: Tensor, inputs: InputFormat | None) -> Activations:
     return out if inputs is None else Quantized(out, scales)
 
 
@@ -110,7 +110,7 @@ def norm(
 ) -> tuple[Activations, Tensor]:
     """`OpSet.norm`, but for functions from outside."""
     (num_rows, size), weight, bias = x.shape, norm.weight, norm.bias
-    out, scales = _empty_rows(num_rows, size, x, inputs)
+    out, scales = empty_rows(num_rows, size, x, inputs)
     block = triton.next_power_of_2(size)
     if num_rows:
         rows = rows_per_program(num_rows, size)
@@ -120,7 +120,7 @@ def norm(
             ROWS=rows, BLOCK=block, IS_LAYER=norm.kind == "layer", HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
             FORMAT=FORMATS[inputs], num_warps=min(16, max(1, block // 512)), **pdl_options(x),
         )  # fmt: skip
-    return _activations(out, scales, inputs), x if residual is None else residual
+    return as_activations(out, scales, inputs), x if residual is None else residual
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def _quantize_kernel(x_ptr, out_ptr, scales_ptr, size, BLOCK: tl.constexpr, FORM
 
 def quantize(x: Tensor, inputs: InputFormat) -> Quantized:
     num_rows, size = x.shape
-    out, scales = _empty_rows(num_rows, size, x, inputs)
+    out, scales = empty_rows(num_rows, size, x, inputs)
     block = triton.next_power_of_2(size)
     if num_rows:
         _quantize_kernel[(num_rows,)](
@@ -374,7 +374,7 @@ def activation(
 ) -> Activations:
     num_rows, row_size = x.shape
     size = row_size // 2 if gated else row_size
-    out, scales = _empty_rows(num_rows, size, x, inputs)
+    out, scales = empty_rows(num_rows, size, x, inputs)
     if num_rows:
         block = triton.next_power_of_2(size) if inputs else min(1024, triton.next_power_of_2(size))
         rows = rows_per_program(num_rows, size)
@@ -384,7 +384,7 @@ def activation(
             ROWS=rows, **activation_arguments(activation), GATED=gated, FORMAT=FORMATS[inputs], BLOCK=block,
             num_warps=min(16, max(4, block // 1024)), **pdl_options(x),
         )  # fmt: skip
-    return _activations(out, scales, inputs)
+    return as_activations(out, scales, inputs)
 
 
 @triton.jit

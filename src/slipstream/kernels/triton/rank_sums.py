@@ -1,0 +1,221 @@
+"""Sums over ranks in one kernel, through memory that all of them read and write, with the norm that follows. `rank_sums.cu`
+says how; this file says for which tensors, and tests it at the start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.layouts import NormParams
+from slipstream.kernels.quantize import SMALLEST
+from slipstream.kernels.triton.cuda import CudaKernel
+from slipstream.kernels.triton.pointwise import FORMATS, as_activations, empty_rows
+from slipstream.kernels.weights import Activations
+from slipstream.platform import Group, platform_of
+from slipstream.platform.cuda import CudaPlatform
+from slipstream.spec.model import OwnNorm
+from slipstream.spec.scheme import FP8_TILE, InputFormat
+
+SOURCES = tuple(Path(__file__).with_name(f"{name}.cu") for name in ("instructions", "rank_sums"))
+KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+NORMS = {"rms": 1, "layer": 2}
+
+EMPTY = -2147450880  # 0x80008000
+MOST_BYTES = 16 * 2**20
+"""The largest sum. Each rank has twice this memory for each other rank. It is the largest size that was measured between two
+H100s: 61 µs, and 82 by NCCL."""
+MOST_THREADS = 512
+"""Of a thread block, for rows of up to 32 bytes a thread; for longer ones twice as many. With 256, 8 to 512 KB take a fifth
+longer."""
+THREADS_OF_SM = 1024
+"""Threads of a multiprocessor's thread blocks together: half of what it has, so that all of them fit with 64 registers a
+thread. Twice as many gain nothing up to 2 MB, and 3 to 9 % of 8 and 16 MB."""
+VECTOR = 16
+SCRATCH_BYTES = 256
+TEST_CALLS = 12
+TEST_PATIENCE = 8192
+"""Of 2^20 cycles, some 5 s: how long a test waits for another rank."""
+
+_logger = logging.getLogger("slipstream.engine")
+
+
+class RankSums:
+    """`platform.PeerSums`, and norms of such sums. `map_memory` comes before the first sum. One stream only; every rank makes
+    the same calls in the same order."""
+
+    def __init__(self, group: Group, row_bytes: int, *, most_bytes: int = MOST_BYTES) -> None:
+        """`row_bytes`: of the rows that are normed, a multiple of 16. Other tensors are cut into rows of this size."""
+        if row_bytes % VECTOR:
+            raise ValueError(f"rows of {row_bytes} bytes are no multiple of {VECTOR}")
+        self.group, self.device = group, group.device
+        self.vectors = row_bytes // VECTOR
+        self.rows = max(1, most_bytes // row_bytes)
+        most = MOST_THREADS if self.vectors <= 2 * MOST_THREADS else 2 * MOST_THREADS
+        self.warps = min(most, self.vectors + 31) // 32
+        self.programs_of_sm = max(1, THREADS_OF_SM // (self.warps * 32))
+        self.most_programs = self._multiprocessors() * self.programs_of_sm
+        self.patience = 0
+        self._kernels: dict[tuple[object, ...], Callable[[int, int, Sequence[Tensor | int]], None]] = {}
+        self._peers: tuple[Tensor, ...] = ()
+
+    def map_memory(self) -> None:
+        """Have each rank's memory, with empty places. All ranks call it."""
+        num_bytes = 2 * (self.group.size - 1) * self.rows * self.vectors * VECTOR
+        self._peers = self.group.share(num_bytes)  # mapped as long as they are held
+        self._peers[self.group.rank].view(torch.int32).fill_(EMPTY)
+        self._memory = torch.tensor([x.data_ptr() for x in self._peers], dtype=torch.int64).to(self.device)
+        self._counts = torch.zeros(self.rows, dtype=torch.int32, device=self.device)
+        self.group.least(0)  # all places are empty
+
+    def covers(self, x: Tensor) -> bool:
+        size = x.numel() * x.element_size()
+        fits = 0 < size <= self.rows * self.vectors * VECTOR and size % VECTOR == 0
+        return fits and x.dtype in KINDS and x.is_contiguous() and x.data_ptr() % VECTOR == 0
+
+    def covers_norm(self, x: Tensor, norm: NormParams, inputs: InputFormat | None) -> bool:
+        """Whether `normed` takes them."""
+        size = x.shape[1]
+        alike = all(w.dtype == x.dtype and w.data_ptr() % VECTOR == 0 for w in (norm.weight, norm.bias) if w is not None)
+        whole = size * x.element_size() == self.vectors * VECTOR and (inputs != "fp8-block" or size % FP8_TILE == 0)
+        return alike and whole and not isinstance(norm.kind, OwnNorm) and self.covers(x)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The sum, in memory of its own."""
+        total = torch.empty_like(x)
+        self._run(x, total, self._kernel(x.dtype))
+        return total
+
+    def normed(
+        self, x: Tensor, norm: NormParams, residual: Tensor | None, inputs: InputFormat | None
+    ) -> tuple[Activations, Tensor]:
+        """`OpSet.norm` of the sum of x, which it rounds to x's type first."""
+        num_rows, size = x.shape
+        out, scales = empty_rows(num_rows, size, x, inputs)
+        total = torch.empty_like(x) if residual is None else residual.contiguous()
+        kernel = self._kernel(x.dtype, norm, residual is not None, inputs)
+        self._run(x, total, kernel, norm.weight, norm.bias, out, scales)
+        return as_activations(out, scales, inputs), total
+
+    def _run(
+        self,
+        x: Tensor,
+        total: Tensor,
+        kernel: Callable[[int, int, Sequence[Tensor | int]], None],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        scales: Tensor | None = None,
+    ) -> None:
+        num_vectors = x.numel() * x.element_size() // VECTOR
+        num_rows = -(-num_vectors // self.vectors)
+        programs = min(num_rows, self.most_programs)
+        given = (total if t is None else t for t in (weight, bias, out, scales))
+        tensors = (x, total, self._memory, self._counts, *given)
+        kernel(programs, self.warps * 32, (*tensors, num_vectors, num_rows, programs, self.patience))
+
+    def _kernel(
+        self,
+        dtype: torch.dtype,
+        norm: NormParams | None = None,
+        adds: bool = False,
+        inputs: InputFormat | None = None,
+    ) -> Callable[[int, int, Sequence[Tensor | int]], None]:
+        key = (dtype,) if norm is None else (dtype, norm.kind, norm.eps, norm.offset, norm.bias is None, adds, inputs)
+        if key not in self._kernels:
+            self._kernels[key] = self.compiled(self.definitions(dtype, norm, adds, inputs))
+        return self._kernels[key]
+
+    def definitions(
+        self, dtype: torch.dtype, norm: NormParams | None, adds: bool, inputs: InputFormat | None
+    ) -> dict[str, int | float]:
+        """The names in capitals in the kernel's source."""
+        return {
+            "VECTORS": self.vectors,
+            "WARPS": self.warps,
+            "PROGRAMS_OF_SM": self.programs_of_sm,
+            "RANKS": self.group.size,
+            "THIS_RANK": self.group.rank,
+            "PLACE": self.rows * self.vectors,
+            "KIND": KINDS[dtype],
+            "HALF": dtype == torch.float16,
+            "NORM": 0 if norm is None else NORMS[norm.kind],  # type: ignore[index]
+            "RESIDUAL": adds,
+            "BIAS": norm is not None and norm.bias is not None,
+            "FORMAT": FORMATS[inputs],
+            "EPS": 0.0 if norm is None else float(norm.eps),
+            "OFFSET": 0.0 if norm is None else float(norm.offset),
+            "SMALLEST": SMALLEST,
+            "PDL": self._overlaps(),
+            "FORM": 0,  # of other kernels' weights
+        }
+
+    def compile_first(self) -> None:
+        """Compile the kernel of sums without a norm."""
+        self._kernel(torch.bfloat16)
+
+    def compiled(self, definitions: Mapping[str, int | float]) -> Callable[[int, int, Sequence[Tensor | int]], None]:
+        platform = platform_of(self.device)
+        assert isinstance(platform, CudaPlatform)
+        how = "beside" if self._overlaps() else "behind"
+        return CudaKernel(platform, SOURCES, "rank_sums", definitions, shared_bytes=SCRATCH_BYTES, launch=how)
+
+    def _overlaps(self) -> bool:
+        return platform_of(self.device).arch.pdl
+
+    def _multiprocessors(self) -> int:
+        return platform_of(self.device).multiprocessors
+
+
+def try_rank_sums(group: Group, row_bytes: int) -> None:
+    """Have `group` sum through peers' memory from now on, if every rank can and gets what the library gets."""
+    sums, why = None, ""
+    try:
+        sums = RankSums(group, row_bytes)
+        sums.compile_first()
+    except Exception as error:  # of the driver, of torch or of a compiler: which, and why, is for the log
+        why = _first_line(error)
+    if group.least(sums is not None and not why)[0]:
+        try:
+            assert sums is not None
+            sums.map_memory()
+        except Exception as error:
+            why = _first_line(error)
+    else:
+        why = why or "on another rank"
+    if not group.least(not why)[0]:
+        _logger.warning("sums go through NCCL: peers' memory can't be written (%s)", why or "on another rank")
+        return
+    assert sums is not None
+    if group.least(agrees(sums))[0]:
+        group.sums = sums
+    else:
+        _logger.warning("sums go through NCCL: those through peers' memory came out otherwise")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+
+
+@torch.inference_mode()
+def agrees(sums: RankSums) -> bool:
+    """Whether sums of one row to the most, in graphs of many that are replayed, are the library's in every bit."""
+    group, found = sums.group, True
+    row = sums.vectors * VECTOR // 2
+    recorder = platform_of(sums.device).graphs()
+    sums.patience = TEST_PATIENCE
+    for size in (row, 3 * row + 8, min(sums.rows, 67) * row, sums.rows * row):
+        calls = TEST_CALLS if size < sums.rows * row else 3
+        at = torch.arange(size, device=sums.device)
+        given = [(at * (i + 1) % 251 - 125 * group.rank).to(torch.bfloat16) for i in range(calls)]
+        wanted = torch.stack([group.library_sum(x.clone()) for x in given])
+        graph, output = recorder.capture(lambda given=given: torch.stack([sums(x) for x in given]))  # type: ignore[misc]
+        for _ in range(3):
+            output.zero_()
+            graph.replay()
+            found = found and torch.equal(output, wanted)
+    sums.patience = 0
+    return found

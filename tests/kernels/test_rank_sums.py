@@ -1,0 +1,209 @@
+"""Sums over ranks in one kernel: its source compiled for the CPU with `instructions_on_cpu.h`, where the thread blocks of all
+ranks run together. On GPUs each start tests it against NCCL (`rank_sums.agrees`)."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.kernels.layouts import NormParams
+from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.triton import TritonOps, rank_sums
+from slipstream.spec.model import OwnNorm
+
+RUN = """
+static volatile int ended[RANKS];  // threads
+extern "C" int run(int programs, int threads, unsigned seed, void** of_ranks) {
+    programs_of_rank = programs;
+    for (int rank = 0; rank < RANKS; rank++) ended[rank] = 0;
+    return on_cpu(programs * RANKS, threads, seed, [of_ranks] {
+        void** a = of_ranks + THIS_RANK * 9;
+        const int* n = (const int*)a[8];
+        for (int i = 0; i < n[4]; i++) {  // kernels one after another, each behind the one before on its own rank only
+            const int rank = THIS_RANK, wanted = i * programs_of_rank * block_size;
+            while (ended[rank] < wanted) yield();
+            rank_sums((uint4*)a[0] + i * n[0], (uint4*)a[1] + i * n[0], (u64*)a[2], (u32*)a[3], (uint4*)a[4], (uint4*)a[5],
+                      (u8*)a[6], (float*)a[7], n[0], n[1], n[2], n[3]);
+            ended[rank]++;
+        }
+    });
+}
+"""
+
+
+class Rank:
+    """A group as a rank sees it. The ranks make their calls one after another."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank, memories):
+        self.rank, self.size, self.memories, self.sums = rank, len(memories), memories, None
+
+    def share(self, num_bytes):
+        for i, held in enumerate(self.memories):
+            if held is None:
+                self.memories[i] = torch.zeros(num_bytes, dtype=torch.uint8)
+        return tuple(self.memories)
+
+    def least(self, *numbers):
+        return list(numbers)
+
+
+class OnCpu(rank_sums.RankSums):
+    """A launch is kept until all ranks have made theirs; then the programs of all run."""
+
+    seed, kernels = 0, 1
+    """`kernels`: so many run behind one another at each launch, over inputs and results that lie behind one another."""
+
+    def __init__(self, group, row_bytes, launches, folder, **how):
+        self.launches, self.folder = launches, folder
+        super().__init__(group, row_bytes, **how)
+        self.map_memory()
+
+    def _multiprocessors(self):
+        return 3
+
+    def _overlaps(self):
+        return True
+
+    def compiled(self, definitions):
+        header, kernel = Path(__file__).with_name("instructions_on_cpu.h").read_text(), rank_sums.SOURCES[1].read_text()
+        text = f"#define CTAS programs_of_rank\nstatic int programs_of_rank;\n{header}{kernel}{RUN}"
+        given = {k: v for k, v in definitions.items() if k != "THIS_RANK"} | {"SHARED": rank_sums.SCRATCH_BYTES}
+        names = [f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={int(v)}" for k, v in given.items()]
+        options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", *names]
+        library = self.folder / (hashlib.sha256(repr((text, options)).encode()).hexdigest() + ".so")
+        if not library.exists():
+            subprocess.run([shutil.which("g++"), *options, "-x", "c++", "-", "-o", library], check=True, input=text, text=True)
+        run = ctypes.CDLL(str(library)).run
+
+        def launch(programs, threads, arguments):
+            *tensors, num_vectors, num_rows, count, patience = arguments
+            numbers = (ctypes.c_int * 5)(num_vectors, num_rows, count, patience, self.kernels)
+            pointers = [*(t.data_ptr() for t in tensors), ctypes.addressof(numbers)]
+            self.launches.append((pointers, numbers, tensors))
+            if len(self.launches) == self.group.size:
+                every = [pointer for pointers, *_ in self.launches for pointer in pointers]
+                stuck = run(programs, threads, self.seed, (ctypes.c_void_p * len(every))(*every))
+                self.launches.clear()
+                assert not stuck, "its programs wait for good"
+
+        return launch
+
+
+def ranks_of(folder, row_bytes, size=2, **how):
+    memories, launches = [None] * size, []
+    return [OnCpu(Rank(rank, memories), row_bytes, launches, folder, **how) for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("rank_sums")
+
+
+def numbers(shape, dtype, seed):
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    made[..., ::7] = -0.0  # two of them are what the kernel takes for nothing
+    made[..., 14:16] = -0.0
+    return made.to(dtype)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (3, torch.float16), (2, torch.float32)], ids=str)
+def test_sums_one_after_another(folder, size, dtype, seed):
+    """Of one row, of several for a thread block, of a part of a row, in places that others have used; the same bits on every
+    rank, and all places are empty afterwards."""
+    ranks = ranks_of(folder, 640, size, most_bytes=640 * 100)
+    width = 640 // dtype.itemsize
+    for i, shape in enumerate([(1, width), (100, width), (7, width), (width // 4,), (1, width), (100, width), (1, width)]):
+        given = [numbers(shape, dtype, 10 * i + rank) for rank in range(size)]
+        for r in ranks:
+            r.seed = seed and seed + i
+        found = [r(x) for r, x in zip(ranks, given, strict=True)]
+        wanted = sum((x.float() for x in given[1:]), given[0].float()).to(dtype)
+        for own in found:
+            assert torch.equal(own, wanted), (i, shape)
+    for r in ranks:
+        assert (r._peers[r.group.rank].view(torch.int32) == rank_sums.EMPTY).all()
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_a_rank_that_is_ahead(folder, seed):
+    """No rank waits for the others to have read: it may be in the next sum by then. So many sums that warps sleep where it
+    matters: with one place for a row each seed fails."""
+    ranks, given = ranks_of(folder, 640), [numbers((100, 5, 320), torch.bfloat16, rank) for rank in range(2)]
+    found = [torch.zeros_like(x) for x in given]
+    for r, x, total in zip(ranks, given, found, strict=True):
+        r.kernels, r.seed = len(x), seed
+        r._run(x[0], total[0], r._kernel(x.dtype))
+    for total in found:
+        assert torch.equal(total, (given[0].float() + given[1].float()).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kind", "adds", "dtype"),
+    [
+        (None, "rms", True, torch.bfloat16),
+        (None, "layer", False, torch.float32),
+        ("fp8", "rms", True, torch.bfloat16),
+        ("int8", "layer", True, torch.float16),
+        ("fp8-block", "rms", False, torch.bfloat16),
+        ("fp8-block", "layer", True, torch.float32),
+    ],
+    ids=str,
+)
+def test_norms_of_sums(folder, inputs, kind, adds, dtype):
+    """As the op set's own norm of the rounded sum, but for the order in which squares are added."""
+    size, rows = 1280, 5
+    ranks = ranks_of(folder, size * dtype.itemsize)
+    bias = numbers((size,), dtype, 3) if kind == "layer" else None
+    offset = 0.5 if kind == "rms" else 0.0
+    norm = NormParams(kind=kind, weight=numbers((size,), dtype, 4), eps=1e-5, bias=bias, offset=offset)
+    ops = TritonOps()
+    for i in range(3):
+        given = [numbers((rows, size), dtype, 5 + i * 10 + rank) for rank in range(2)]
+        residual = numbers((rows, size), dtype, 7 + i) if adds else None
+        found = []
+        for r, x in zip(ranks, given, strict=True):
+            r.group.sums = r
+            own = None if residual is None else residual.clone()
+            found.append(ops.all_reduce_norm(x, norm, group=r.group, residual=own, inputs=inputs))
+        summed = (given[0].float() + given[1].float()).to(dtype)
+        wanted, total = ReferenceOps().norm(summed, norm, residual=residual, inputs=inputs)
+        for normed, own in found:
+            assert torch.equal(own, total)
+            if inputs is None:
+                torch.testing.assert_close(normed, wanted, rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-5)
+                continue
+            torch.testing.assert_close(normed.scales.flatten(), wanted.scales.flatten(), rtol=1e-2, atol=0)
+            by = wanted.scales.repeat_interleave(128, 1) if inputs == "fp8-block" else wanted.scales
+            apart = (normed.values.float() - wanted.values.float()).abs() * by
+            assert (apart <= by * (1.01 if inputs == "int8" else 32.0)).all()  # a step of the codes
+            assert (apart > 0).float().mean() < 0.02
+        if inputs is not None:
+            assert torch.equal(*(normed.values.view(torch.uint8) for normed, _ in found))
+
+
+def test_what_it_does_not_take(folder):
+    (sums,) = ranks_of(folder, 640, most_bytes=6400)[:1]
+    x, weight = torch.zeros(4, 320, dtype=torch.bfloat16), torch.ones(320, dtype=torch.bfloat16)
+    norm = NormParams(kind="rms", weight=weight, eps=1e-5)
+    assert sums.covers(x)
+    assert sums.covers_norm(x, norm, "fp8")
+    assert not sums.covers(x.expand(3, 4, 320))
+    assert not sums.covers(torch.zeros(11, 320, dtype=torch.bfloat16))  # more than its memory
+    assert not sums.covers(torch.zeros(7, dtype=torch.bfloat16))
+    assert not sums.covers(torch.zeros(4, 320, dtype=torch.int16))
+    assert not sums.covers_norm(x, norm, "fp8-block")  # 320 is not whole tiles
+    assert not sums.covers_norm(x[:, :160].contiguous(), norm, None)
+    assert not sums.covers_norm(x, NormParams(kind="rms", weight=weight.float(), eps=1e-5), None)
+    own = OwnNorm(name="mine", function=lambda x, weight, bias, eps: x)
+    assert not sums.covers_norm(x, NormParams(kind=own, weight=weight, eps=1e-5), None)
+    with pytest.raises(ValueError, match="multiple of 16"):
+        rank_sums.RankSums(sums.group, 24)
