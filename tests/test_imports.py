@@ -25,7 +25,7 @@ FILES = {
 
 PUBLIC = {f"slipstream.{name}": module for name, module in slipstream._PUBLIC.items()}
 BASE = (
-    *("errors", "arguments", "spec", "sampling_params", "outputs", "stats", "types", "locks", "files"),
+    *("errors", "arguments", "locks", "files", "spec", "sampling_params", "outputs", "stats", "types"),
     *("config", "hub", "plan"),
 )
 """Imported by all above them; among themselves, each may import those before it."""
@@ -148,6 +148,21 @@ def exception(own: str, other: str) -> tuple[str, str] | None:
 @pytest.mark.parametrize("module", [name for name in FILES if name != "slipstream"])
 def test_imports_only_what_it_may(module):
     assert not [pair for pair in forbidden(module, imported(FILES[module])) if exception(*pair) is None]
+
+
+OWN_CUDA = {"bench.adapters.transformers": "it measures another engine, and has only torch for it"}
+
+
+def test_only_the_platform_asks_torch_about_a_gpu():
+    """DESIGN §10: one object a device kind has streams, events, graphs, memory and capabilities."""
+    found = set()
+    for module, file in FILES.items():
+        own = module.removeprefix("slipstream.")
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        asks = any(isinstance(n, ast.Attribute) and ast.unparse(n) == "torch.cuda" for n in ast.walk(tree))
+        if not is_in(own, ("platform",)) and (asks or "torch.cuda" in imported(file)):
+            found.add(own)
+    assert found == OWN_CUDA.keys()
 
 
 def test_every_exception_is_still_needed():

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import os
 import random
 import statistics
 import time
@@ -265,7 +266,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     tasks = [(i, args.days, seed, args.trace, args.keep) for seed in args.seed for i in range(args.replicas)]
     replica_days = len(tasks) * args.days
-    with ProcessPoolExecutor(2) as pool:
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
         runs = list(pool.map(one, tasks))
     rows = [row for run in runs for row in run["faults"]]
     found = [row for row in rows if row["delay_s"] is not None]

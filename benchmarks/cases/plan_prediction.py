@@ -1,14 +1,19 @@
 """`slipstream plan`'s simulator against measurements, on loads that are drawn at random.
 
     python benchmarks/plan.py --study prediction             # ten loads of SmolLM2 on this CPU
-    python benchmarks/plan.py --study prediction --config llama-3-8b --quantization fp8 --num-loads 6    # on a GPU
-    python benchmarks/plan.py --study prediction --config llama-3-8b --quantization fp8 --num-loads 6 --table FILE
+    python benchmarks/plan.py --study prediction --held-out --config llama-3-8b --quantization fp8 --kv-cache-dtype fp8 \
+        --num-loads 6 --max-load-s 7 --least-s 0.25 --rounds 1    # on a GPU
     python benchmarks/plan.py --study prediction --record    # the recorded loads of results/online.json, on an H200
 
 A load has lengths, and a rate or a number of users, drawn by `--seed`. Each is measured through `AsyncLLM`, between two
 measurements of the table of steps in the same minutes, since a shared machine's speed changes; the prediction is that of the
-two tables together. With `--table` (the file of `--study steps`) all predictions are made by that table before the load is
-measured: held-out loads. Errors are of the mean TPOT and TTFT, and of output tokens a second.
+two tables together.
+
+With `--held-out` the table is measured first. Then every load is predicted, by the table and by estimated steps, and the
+predictions are printed before the first load runs. `--table` (the file of `--study steps`) takes the place of measuring.
+A GPU's steps are to be measured for longer each (`--least-s`), so that it draws the power that it draws under a load.
+
+Errors are of the mean TPOT and TTFT, and of output tokens a second.
 """
 
 from __future__ import annotations
@@ -16,9 +21,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import json
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,14 +33,14 @@ from typing import Any
 import common
 
 from slipstream.bench.adapters.slipstream import AsyncSlipstream
-from slipstream.bench.host_costs import measure_host
+from slipstream.bench.host_costs import USERS, measure_host
 from slipstream.bench.load import Arrivals, ClosedLoop, Poisson, run_load
 from slipstream.bench.metrics import Summary, summarize
 from slipstream.bench.report import print_table
-from slipstream.bench.workload import Workload, from_lengths
+from slipstream.bench.workload import from_lengths
 from slipstream.config import EngineArgs
 from slipstream.plan.devices import find_device
-from slipstream.plan.engines import PlannedEngine, plan_engine
+from slipstream.plan.engines import RUN_AHEAD, PlannedEngine, plan_engine, this_hardware
 from slipstream.plan.simulate import simulate
 from slipstream.plan.step_cost import HostCost, MeasuredStep, fit_steps, read_table
 from slipstream.plan.traffic import of_lengths, parse_workload
@@ -42,7 +49,8 @@ from slipstream.worker.executor import LocalExecutor
 from slipstream.worker.step_costs import grid, measure_steps
 
 TARGETS = {"tpot": 0.08, "ttft": 0.15, "throughput": 0.08}
-MEASURED_CACHE, GPU_CACHE = 512 * 2**20, 35 * 2**30
+MEASURED_CACHE, GPU_CACHE = 512 * 2**20, 24 * 2**30
+LONGEST_ON_GPU = 4200  # tokens of a context, which those of the loads do not pass
 
 
 def draw(rng: random.Random, capacity: float, scale: int) -> dict[str, Any]:
@@ -75,7 +83,7 @@ def errors(found: dict[str, float], measured: dict[str, float]) -> dict[str, flo
 
 
 async def validate(args: Any, settings: EngineArgs) -> list[dict[str, Any]]:
-    executor = LocalExecutor.build(settings, by_torch=True)
+    executor = LocalExecutor.build(settings)
     config, description = executor.config, executor.description
     info, vocab = config.device.info, description.spec.vocab_size
     seqs, tokens = min(32, config.scheduling.max_num_seqs), config.scheduling.max_num_batched_tokens
@@ -109,7 +117,7 @@ async def validate(args: Any, settings: EngineArgs) -> list[dict[str, Any]]:
             measured, found = figures(summarize(records)), figures(predicted(planned, load, number))
             shown = {k: v for k, v in load.items() if k != "lengths"}
             row = {
-                "load": {**shown, "num_requests": len(records), "mean_lengths": mean_lengths(bench)},
+                "load": {**shown, "num_requests": len(records), "mean_lengths": means(load["lengths"])},
                 "measured": measured,
                 "predicted": found,
                 "errors": errors(found, measured),
@@ -124,38 +132,74 @@ async def validate(args: Any, settings: EngineArgs) -> list[dict[str, Any]]:
     return rows
 
 
-async def held_out(args: Any, settings: EngineArgs) -> list[dict[str, Any]]:
-    """By a table that was measured beforehand; nothing of the load is known to the prediction but lengths and arrivals."""
-    table = read_table(json.loads(args.table.read_text("utf-8")), args.table.name)
-    rng, rows = random.Random(args.seed), []
+async def held_out(args: Any, settings: EngineArgs, phase: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Every prediction is made before the first load runs; nothing of a load is known to it but lengths and arrivals."""
+    hardware, begin = this_hardware(settings.device), time.monotonic()
+    table = read_table(json.loads(args.table.read_text("utf-8")), args.table.name) if args.table else None
+    points = measured_steps(args, settings) if table is None else ()
+    phase("steps")
+    scale, capacity = (8, 15000.0) if hardware.is_gpu else (1, 800.0)
+    rng = random.Random(args.seed)
+    rows: list[dict[str, Any]] = []
+    loads = [bounded(draw(rng, capacity, scale), args.max_load_s) for _ in range(args.num_loads)]
     async with await AsyncSlipstream.start(settings) as engine:
+        phase("start")
         config, ledger, description = engine.engine.config, engine.engine.ledger, engine.engine.description
         info, vocab = config.device.info, description.spec.vocab_size
-        hardware = find_device("h200" if info.is_cuda else "cpu-2-avx512")
-        planned = plan_engine(settings, description, hardware, info=info, table=table)
-        planned = dataclasses.replace(planned.with_blocks(ledger.num_blocks), config=config)
         warm = from_lengths("warm", [(64, 16)] * 8, vocab_size=vocab, seed=args.seed)
         await run_load(engine, warm.requests, ClosedLoop(concurrency=8))
-        for number in range(args.num_loads):
-            load = draw(rng, 15000.0 if info.is_cuda else 800.0, 8 if info.is_cuda else 1)
-            found = figures(predicted(planned, load, number))
+        if table is None:
+            fitted = fit_steps(points, identity={}, made_by={})
+            ahead = None if info.is_cuda else RUN_AHEAD
+            users = [n for n in USERS if n <= config.scheduling.max_num_seqs]
+            table = fitted.with_host(await measure_host(engine, fitted, vocab_size=vocab, run_ahead=ahead, users=users))
+        by_table = plan_engine(settings, description, hardware, info=info, table=table)
+        by_table = dataclasses.replace(by_table.with_blocks(ledger.num_blocks), config=config)
+        engines = {"predicted": by_table, "estimated": dataclasses.replace(by_table, table=None)}
+        for number, load in enumerate(loads):
+            shown = {name: value for name, value in load.items() if name != "lengths"}
+            shown |= {"num_requests": len(load["lengths"]), "mean_lengths": means(load["lengths"])}
+            rows.append({"load": shown, **{by: figures(predicted(of, load, number)) for by, of in engines.items()}})
+            print(json.dumps(rows[-1]), flush=True)
+        phase("host and predictions")
+        for number, (load, row) in enumerate(zip(loads, rows, strict=True)):
+            if time.monotonic() - begin > args.budget_s:
+                print(f"the budget of {args.budget_s:g} s is over: {args.num_loads - number} loads were not measured")
+                break
             bench = from_lengths("drawn", load["lengths"], vocab_size=vocab, seed=number)
             measured = figures(summarize(await run_load(engine, bench.requests, arrivals_of(load), seed=number)))
-            shown = {k: v for k, v in load.items() if k != "lengths"}
-            row = {
-                "load": {**shown, "num_requests": len(bench.requests), "mean_lengths": mean_lengths(bench)},
-                "measured": measured,
-                "predicted": found,
-                "errors": errors(found, measured),
-                "load_average": os.getloadavg()[0],
-            }
-            rows.append(row)
+            row |= {"measured": measured, "host": dataclasses.asdict(table.host)}
+            row |= {"errors": errors(row["predicted"], measured), "errors_estimated": errors(row["estimated"], measured)}
+            row |= {"fit_error": table.error, "load_average": os.getloadavg()[0]}
             print(json.dumps(row), flush=True)
-    return rows
+        phase("loads")
+    return [row for row in rows if "measured" in row]
 
 
-def mean_lengths(bench: Workload) -> list[float]:
-    return [bench.input_tokens / len(bench.requests), bench.output_tokens / len(bench.requests)]
+def measured_steps(args: Any, settings: EngineArgs) -> list[MeasuredStep]:
+    """What steps take, by an engine that is gone afterwards."""
+    executor = LocalExecutor.build(settings)
+    while executor.capture_next():
+        pass
+    scheduling, longest = executor.config.scheduling, LONGEST_ON_GPU if executor.config.device.info.is_cuda else 600
+    limits = scheduling.max_num_seqs, scheduling.max_num_batched_tokens, executor.config.model.max_model_len
+    steps = grid(*limits, executor.ledger.num_kv_tokens, longest)
+    points = measure_steps(executor, steps, rounds=args.rounds, least_s=args.least_s)
+    platform = executor.runner.platform
+    del executor
+    gc.collect()
+    platform.release_unused()
+    return points
+
+
+def bounded(load: dict[str, Any], most_s: float) -> dict[str, Any]:
+    """Fewer requests, where a load would last much longer: three answers of each user, or what arrives in `most_s`."""
+    most = 3 * load["users"] if "users" in load else int(load["rate"] * most_s) + 1
+    return {**load, "lengths": load["lengths"][:most]} if most_s < float("inf") else load
+
+
+def means(lengths: list[tuple[int, int]]) -> list[float]:
+    return [sum(column) / len(lengths) for column in zip(*lengths, strict=True)]
 
 
 def mean_ratio(before: list[MeasuredStep], after: list[MeasuredStep]) -> float:
@@ -195,16 +239,28 @@ RECORD = "prediction"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", action="store_true", help="against the recorded loads of an H200; nothing is measured")
-    parser.add_argument("--table", type=Path, help="what steps take: a file of `--study steps`; none is measured here")
+    parser.add_argument("--held-out", action="store_true", help="predict all loads before the first runs")
+    parser.add_argument("--table", type=Path, help="with --held-out: a file of `--study steps` instead of measuring steps")
     parser.add_argument("--config")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--num-loads", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--max-load-s", type=float, default=float("inf"), help="with --held-out: about as long as a load lasts")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="with --held-out: after this no load begins")
+    parser.add_argument("--rounds", type=int, default=2, help="measurements of each step")
+    parser.add_argument("--least-s", type=float, default=0.03, help="with --held-out: seconds of each of them")
     parser.add_argument("--seed", type=int, default=20)
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
+    took, last = {}, [time.monotonic()]
+
+    def phase(name: str) -> None:
+        now = time.monotonic()
+        took[name], last[0] = now - last[0], now
+        print(f"{name}: {took[name]:.1f} s", flush=True)
+
     if args.record:
         rows = recorded()
     else:
@@ -213,20 +269,30 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             load_format="dummy" if args.config else "auto",
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
-            kv_cache_bytes=None if args.table else GPU_CACHE if args.config else MEASURED_CACHE,  # two engines side by side
+            kv_cache_bytes=GPU_CACHE if args.config else MEASURED_CACHE,  # two engines, one after or beside the other
+            max_num_seqs=args.max_num_seqs,
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
         )
-        rows = asyncio.run((held_out if args.table else validate)(args, settings))
-    means = {name: sum(r["errors"][name] for r in rows if name in r["errors"]) / len(rows) for name in TARGETS}
-    shown = [
-        (
-            str(r["load"] if isinstance(r["load"], str) else dict(r["load"].items())),
-            *(f"{r['measured'][n]:.4g} · {r['predicted'][n]:.4g} · {r['errors'].get(n, 0):.0%}" for n in TARGETS),
-        )
-        for r in rows
-    ]
-    print_table("measured · predicted · error", ("load", *TARGETS), shown)
-    print({name: f"{value:.1%} (target {TARGETS[name]:.0%})" for name, value in means.items()})
+        rows = asyncio.run(held_out(args, settings, phase) if args.held_out else validate(args, settings))
+    if not rows:
+        raise SystemExit("no load was measured")
+    found = {"errors": "by the table" if args.held_out else "predicted", "errors_estimated": "by estimated steps"}
+    of_all = {}
+    for kind, title in found.items():
+        if kind not in rows[0]:
+            continue
+        by = "estimated" if kind == "errors_estimated" else "predicted"
+        shown = [
+            (
+                str(r["load"]),
+                *(f"{r['measured'][n]:.4g} · {r[by][n]:.4g} · {r[by][n] / r['measured'][n] - 1:+.0%}" for n in TARGETS),
+            )
+            for r in rows
+        ]
+        print_table(f"measured · {title} · error", ("load", *TARGETS), shown)
+        of_all[kind] = {name: sum(r[kind][name] for r in rows if name in r[kind]) / len(rows) for name in TARGETS}
+        print({name: f"{value:.1%} (target {TARGETS[name]:.0%})" for name, value in of_all[kind].items()})
     shown_settings = {**vars(args), "output": args.output.name, "table": args.table and args.table.name}
-    save(settings=shown_settings, mean_errors=means, rows=rows)
+    shown_settings = {name: value for name, value in shown_settings.items() if value != float("inf")}
+    save(settings=shown_settings, mean_errors=of_all["errors"], estimated=of_all.get("errors_estimated"), took=took, rows=rows)

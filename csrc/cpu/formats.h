@@ -9,8 +9,9 @@
 //               bits 2t and 2t+1 belong to inputs 4t … 4t+3 of the first 16, then of the last 16.
 //   2, 3 bits   16 inputs × 16 rows: bits 2t and 2t+1 of a byte belong to inputs 4t … 4t+3 of these. 3 bits have 64 bytes more
 //               after each 32 inputs, as 5 bits have.
-// Inputs are padded with zeros to a multiple of 32, rows to one of 16. A number is (code − from) · scale + minimum. The scales of
-// all panels follow the codes, a panel's together. Minima that do not stand among the scales follow in the same layout:
+// Inputs are padded with zeros to a multiple of 32, rows to a multiple of 16. A number is (code − from) · scale + minimum. Behind the
+// codes of all panels come the scales, panel by panel. Q4M, Q5M, W4M and W4M32 have minima behind the scales, in the same
+// layout. The K kinds have both in one record:
 //   kind          bits from  scale and minimum, each for 16 rows side by side
 //   I8            8    128   one float32 a row
 //   Q8 Q4 Q5      8 4 5 128 8 16  a float16 for every 32 inputs

@@ -8,10 +8,12 @@
 
 namespace {
 
-constexpr int64_t QUERY_ROWS = 384;   // query tokens × heads of a kv head in a tile of prefill. There are fewer where a head
-constexpr int64_t QUERY_DIM = 256;    // is wider than this, so that queries and results stay in a core's own cache
+// A tile of prefill has QUERY_ROWS rows (query tokens × heads of a kv head), fewer where a head is wider than QUERY_DIM. So its
+// queries and results stay in a core's own cache.
+constexpr int64_t QUERY_ROWS = 384;
+constexpr int64_t QUERY_DIM = 256;
 constexpr int64_t NEAR_BYTES = 768 << 10;  // a product's inputs and results that stay in a core's own cache (1 MB and more)
-constexpr int64_t SPLIT_KEYS = 128;   // keys of a decode in a task. It is fixed, so that an answer does not depend on its batch
+constexpr int64_t SPLIT_KEYS = 128;        // keys that a decode's task reads; fixed, so that an answer does not depend on its batch
 
 int64_t now_ns(int32_t clock) {
     timespec t;

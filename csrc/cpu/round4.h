@@ -1,15 +1,15 @@
 // Rounds a group of weights to 4 bits: codes 0 … 15, a scale and a minimum, such that the squared error is small.
 //
-// To nearest between the smallest and the largest number is what most of a group's numbers suffer from: one outlier makes the steps
-// wide. So several steps are tried. For the codes of each, the scale and minimum with the least error follow from a line's fit
-// (least squares), as llama.cpp searches those of Q4_K. Of normally distributed numbers the error is 45 % below that of rounding to
-// a symmetric range, of groups of 128 28 %.
+// Steps that reach from the group's smallest number to its largest are wide if there is one outlier, and then most numbers are
+// rounded badly. So several widths are tried, as llama.cpp does for Q4_K. Each gives codes, and a least-squares fit gives the best
+// scale and minimum for these codes. With normally distributed numbers the squared error is 45 % below that of rounding to a
+// symmetric range (28 % in groups of 128).
 #pragma once
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-static inline uint16_t to_half(float f) {  // to nearest; of two as near, the even one; beyond float16's range its end
+static inline uint16_t to_half(float f) {  // rounds to nearest even; a number beyond float16's range becomes its largest
     uint32_t x;
     memcpy(&x, &f, 4);
     const uint16_t sign = (uint16_t)(x >> 16 & 0x8000);

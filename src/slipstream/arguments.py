@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -35,6 +35,16 @@ SETTINGS = {
     "n_threads": "num_threads",
 }
 """The same of settings, also llama-cpp-python's. On the command line they are options."""
+
+VALUES = {
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "float": "float32",
+    "full": "float32",
+}
+"""Values of settings that other engines know, and what they are here."""
 
 NEEDLESS = {
     "trust_remote_code": "leave it out: a checkpoint's own code is never run",
@@ -66,6 +76,13 @@ def suggesting_init(cls: C, what: str = "argument") -> C:
     initialise: Any = cls.__init__  # type: ignore[misc]
     cls.__init__ = suggesting(initialise, what)  # type: ignore[misc]
     return cls
+
+
+def likely_value(value: str, allowed: Sequence[str]) -> str:
+    """The end of a message that refuses `value`: "; did you mean …?", or nothing."""
+    own = VALUES.get(value.lower(), value.lower())
+    near = [own] if own in allowed else difflib.get_close_matches(own, allowed, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _message(name: str, known: list[str], what: str) -> str:

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and digests of what results follow from."""
+"""Files that appear whole or not at all, JSON and YAML from strangers, and digests of what results follow from."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+MOST_YAML_VALUES = 100_000
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -19,6 +21,52 @@ def write_whole(path: Path, content: str | bytes) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """ValueError for what is no JSON, also where it is nested deeper than Python reads it."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_yaml(path: Path) -> Any:
+    """The file's one document. ValueError says where it is none; a bad date, a file that refers to itself, and one whose
+    aliases stand for more than `MOST_YAML_VALUES` are none, too. OSError if there is no file."""
+    import yaml
+
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            if _num_values(node, {}) > MOST_YAML_VALUES:
+                raise ValueError(f"it holds more than {MOST_YAML_VALUES:,} values, counted as often as aliases name them")
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8 text") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise ValueError(f"{where}not YAML: {getattr(error, 'problem', None) or error}") from None
+
+
+def _num_values(node: Any, known: dict[int, int | None]) -> int:
+    """How many values a reader meets who follows aliases. `known`: those counted, by `id`; None while it is counted."""
+    if (found := known.get(id(node), 0)) is None:
+        raise ValueError(f"line {node.start_mark.line + 1}: it refers to itself")
+    if not found:
+        known[id(node)] = None
+        below = node.value if isinstance(node.value, list) else []
+        parts = [part for entry in below for part in (entry if isinstance(entry, tuple) else (entry,))]
+        known[id(node)] = found = 1 + sum(_num_values(part, known) for part in parts)
+    return found
 
 
 def digest(value: Any, *, default: Callable[[Any], Any] | None = None) -> str:

@@ -181,8 +181,8 @@ class BeamStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextsRequest:
-    """The texts of one call, of each of which a vector or scores are wanted: one request, however many they are. What is said
-    of each token or text are int32 in the machine's order, since Python's own integers cost more than an encoder's products.
+    """The texts of one call that asks for a vector or scores of each: one request, however many texts. The fields of tokens and
+    texts are arrays of int32 in the machine's byte order: lists of Python's integers would take longer than an encoder's step.
     """
 
     request_id: str

@@ -77,6 +77,7 @@ def test_alternating_repetitions_take_turns():
         ('objectives = {ttft = 1}\n[[engines]]\nengine = "openvino"', "objectives"),
         ('batch_size = [1]\n[[engines]]\nengine = "openvino"', "batch_size"),
         ("repeats = 1", "engines"),
+        ('repeats = 1000000000\n[[engines]]\nengine = "openvino"', "repeats"),
     ],
 )
 def test_a_wrong_file_is_refused_by_the_name_of_its_fault(text, field):
@@ -87,7 +88,10 @@ def test_a_wrong_file_is_refused_by_the_name_of_its_fault(text, field):
 
 def test_files_that_are_no_toml(tmp_path):
     (tmp_path / "x.toml").write_text("a = [")
-    for name, told in (("x.toml", "can't be read as TOML"), ("absent.toml", "cannot read the sweep .*: No such file")):
+    (tmp_path / "deep.toml").write_text("a = " + "[" * 100_000)
+    (tmp_path / "long.toml").write_text("a = " + "1" * 5000)
+    broken = [(name, "can't be read as TOML") for name in ("x.toml", "deep.toml", "long.toml")]
+    for name, told in (*broken, ("absent.toml", "cannot read the sweep .*: No such file")):
         with pytest.raises(ConfigError, match=told) as caught:
             read_grid(tmp_path / name)
         assert name in str(caught.value)

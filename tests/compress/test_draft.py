@@ -101,7 +101,7 @@ def test_it_begins_with_the_model(path):
     start = eagle_start(head, model.spec, values, rows, 0)
     assert {n: tuple(v.shape) for n, v in start.items()} == head.shapes
     assert torch.equal(start["head.weight"], rows)
-    assert torch.equal(start["mlp.down.weight"], values["layers.5.mlp.down.weight"])
+    assert torch.equal(start["layers.0.mlp.down.weight"], values["layers.5.mlp.down.weight"])
     medusa = medusa_for(model.spec, 2)
     net, states = MedusaNet(medusa, medusa_start(medusa), rows), torch.randn(1, 4, 32)
     for place, hidden in enumerate(net(torch.zeros(1, 4, dtype=torch.int64), states, 2)):

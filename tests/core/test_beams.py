@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.core.prefix_cache import extend_keys
 from slipstream.types import BeamStep, FinishReason
 from tests.core.configs import BLOCK, FULL, config, window
 from tests.core.test_scheduler import Engine, request
@@ -157,3 +158,19 @@ def test_a_search_that_is_given_up_keeps_nothing():
     assert engine.scheduler.num_running == 1  # it waits for its search
     engine.scheduler.fail_all(FinishReason.ERROR, "a step failed")
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
+
+
+def test_a_beam_that_takes_over_other_tokens_has_their_keys():
+    """Both have given up their blocks. The keys that the beam looked up before were those of its own tokens."""
+    scheduler = Engine(config(num_blocks=40)).scheduler
+    for name in "ab":
+        scheduler.add(request(name, range(BLOCK), 20, beam_of="a"))
+    a, b = (scheduler.requests.by_id[name] for name in "ab")
+    a.token_ids += [1] * BLOCK
+    b.token_ids += [2] * BLOCK
+    scheduler.kv.cached_prefix(b)
+    scheduler.requests.go_on([BeamStep("b", "a", 3)])
+    scheduler.kv.cached_prefix(b)
+    expected = list[bytes]()
+    extend_keys(expected, b.root_key, [*range(BLOCK), *[1] * BLOCK], BLOCK, 2)
+    assert b.block_keys == expected

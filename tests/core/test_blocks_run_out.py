@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
+from slipstream.core.kv_cache_manager import KVCacheManager
+from slipstream.core.request import Request
+from slipstream.core.step import StepBuilder
 from slipstream.types import FinishReason
-from tests.core.configs import BLOCK, config
+from tests.core.configs import BLOCK, config, window
 from tests.core.test_scheduler import Engine, request, scheduled
 
 
@@ -18,3 +23,22 @@ def test_a_copy_needs_a_block_as_well():
     assert engine.ends == {"a": FinishReason.LENGTH, "a/1": FinishReason.LENGTH}
     assert not any(plan.block_copies for plan in engine.plans)
     assert [scheduled(plan).get("a/1", 0) for plan in engine.plans] == [0, 0, BLOCK + 2, 1]
+
+
+def test_a_block_that_another_holds_is_not_freed_by_passing_it():
+    """Two requests share the first block of a window group, and none is free. That one of them has passed the block gives it
+    no other, as long as the other request holds it."""
+    kv = KVCacheManager(config(groups=(window(BLOCK),))["cache"], 4, "", None, time.monotonic)
+    a, b = (Request(request(name, range(2 * BLOCK)), (0, 0.0, i), b"", 1) for i, name in enumerate("ab"))
+    step = StepBuilder(16, {})
+    assert kv.allocate(step, a, 2 * BLOCK)
+    kv.adopt(b, a.blocks)
+    kv.pool.allocate(1)
+    a.num_computed_tokens = b.num_computed_tokens = 2 * BLOCK
+    before = [*b.blocks[0]]
+    assert not kv.allocate(step, b, 2 * BLOCK + 1)
+    assert (b.blocks[0], b.num_passed[0]) == (before, 0)
+    kv.release(a)
+    assert kv.allocate(step, b, 2 * BLOCK + 1)
+    assert b.blocks[0][2] == before[0]
+    kv.pool.check()

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
+from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.prefix_cache import extend_keys, root_key
+from slipstream.core.request import Request, Status
+from slipstream.core.step import StepBuilder
+from slipstream.types import ImageSpan
+from tests.core.configs import BLOCK, config
+from tests.core.test_scheduler import Engine, request
 
 
 def test_salts_are_told_apart_wherever_one_ends():
@@ -18,3 +26,39 @@ def test_a_chain_is_the_same_at_once_and_piece_by_piece():
         extend_keys(pieces, root_key("model"), tokens, 4, count)
     assert pieces == whole
     assert len(set(whole)) == 3
+
+
+def test_a_picture_is_told_apart_by_where_it_begins():
+    """Its placeholders are the same tokens everywhere, and a text may hold the same token behind a picture."""
+    chains = set()
+    for offset in (0, 1, 4, 5):
+        keys = list[bytes]()
+        image = ImageSpan(offset=offset, rows=1, columns=3, key=b"picture", height=1, width=1, pixels=b"")
+        extend_keys(keys, root_key("model"), [9] * 8, 4, 2, [image])
+        chains.add(tuple(keys))
+    assert len(chains) == 4
+
+
+def test_a_block_with_a_token_that_is_not_known_is_not_cached():
+    """Steps in flight may have computed tokens that a grammar forces, before the request knows them."""
+    kv = KVCacheManager(config()["cache"], 6, "", None, time.monotonic)
+    own = Request(request("a", range(BLOCK + 2)), (0, 0.0, 0), b"", 1)
+    own.status = Status.RUNNING
+    assert kv.allocate(StepBuilder(16, {}), own, 2 * BLOCK)
+    own.num_computed_tokens = 2 * BLOCK
+    kv.register(own, 1)
+    assert own.num_registered == 1
+    assert [kv.pool.hashes[block] is not None for block in own.blocks[0]] == [True, False]
+
+
+def test_hits_are_of_prompts_alone():
+    """An answer that began elsewhere is computed like a prompt, and may be cached, but is none of the prompt's hits."""
+    engine = Engine(config(num_blocks=40))
+    for name in "ab":
+        engine.scheduler.add(request(name, range(6), max_tokens=10, answer_token_ids=tuple(range(6))))
+        engine.step()
+        found = engine.scheduler.requests.by_id[name].num_cached_tokens
+        engine.run()
+    assert found == 6
+    stats = engine.scheduler.stats()
+    assert (stats.prefix_hits, stats.prefix_queries) == (6, 12)

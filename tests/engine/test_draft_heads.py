@@ -11,17 +11,22 @@ from torch.nn import functional as F
 from slipstream import LLM, SamplingParams
 from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
 from slipstream.kernels import native
+from slipstream.spec.description import read_spec
+from slipstream.spec.draft_heads import read_head
 from tests import draft_heads, tiny_models
 from tests.engine.test_speculation import PROMPTS, SETTINGS, SIZES, answers
+from tests.naive_heads import naive_drafts
 
 K = 3
-HEADS = {
-    "eagle3": lambda path: draft_heads.eagle(path),
-    "speculators": lambda path: draft_heads.eagle(path, speculators=True),
-    "medusa": lambda path: draft_heads.medusa(path),
-    "converted": lambda path: draft_heads.medusa(path, converted=True),
+HEADS = {  # the method, and how a head is written
+    **{method: (method, write) for method, write in draft_heads.BY_METHOD.items()},
+    "speculators": ("eagle3", lambda path: draft_heads.eagle(path, speculators=True)),
+    "eagle-speculators": ("eagle", lambda path: draft_heads.eagle1(path, speculators=True, bias=False)),
+    "peagle-speculators": ("peagle", lambda path: draft_heads.eagle(path, masks=True, speculators=True)),
+    "dflash-speculators": ("dflash", lambda path: draft_heads.dflash(path, speculators=True)),
+    "converted": ("medusa", lambda path: draft_heads.medusa(path, converted=True)),
+    "mtp": ("mtp", draft_heads.mtp),
 }
-METHOD = {"eagle3": "eagle3", "speculators": "eagle3", "medusa": "medusa", "converted": "medusa", "mtp": "mtp"}
 
 
 class Setup:
@@ -32,23 +37,22 @@ class Setup:
         more = {"num_hidden_layers": 6} if family == "llama" else {}
         self.path, self.kind = str(folder / "model"), kind
         self.model = tiny_models.build(folder / "model", family, **more)
-        self.config = {"method": METHOD[kind], "num_speculative_tokens": K}
-        if kind == "mtp":
-            self.tensors = draft_heads.mtp(folder / "model")
-        else:
-            self.tensors = HEADS[kind](folder / "head")
+        method, write = HEADS[kind]
+        self.config = {"method": method, "num_speculative_tokens": K}
+        self.tensors = write(folder / ("model" if kind == "mtp" else "head"))
+        if kind != "mtp":
             self.config |= {"model": str(folder / "head"), "quantization": "none"}
 
     def llm(self, *, plain=False, config=None, **more):
         return LLM(self.path, speculative_config=None if plain else config or self.config, **{**SIZES, **more})
 
 
-@pytest.fixture(scope="module", params=["eagle3", "medusa", "mtp"])
+@pytest.fixture(scope="module", params=["eagle", "eagle3", "peagle", "dflash", "medusa", "mtp"])
 def setup(request, tmp_path_factory):
     return Setup(tmp_path_factory.mktemp(request.param), request.param)
 
 
-@pytest.fixture(scope="module", params=[*HEADS, "mtp"])
+@pytest.fixture(scope="module", params=HEADS)
 def any_setup(request, tmp_path_factory):
     """With the other ways of writing a head down."""
     return Setup(tmp_path_factory.mktemp(request.param), request.param)
@@ -61,96 +65,6 @@ def plain(setup):
 
 
 # --- The maths --------------------------------------------------------------------------------------------------------
-
-
-def rms(x, weight, eps=1e-5):
-    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-
-
-def attend(q, k, v):
-    """[n, H, D] over [n, K, D], causal; rotary of half style at places 0, 1, …"""
-    group = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    return torch.einsum(
-        "hqk,khd->qhd", scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf).softmax(-1), v
-    )
-
-
-def rotate(x, theta):
-    half = x.shape[-1] // 2
-    angles = torch.outer(torch.arange(len(x)).float(), theta ** (-torch.arange(half) / half))[:, None]
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
-
-
-def naive_eagle(setup, hidden, tokens):
-    t, embed = setup.tensors, setup.model.get_input_embeddings().weight
-    speculators = setup.kind == "speculators"
-    theta = 5000.0 if speculators else 10000.0
-    states = torch.cat([hidden[i] for i in (1, 2, 4)], -1) @ t["fc.weight"].T
-    ids, drafts = torch.arange(draft_heads.DRAFT_VOCAB) + t["d2t"], []
-    for _ in range(K):
-        e = rms(embed[[*tokens[1:], *drafts]], t["input_layernorm.weight"])
-        h = rms(states, t["hidden_norm.weight"])
-        residual = h if speculators else states
-        x = torch.cat((e, h), -1)
-        q, k, v = ((x @ t[f"self_attn.{n}_proj.weight"].T).unflatten(1, (-1, 8)) for n in "qkv")
-        x = residual + attend(rotate(q, theta), rotate(k, theta), v).flatten(1) @ t["self_attn.o_proj.weight"].T
-        h = rms(x, t["post_attention_layernorm.weight"])
-        x = (
-            x
-            + (F.silu(h @ t["mlp.gate_proj.weight"].T) * (h @ t["mlp.up_proj.weight"].T)) @ t["mlp.down_proj.weight"].T
-        )
-        logits = rms(x[-1], t["norm.weight"]) @ t["lm_head.weight"].T
-        drafts.append(int(ids[logits.argmax()]))
-        states = torch.cat((states, x[-1:]))
-    return drafts
-
-
-def naive_medusa(setup, hidden, tokens):
-    t, drafts = setup.tensors, []
-    for i in range(K):
-        x = hidden[-1][-1]
-        for j in range(2):
-            name = f"blocks.{i}.layers.{j}" if setup.kind == "converted" else f"{i}.{j}.linear"
-            x = x + F.silu(x @ t[f"{name}.weight"].T + t[f"{name}.bias"])
-        drafts.append(int((t[f"lm_heads.{i}.weight" if setup.kind == "converted" else f"{i}.2.weight"] @ x).argmax()))
-    return drafts
-
-
-def naive_mtp(setup, hidden, tokens):
-    """The layer itself is transformers': the model's last, with the head's weights."""
-    import copy
-
-    t, model, drafts, states = setup.tensors, setup.model, [], hidden[-1]
-    alone = copy.deepcopy(model.model)
-    alone.layers = alone.layers[-1:]
-    alone.layers[0].self_attn.layer_idx = 0
-    alone.config.num_hidden_layers = 1
-    own = {n: x for n, x in t.items() if n in alone.layers[0].state_dict()}
-    experts = [[t[f"mlp.experts.{e}.{n}_proj.weight"] for n in ("gate", "up", "down")] for e in range(8)]
-    own["mlp.experts.gate_up_proj"] = torch.stack([torch.cat((gate, up)) for gate, up, _ in experts])
-    own["mlp.experts.down_proj"] = torch.stack([down for *_, down in experts])
-    alone.layers[0].load_state_dict(own)
-    alone.norm = torch.nn.Identity()
-    eps = model.config.rms_norm_eps
-    for _ in range(K):
-        e = rms(model.get_input_embeddings().weight[[*tokens[1:], *drafts]], t["enorm.weight"], eps)
-        x = torch.cat((e, rms(states, t["hnorm.weight"], eps)), -1) @ t["eh_proj.weight"].T
-        x = alone(inputs_embeds=x[None], use_cache=False).last_hidden_state[0]
-        drafts.append(int((rms(x[-1], t["shared_head.norm.weight"], eps) @ t["shared_head.head.weight"].T).argmax()))
-        states = torch.cat((states, x[-1:]))
-    return drafts
-
-
-NAIVE = {
-    "eagle3": naive_eagle,
-    "speculators": naive_eagle,
-    "medusa": naive_medusa,
-    "converted": naive_medusa,
-    "mtp": naive_mtp,
-}
 
 
 def proposals(llm, sampling, prompts):
@@ -184,13 +98,13 @@ def test_drafts_are_those_of_the_published_maths(any_setup, kernels):
     for tokens, drafts in found:
         output = any_setup.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
         hidden = [h[0] for h in output.hidden_states]  # the last one is normed
-        assert drafts == NAIVE[any_setup.kind](any_setup, hidden, tokens)[: len(drafts)]
+        assert drafts == naive_drafts(any_setup, hidden, tokens, len(drafts))
 
 
 def test_chains_of_several_lengths_are_those_op_by_op(any_setup):
     """On a CPU greedy chains are programs (`worker.host_chain`). Here requests want different numbers of drafts, and a prompt's
     pairs come in the same step as a few of another's."""
-    if METHOD[any_setup.kind] == "medusa":
+    if any_setup.config["method"] in ("peagle", "dflash", "medusa"):
         pytest.skip("all places in one pass")
     found = []
     for host in (True, False):
@@ -275,7 +189,7 @@ def test_the_number_of_drafts_is_chosen_by_what_pays(setup, plain):
     with setup.llm(config=config) as llm:
         assert answers(llm, SETTINGS["greedy"]) == plain["greedy"]
         limit = llm.config.speculation.limit
-    assert limit == (3 if setup.config["method"] == "medusa" else 16)
+    assert limit == {"medusa": 3, "dflash": 7}.get(setup.kind, 16)
 
 
 def test_a_head_is_in_the_ledger(setup):
@@ -285,7 +199,7 @@ def test_a_head_is_in_the_ledger(setup):
         draft, ledger = llm.core.executor.runner.draft, llm.ledger
     tensors = {n: t for n, t in setup.tensors.items() if n not in ("d2t", "t2d", "embed_tokens.weight")}
     assert ledger.weights_bytes - before.weights_bytes == 4 * sum(t.numel() for t in tensors.values())
-    cached = {"medusa": 0, "converted": 0, "mtp": 24 + 8}.get(setup.kind, 2 * 16)
+    cached = {"medusa": 0, "mtp": 24 + 8, "peagle": 4 * 16, "dflash": 4 * 16}.get(setup.kind, 2 * 16)
     assert ledger.block_bytes - before.block_bytes == draft.block_bytes == 4 * 4 * (32 + cached)
 
 
@@ -328,10 +242,11 @@ def refused(path, head, match, method="eagle3", **more):
     [
         ({"hidden_size": 64}, "hidden_size = 64"),
         ({"vocab_size": 300}, "vocab_size = 300"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers = 2"),
+        ({"num_hidden_layers": 2}, "lacks layers.1.self_attn.q_proj.weight"),
         ({"draft_vocab_size": 100}, "lm_head.weight' has shape"),
         ({"intermediate_size": 40}, r"down_proj.weight' has shape \[32, 48\], and the config asks for \[32, 40\]"),
-        ({"parallel_drafting": True}, "parallel_drafting"),
+        ({"parallel_drafting": True}, "P-EAGLE.*take method 'peagle'"),
+        ({"fc_norm": True}, "fc_norm = True"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, "eagle_aux_hidden_state_layer_ids"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"fc.weight' has shape \[32, 96\]"),
         ({"drop": "midlayer"}, None),
@@ -354,7 +269,7 @@ def test_other_heads_that_do_not_fit(tmp_path):
     draft_heads.medusa(tmp_path / "medusa", medusa_choices=[[0]], num_experts=2)
     refused(path, tmp_path / "medusa", "num_experts = 2", "medusa")
     draft_heads.medusa(tmp_path / "three")
-    refused(path, tmp_path / "three", "has 3 heads; lower it", "medusa", num_speculative_tokens=4)
+    refused(path, tmp_path / "three", "guesses 3; lower it", "medusa", num_speculative_tokens=4)
     draft_heads.eagle(tmp_path / "no-map", drop="d2t")
     refused(path, tmp_path / "no-map", "lacks d2t")
     refused(path, tmp_path / "model", "num_hidden_layers|eagle_aux")
@@ -367,26 +282,60 @@ def test_other_heads_that_do_not_fit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "tensors", "message"),
+    ("write", "changes", "message"),
     [
-        ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 16}, (), "a head of DFlash"),
-        ({"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 4]}, "model_type": "qwen3"}, (), "a head of DFlash"),
-        ({"architectures": ["Eagle3LlamaForCausalLM"], "model_type": "llama", "pard_token": 9}, (), "P-EAGLE.*pard_token"),
-        ({"speculators_model_type": "peagle"}, (), "a head of P-EAGLE"),
-        ({"model_type": "llama"}, ("fc.weight", "midlayer.hidden_norm.weight", "mask_hidden"), "P-EAGLE.*mask_hidden"),
-        ({"architectures": ["EagleLlamaForCausalLM"], "model_type": "eagle"}, (), "EAGLE-1 or 2"),
-        ({"model_type": "llama"}, ("fc.weight", "layers.0.mlp.up_proj.weight"), "EAGLE-1 or 2"),
+        ("eagle1", {"vocab_size": 300}, "vocab_size = 300"),
+        ("eagle1", {"model_type": "gemma"}, "model_type = 'gemma'"),
+        ("eagle1", {"num_hidden_layers": 2}, "lacks layers.1.self_attn.q_proj.weight"),
+        ("eagle1", {"eagle_fc_bias": False}, "tensor 'fc.bias' that the draft head has no place for"),
+        ("eagle1", {"speculators": True, "layernorms": True}, "layernorms = True"),
+        ("eagle", {"masks": True, "ptd_token_id": None}, "mask_token_id = None"),
+        ("eagle", {"masks": True, "ptd_token_id": 1000}, "must be one of the model's"),
+        ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("dflash", {"num_target_layers": 7}, "num_target_layers = 7"),
+        ("dflash", {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 5]}}, "target_layer_ids.*from -1 to 4"),
+        ("dflash", {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 4], "causal": True}}, "dflash_config.causal"),
+        ("dflash", {"speculators": True, "sample_from_anchor": True}, "sample_from_anchor = True"),
+        ("dflash", {"speculators": True, "speculators_model_type": "dspark"}, "speculators_model_type = 'dspark'"),
     ],
     ids=str,
 )
-def test_heads_of_other_kinds_are_named(tmp_path, config, tensors, message):
+def test_heads_of_other_layouts_are_refused(tmp_path, write, changes, message):
     tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
-    head = tmp_path / "head"
-    draft_heads.write(head, config, {name: torch.zeros(2, 2) for name in tensors or ("fc.weight", "hidden_norm.weight")}, "")
-    refused(str(tmp_path / "model"), head, message)
-    if "fc.weight" not in tensors:  # the config alone tells, so it is named though the weights are a pickle
-        (head / "model.safetensors").rename(head / "pytorch_model.bin")
-        refused(str(tmp_path / "model"), head, message)
+    getattr(draft_heads, write)(tmp_path / "head", **changes)
+    method = {"eagle1": "eagle", "eagle": "peagle", "dflash": "dflash"}[write]
+    refused(str(tmp_path / "model"), tmp_path / "head", message, method)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "dflash", "medusa"])
+def test_a_head_of_another_kind_is_named(tmp_path, kind):
+    """By its config and the names of its tensors."""
+    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    _, write = HEADS[kind]
+    write(tmp_path / "head")
+    other = "medusa" if kind == "eagle3" else "eagle3"
+    refused(str(tmp_path / "model"), tmp_path / "head", f"a head of .*take method '{kind}'", other)
+
+
+def test_a_head_that_is_a_pickle_is_refused(tmp_path):
+    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    draft_heads.eagle1(tmp_path / "head")
+    (tmp_path / "head" / "model.safetensors").rename(tmp_path / "head" / "pytorch_model.bin")
+    refused(str(tmp_path / "model"), tmp_path / "head", "safetensors", "eagle")
+
+
+def test_a_config_as_vllm_wraps_it(tmp_path):
+    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    draft_heads.eagle1(tmp_path / "head")
+    target = read_spec(tmp_path / "model")
+    expected = read_head("eagle", tmp_path / "head", target)
+    path = tmp_path / "head" / "config.json"
+    inner = json.loads(path.read_text())
+    path.write_text(json.dumps({"model_type": "eagle", "model": {**inner, "eagle_fc_bias": True}}))
+    assert read_head("eagle", tmp_path / "head", target) == expected
+    path.write_text(json.dumps({"model_type": "eagle", "model": inner, "logit_scale": 2.0}))
+    with pytest.raises(SlipstreamError, match="logit_scale"):
+        read_head("eagle", tmp_path / "head", target)
 
 
 def test_layers_that_draft_are_left_out_without_the_method(tmp_path):
@@ -406,9 +355,6 @@ def test_layers_that_draft_are_left_out_without_the_method(tmp_path):
 
 def test_layers_by_their_other_names(tmp_path):
     """`eagle_config` counts the states behind layers; default layers are a low, a middle and a high one."""
-    from slipstream.spec.description import read_spec
-    from slipstream.spec.draft_heads import read_head
-
     tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=8)
     target = read_spec(tmp_path / "model")
     for name, changes, expected in (

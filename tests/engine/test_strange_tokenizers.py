@@ -1,18 +1,22 @@
-"""Tokenizers from strangers: ids without a row in the embedding, panics of the library, normalisers that explode."""
+"""Tokenizers from strangers: ids without a row in the embedding, panics of the library, normalisers that explode, patterns
+that take hours."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import threading
 
 import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from slipstream import LLM, SamplingParams
+from slipstream.engine import tokenizer_parts
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.errors import CheckpointError, ModelError, RequestError
+from slipstream.errors import CheckpointError, EngineOverloadedError, ModelError, RequestError
 from slipstream.spec.description import read_spec
+from tests.waiting import PATIENCE_S, wait_for
 
 ONE = SamplingParams(max_tokens=1, temperature=0)
 
@@ -85,7 +89,8 @@ def test_an_end_token_without_a_row_is_none(model_copy):
 # --- Panics and errors of the library ---------------------------------------------------------------------------------
 
 
-def test_a_panic_over_a_text_is_a_request_error(model_copy):
+def test_a_panic_over_a_text_is_a_request_error(model_copy, monkeypatch):
+    monkeypatch.setattr(tokenizer_parts, "MAX_SECONDS", PATIENCE_S)  # with RUST_BACKTRACE a panic takes seconds
     def slow(data):
         data["pre_tokenizer"] = {
             "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False,
@@ -181,3 +186,41 @@ def test_usual_normalisers_pass(model_copy):
     usual = [{"type": "NFKC"}, {"type": "Prepend", "prepend": "▁"}, replace("▁", String=" "), replace(" ", Regex=" {2,}")]
     change(model_copy, lambda data: data.update(normalizer={"type": "Sequence", "normalizers": usual}))
     Tokenizer.from_pretrained(model_copy)
+
+
+# --- Patterns ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_pattern_that_takes_hours_is_given_up(model_copy, monkeypatch):
+    """Each start of a match stays within the library's limit of tries, and the text has many. Other threads run meanwhile."""
+    pattern = {"type": "Split", "pattern": {"Regex": "a*a*a*b"}, "behavior": "Isolated", "invert": False}
+    change(model_copy, lambda data: data.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [pattern]}))
+    tokenizer = Tokenizer.from_pretrained(model_copy)
+    assert tokenizer.encode("aab") == tokenizer.encode_batch(["aab", "b"])[0]
+    monkeypatch.setattr(tokenizer_parts, "MAX_SECONDS", 0.1)
+    ticks = []
+    ends = threading.Event()
+    clock = threading.Thread(target=lambda: [ticks.append(1) for _ in iter(lambda: ends.wait(0.01), True)])
+    clock.start()
+    try:
+        for encode in (tokenizer.encode, lambda text: tokenizer.encode_pairs([(text, "b")])):
+            with pytest.raises(RequestError, match=r"longer than 0\.1 s") as caught:
+                encode(("a" * 200 + "c") * 2 + "b")  # most of a second of a core
+            assert caught.value.field == "prompt"
+        assert len(ticks) >= 5
+        with pytest.raises(EngineOverloadedError, match="stuck"):
+            tokenizer.encode("b")
+    finally:
+        ends.set()
+        clock.join()
+    wait_for(lambda: tokenizer_parts._texts._num_stuck == 0, "the texts that were given up")
+    assert tokenizer.encode("b")
+
+
+def test_patterns_of_known_models_need_no_thread(model_copy):
+    for pattern in tokenizer_parts.PATTERNS:
+        cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        change(model_copy, lambda data, cut=cut: data.update(pre_tokenizer=cut))
+        tokenizer = Tokenizer.from_pretrained(model_copy)
+        assert not tokenizer_parts.has_own_patterns(tokenizer._backend)
+        assert tokenizer.encode("Hello, world's 1234  \n\n é")

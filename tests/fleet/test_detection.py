@@ -109,15 +109,57 @@ def alarms(counts, responses):
     return found
 
 
-@pytest.mark.parametrize("responses", [12, 40])
+@pytest.mark.parametrize("responses", [8, 40])
 def test_one_request_in_four_fails(responses):
-    """Seen within half a minute in 19 of 20 cases."""
+    """Seen within 25 s in 19 of 20 cases."""
     rng, late = random.Random(4), 0
     for _ in range(100):
         healthy = [int(rng.random() < 0.003) for _ in range(HEALTHY)]
         found = alarms(healthy + [sum(rng.random() < 0.25 for _ in range(responses)) for _ in range(20)], responses)
-        late += not found or (found[0] - HEALTHY + 1) * INTERVAL_S > 30
+        late += not found or (found[0] - HEALTHY + 1) * INTERVAL_S > 25
     assert late <= 5
+
+
+def test_a_neighbour_who_comes_and_goes_is_seen_at_the_second_visit():
+    detector, rng = Detector(), random.Random(11)
+    observe(detector, rng, range(HEALTHY))
+    for number, slow in enumerate((1.8, 1.1, 1.0, 1.5)):  # the last is a visit of a part of the interval
+        assert detector.findings == []
+        observe(detector, rng, (HEALTHY + number,), slow=slow)
+    (finding,) = detector.findings
+    assert finding.signals == ("step_time",)
+
+
+def test_one_stall_is_no_finding():
+    """Every ten minutes steps take three times as long, in one observation."""
+    detector, rng = Detector(), random.Random(12)
+    observe(detector, rng, range(HEALTHY))
+    for number in range(HEALTHY, HEALTHY + 2000):
+        observe(detector, rng, (number,), slow=3.0 if number % 120 == 0 else 1.0)
+    assert detector.findings == []
+
+
+def test_a_queue_before_a_full_cache_is_seen_before_others():
+    def after(**fault):
+        detector, rng = Detector(), random.Random(13)
+        observe(detector, rng, range(HEALTHY))
+        number = HEALTHY
+        while not detector.findings:
+            observe(detector, rng, (number,), num_waiting=lambda n: 20, num_open=lambda n: n + 20, **fault)
+            number += 1
+        return number - HEALTHY
+
+    assert after(kv_cache_usage=0.99) <= 3 < after() <= 6
+
+
+def test_a_sequence_more_each_time_is_seen_within_half_a_minute():
+    detector, rng = Detector(), random.Random(14)
+    observe(detector, rng, range(HEALTHY))
+    for lost in range(1, 5):
+        assert detector.findings == []
+        observe(detector, rng, (HEALTHY + lost,), num_running=lambda n, lost=lost: n + lost)
+    (finding,) = detector.findings
+    assert finding.cause == "leaking_queue"
 
 
 def test_errors_now_and_then_are_no_alarm():

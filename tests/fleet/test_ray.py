@@ -9,12 +9,15 @@ import concurrent.futures
 import os
 import secrets
 import signal
+import time
 
 import msgspec
 import psutil
 import pytest
 
 from slipstream.errors import ConfigError
+from slipstream.fleet.capacity import FleetCapacity
+from slipstream.fleet.config import check
 from tests.fleet.running import ENGINE, RunningFleet, alive, fleet_of, version
 from tests.fleet.test_fleet import HELLO, ask
 
@@ -79,6 +82,41 @@ def test_a_wrong_setting_ends_the_start_and_leaves_nothing(tiny, tmp_path):
     assert servers() <= before
 
 
+def test_the_autoscaler_scales_from_none_to_two_to_none(tiny, tmp_path):
+    """The planner's capacity is replaced by one request a second of each replica: what is shown is what Ray does."""
+    one = version(tiny, replicas={"min": 0, "max": 2}, resources={"cpus": 0.5})
+    settings = {"objectives": {"ttft_s": 2.0}, "interval_s": 0.5, "hold_s": 4.0, "idle_s": 6.0}
+    models = {"tiny": {"versions": [one], "autoscale": settings}}
+    fleet = check({"port": 0, "backend": "ray", "models": models, "router": {"probe_s": 0}, "drain_timeout_s": 5})
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 4}
+    made = RunningFleet(fleet, tmp_path / "state", start_s=START_S)
+    try:
+        scaler = made.head.scaling.scalers["tiny/v1/main"]
+        scaler.capacity.now, scaler.capacity._next = FleetCapacity(((1, 1.0), (2, 2.0))), float("inf")
+        with made.http() as http, concurrent.futures.ThreadPoolExecutor(16) as pool:
+            assert http.get("/health").status_code == 200
+            assert not servers()
+            assert http.post("/v1/completions", json=body).status_code == 200  # it waited at the door
+            assert str(scaler.last) == "0 → 1: a request waits at the door"
+            (first,) = made.head.members.all_replicas()
+            asked, until = [], time.monotonic() + 180
+            while serving(made) < 2:
+                assert time.monotonic() < until, (scaler.last, scaler.status(made.head.scaling.now(scaler.spec), 0))
+                asked += [pool.submit(http.post, "/v1/completions", json=body) for _ in range(3)]
+                time.sleep(0.5)
+            assert first in made.head.members.all_replicas(), "the first was restarted"
+            assert {a.result(180).status_code for a in asked} == {200}
+            assert scaler.policy.cold_start_s != 60, "no start was measured"
+            made.wait_for(lambda: not made.head.members.all_replicas() and not servers(), "they stay", 180)
+            assert scaler.last.wanted == 0
+            assert scaler.last.why == "no request for 6 s"
+            assert http.get("/health").status_code == 200
+            assert http.post("/v1/completions", json=body).status_code == 200  # and once more
+    finally:
+        made.stop()
+    assert not (tmp_path / "state").exists()
+
+
 def test_it_answers_as_with_processes(two):
     with two.client() as client:
         assert [m.id for m in client.models.list()] == ["tiny"]
@@ -106,12 +144,15 @@ def test_streams_of_a_killed_replica_go_on_elsewhere_and_serve_replaces_it(two):
 
 def test_scaling_down_loses_nothing(two):
     with two.client() as client, concurrent.futures.ThreadPoolExecutor(6) as pool:
+        before = {r.id for r in two.head.members.all_replicas()}
         asked = [pool.submit(ask, client, i) for i in range(6)]
         two.wait_for(lambda: two.head.door.state.in_flight, "no load")
         two.call(two.head.scale("tiny/v1/main", 1), 300)
         two.wait_for(lambda: serving(two) == 1, "it still has two", 180)
         assert {reason for _, reason in (a.result(120) for a in asked)} == {"length"}
         assert ask(client, 0)[1] == "length"
+    (left,) = two.head.members.all_replicas()
+    assert left.id in before, "it was restarted"
     with pytest.raises(ConfigError, match="from 1 to 2"):
         two.call(two.head.scale("tiny/v1/main", 3))
 
@@ -127,4 +168,17 @@ def test_a_rollout_changes_the_engine(two, tiny):
         assert {a.result(120)[1] for a in asked} == {"length"}
         two.wait_for(lambda: serving(two) >= 1 and not old & {r.id for r in two.head.members.all_replicas()}, "old ones", 180)
         assert done["replaced"] >= 1
+        assert ask(client, 1)[1] == "length"
+
+
+def test_a_rollout_that_can_not_start_leaves_the_fleet_as_it_was(two, tiny):
+    before = {r.id for r in two.head.members.all_replicas()}
+    added = version(tiny, name="v2", engine={**ENGINE, "max_model_len": 10**6}, replicas=1, resources={"cpus": 0.5})
+    versions = (*two.head.fleet.models["tiny"].versions, *fleet_of(added).models["tiny"].versions)
+    models = {"tiny": msgspec.structs.replace(two.head.fleet.models["tiny"], versions=versions)}
+    with pytest.raises(ConfigError, match=r"max_model_len.*what it was before"):
+        two.call(two.head.rollout(msgspec.structs.replace(two.head.fleet, models=models)), 300)
+    assert [v.name for v in two.head.members.models["tiny"]] == ["v1"]
+    assert {r.id for r in two.head.members.all_replicas()} == before, "they were restarted"
+    with two.client() as client:
         assert ask(client, 1)[1] == "length"

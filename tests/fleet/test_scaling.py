@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from slipstream.errors import ConfigError
+from slipstream.fleet import scaling as scaling_module
 from slipstream.fleet.capacity import FleetCapacity
 from slipstream.fleet.config import Autoscale, Objectives, check, pools
 from slipstream.fleet.scaler import ColdStarts, Now, Scaler, Tally, make
@@ -19,6 +20,7 @@ from slipstream.fleet.scaling import Scaling
 from slipstream.server.record import RequestRecord
 from tests.browser import Browser
 from tests.fleet.running import ENGINE, fleet_of, running, version
+from tests.fleet.stubs import stubbed
 from tests.waiting import PATIENCE_S
 
 OBJECTIVES = Objectives(ttft_s=2.0, itl_s=0.1)
@@ -159,15 +161,14 @@ def test_a_change_that_can_not_be_made_now_is_made_later():
         orders.append(number)
         return free
 
-    door = SimpleNamespace(tallies={"tiny": Tally()})
-    waiting = SimpleNamespace(num_waiting=1, replicas={})
+    waiting = SimpleNamespace(num_waiting=1, replicas={}, tally=Tally())
     members = SimpleNamespace(version=lambda model, name: waiting)
-    scaling = Scaling(members, door, lambda spec: (0, 0), scale)
+    scaling = Scaling(members, SimpleNamespace(), lambda spec: (0, 0), scale)
     scaler = scaler_of(0, 2)
-    scaling.look("tiny", scaler, 1.0)
+    scaling.look(scaler, 1.0)
     assert (orders, scaler.last) == ([1], None)
     free = True
-    scaling.look("tiny", scaler, 2.0)
+    scaling.look(scaler, 2.0)
     assert orders == [1, 1]
     assert scaler.num_up == 1
 
@@ -179,7 +180,6 @@ def test_a_change_that_can_not_be_made_now_is_made_later():
         ({"autoscale": {"objectives": {"ttft_s": 0}}}, "ttft_s"),
         ({"autoscale": {}}, "models.tiny.autoscale.objectives"),
         ({"least": 2}, "models.tiny.versions[0].replicas"),
-        ({"backend": "ray"}, "models.tiny.autoscale"),
     ],
 )
 def test_bad_settings_name_their_field(change, field):
@@ -188,13 +188,71 @@ def test_bad_settings_name_their_field(change, field):
     assert field in refused.value.field
 
 
-def test_more_pools_are_refused():
-    two = [version("x"), version("x", name="v2")]
-    with pytest.raises(ConfigError, match="2 pools"):
-        check({"models": {"tiny": {"versions": two, "autoscale": AUTOSCALE}}})
-    one = version("x", engine={**ENGINE, "tensor_parallel_size": 2}, replicas={"min": 1, "max": 2})
-    with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        check({"models": {"tiny": {"versions": [one], "autoscale": AUTOSCALE}}})
+TWO = {"min": 1, "max": 2}
+
+
+@pytest.mark.parametrize(
+    ("versions", "field", "match", "more"),
+    [
+        ([version("x", pools=[{"name": "a", "replicas": TWO}, {"name": "b"}])], "versions[0].pools", "2 kinds", {}),
+        ([version("x", engine={**ENGINE, "tensor_parallel_size": 2}, replicas=TWO)], "autoscale", "tensor_parallel_size", {}),
+        ([version("x"), version("x", name="v2", share=0, replicas=TWO)], "versions[1].replicas", "no load", {}),
+        ([version("x"), version("x", name="v2", replicas={"min": 0, "max": 2})], "versions[1].replicas", "only version", {}),
+        (
+            [version("x", replicas=TWO, resources={"gpus": 1})], "autoscale.device", "--gpu",
+            {"backend": "ray", "ray_address": "auto"},
+        ),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_scaled_is_refused_by_name(versions, field, match, more):
+    with pytest.raises(ConfigError, match=match) as refused:
+        check({"models": {"tiny": {"versions": versions, "autoscale": AUTOSCALE}}, **more})
+    assert refused.value.field == f"models.tiny.{field}"
+
+
+def test_a_named_device_is_planned_for(tiny, monkeypatch):
+    engines = []
+
+    def capacity(engine, *given, **more):
+        engines.append(engine)
+        return Capacity()
+
+    monkeypatch.setattr("slipstream.fleet.scaler.RecentCapacity", capacity)
+    one = version(tiny, replicas=TWO, engine={"max_model_len": 256})
+    (spec,) = pools(check({"models": {"tiny": {"versions": [one], "autoscale": AUTOSCALE}}}))
+    with pytest.raises(ConfigError, match="no-such-card"):
+        make(spec, Autoscale(device="no-such-card"), OBJECTIVES)
+    for device in (None, "h200"):
+        make(spec, Autoscale(device=device), OBJECTIVES)
+    assert [engine.run_ahead is None for engine in engines] == [False, True]  # a CPU's, a GPU's
+
+
+def test_each_version_is_scaled_by_its_own_requests(tiny, tmp_path, monkeypatch):
+    """And one of a fixed number is not."""
+    capacity = Capacity()
+    monkeypatch.setattr(scaling_module, "make", lambda *given: Scaler(*given, capacity))
+    settings = {**AUTOSCALE, "interval_s": 1e6}
+    versions = [
+        version(tiny, share=3, replicas={"min": 1, "max": 3}),
+        version(tiny, name="v2", share=1, replicas={"min": 1, "max": 3}),
+        version(tiny, name="v3", share=4, replicas=1),
+    ]
+    fleet = check({"port": 0, "models": {"tiny": {"versions": versions, "autoscale": settings}}, "router": {"probe_s": 0}})
+    with stubbed(fleet, tmp_path / "state") as (made, stubs), made.client() as client:
+        made.wait_serving(3)
+        made.wait_for(lambda: all(s.began is not None for s in made.head.scaling.scalers.values()), "no look")
+        for _ in range(80):
+            client.completions.create(model="tiny", prompt="Hello", max_tokens=2)
+        told = asked_all(made)
+        assert set(told) == {"tiny/v1/main", "tiny/v2/main"}
+        assert [(one["model"], one["version"]) for one in told.values()] == [("tiny", "v1"), ("tiny", "v2")]
+        by_version = {v.name: v.tally.num_arrivals for v in made.head.members.models["tiny"]}
+        assert by_version == {s.spec.version: len(s.asked) for s in stubs}
+        assert sum(by_version.values()) == 80
+        assert by_version["v1"] > by_version["v2"] > 0
+        assert len(capacity.learnt) == by_version["v1"] + by_version["v2"]
+        metrics = made.http().get("/metrics").text
+        assert 'slipstream:autoscale_replicas{model_name="tiny",state="ready",version="v2"} 1.0' in metrics
 
 
 def test_objectives_that_no_replica_meets_are_refused(tiny):
@@ -205,7 +263,7 @@ def test_objectives_that_no_replica_meets_are_refused(tiny):
 
 
 def asked(fleet):
-    return asked_all(fleet)["tiny"]
+    return asked_all(fleet)["tiny/v1/main"]
 
 
 @pytest.mark.slow
@@ -234,17 +292,17 @@ def test_none_to_one_to_none_with_real_replicas(tiny, tmp_path):
             assert asked(fleet)["last"]["change"] == "1 → 0: no request for 4 s"
             assert asked(fleet)["cold_start_s"] < 60  # measured
             told = http.get("/metrics").text
-            assert 'slipstream:autoscale_changes_total{direction="down",model_name="tiny"} 1.0' in told
-            assert 'slipstream:autoscale_replicas{model_name="tiny",state="ready"} 0.0' in told
-            assert http.get("/status.json").json()["autoscale"]["tiny"]["max"] == 2
+            assert 'slipstream:autoscale_changes_total{direction="down",model_name="tiny",version="v1"} 1.0' in told
+            assert 'slipstream:autoscale_replicas{model_name="tiny",state="ready",version="v1"} 0.0' in told
+            assert http.get("/status.json").json()["autoscale"]["tiny/v1/main"]["max"] == 2
             shown = [sys.executable, "-m", "slipstream", "fleet", "status", "--state-dir", str(tmp_path / "state")]
             text = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
-            assert "tiny autoscaler: 0 ready, 0 starting, 0 wanted (0 to 2)" in text
+            assert "tiny v1 autoscaler: 0 ready, 0 starting, 0 wanted (0 to 2)" in text
             with Browser.start(tmp_path) as browser:
                 browser.visit(fleet.url + "/status", width=390, height=844)
                 browser.wait_for("return !document.getElementById('main').hidden", "the page shows nothing")
                 text = browser.run("return document.getElementById('scaling').innerText")
-                assert "tiny: 0 ready, 0 starting, 0 wanted (0 to 2)" in text
+                assert "tiny v1: 0 ready, 0 starting, 0 wanted (0 to 2)" in text
                 assert "1 → 0: no request for 4 s" in text
                 assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
                 assert browser.errors() == []
@@ -268,7 +326,7 @@ def test_a_rollout_keeps_the_number(tiny, tmp_path):
 
     with running(fleet_of_engine(), tmp_path / "state") as fleet:
         assert asked_all(fleet) == {}  # off by default
-        with pytest.raises(ConfigError, match="there are tiny/v1/main"):
+        with pytest.raises(ConfigError, match="fleet's are tiny/v1/main"):
             fleet.call(fleet.head.scale("tiny", 2))
         with pytest.raises(ConfigError, match=r"from 1 to 3 .*fleet rollout"):
             fleet.call(fleet.head.scale("tiny/v1/main", 4))

@@ -28,7 +28,7 @@ def build(folder, kind):
         draft_heads.mtp(model)
         return str(model), config
     tiny_models.build(model, "llama", num_hidden_layers=6, initializer_range=0.1, **SHAPE)
-    getattr(draft_heads, {"eagle3": "eagle", "medusa": "medusa"}[kind])(head, sizes=SHAPE)
+    draft_heads.BY_METHOD[kind](head, sizes=SHAPE)
     return str(model), {**config, "model": str(head)}
 
 
@@ -37,7 +37,7 @@ def answers(llm):
 
 
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", "mtp"])
+@pytest.mark.parametrize("kind", [*draft_heads.BY_METHOD, "mtp"])
 def test_answers_are_the_same(tmp_path, kind, eager):
     path, config = build(tmp_path, kind)
     sizes = {**SIZES, "deterministic": True, "enforce_eager": eager}
@@ -51,7 +51,7 @@ def test_answers_are_the_same(tmp_path, kind, eager):
         assert more or stats.spec_draft_tokens > 0
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
 def test_chains_run_from_graphs(tmp_path, kind):
     """And give the drafts that the head makes op by op."""
     path, config = build(tmp_path, kind)

@@ -76,10 +76,10 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "table.json"
     write_tiles(TABLE, path)
 
-    def full(descriptor):
+    def full(source, target):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("os.replace", full)
     with pytest.raises(OSError):
         write_tiles(TileTable(device=DEVICE), path)
     assert read_tiles(path, DEVICE) == TABLE

@@ -22,7 +22,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.host_ops import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, TOKENS
+from slipstream.kernels.host_ops import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, TOKENS, four_bits
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.programs import LinearArgmax, LinearProgram, add_linear
@@ -49,6 +49,13 @@ ROWS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 40]
 @pytest.fixture(params=ISAS)
 def ops(request) -> NativeOps:
     return OPS[request.param]
+
+
+def test_groups_that_the_kernels_lack_are_refused(ops):
+    odd = replace(SCHEMES["int4"], group_size=64)
+    for rounds in (lambda: ops.quantize_weight(torch.zeros(16, 128), None, odd), lambda: four_bits(odd)):
+        with pytest.raises(ConfigError, match="no int4 product with groups of 64; use 'int8' or 'int4'"):
+            rounds()
 
 
 def assert_near(got: Tensor, expected: Tensor, largest: float | None = None) -> None:

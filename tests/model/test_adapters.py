@@ -133,6 +133,8 @@ def test_rslora(llama, tmp_path):
         ({"r": -1}, "r = -1"),
         ({"rank_pattern": {"q_proj": 64}}, "rank 64"),
         ({"rank_pattern": {"(a+)+b": 4}}, "rank_pattern"),
+        ({"rank_pattern": {".*" * 60 + "X": 4}}, "rank_pattern"),
+        ({"alpha_pattern": {"q?" * 30 + "q" * 30: 4}}, "alpha_pattern"),
         ({"alpha_pattern": {"(": 4}}, "alpha_pattern"),
         ({"r": 3}, "rank 3"),
         ({"lora_alpha": "much"}, "lora_alpha"),

@@ -188,6 +188,21 @@ def test_a_draft_model_stays_outside_of_the_folder(tmp_path):
     assert run.check_drafts(["none", "suffix", str(tmp_path)]) == (None, "suffix", str(tmp_path))
 
 
+def test_a_draft_head_is_given_with_its_method_and_stays_outside_too(tmp_path):
+    made, head = measurer(tmp_path), f"eagle3:{tmp_path}"
+    assert run.check_drafts([head, "mtp"]) == (head, "mtp")
+    with_head, with_mtp = (Candidate("none", (("speculative_model", name), ("max_num_seqs", 3))) for name in (head, "mtp"))
+    wanted = {"method": "eagle3", "model": str(tmp_path)}
+    assert made.args_of(with_head)["speculative_config"] == wanted
+    assert made.args_of(with_head)["speculative_model"] is None
+    args, at_start = made.folder_args(with_head)
+    assert (args.speculative_config, args.max_num_seqs, at_start) == (None, 3, {"speculative_config": wanted})
+    args, at_start = made.folder_args(with_mtp)  # it is in the model
+    assert (args.speculative_config, at_start) == ({"method": "mtp"}, {})
+    with pytest.raises(ConfigError, match=r"mtp, eagle3:FOLDER, medusa:FOLDER, eagle:FOLDER"):
+        run.check_drafts(["eagle3:/no/such/head"])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a process that ends with its parent is Linux's")
 def test_a_killed_search_leaves_nobody_behind():
     words = [sys.executable, "-m", "slipstream.optimize.worker", "http.server", "0"]

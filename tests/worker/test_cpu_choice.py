@@ -51,9 +51,11 @@ def test_a_measurement_on_this_machine():
 
 
 def test_remembered(tmp_path, measured):
-    first, second = choose_cpu(tmp_path / "machine"), choose_cpu(tmp_path / "machine")
+    told = []
+    first, second = (choose_cpu(tmp_path / "machine", measuring=lambda: told.append(len(measured))) for _ in range(2))
     assert first == second == CHOICE
     assert len(measured) == 1
+    assert told == [0]  # once, and before
     choose_cpu(tmp_path / "machine", measure=True)
     assert len(measured) == 2
     assert len(list((tmp_path / "machine").iterdir())) == 1

@@ -103,11 +103,8 @@ def test_every_sampling(tmp_path, monkeypatch, settings):
     assert (stats.num_preemptions > 0) == (settings.get("block_size") == 4)
 
 
-HEADS = {"eagle3": draft_heads.eagle, "medusa": draft_heads.medusa, "mtp": None}
-
-
 @pytest.mark.parametrize("block_size", [16, 4])
-@pytest.mark.parametrize("method", [*HEADS, "draft"])
+@pytest.mark.parametrize("method", [*draft_heads.BY_METHOD, "mtp", "draft"])
 def test_drafts_are_torchs(tmp_path, monkeypatch, method, block_size):
     """The same tokens, as many drafts, and as many of them right."""
     model, folder = tmp_path / "model", tmp_path / "drafts"
@@ -120,7 +117,7 @@ def test_drafts_are_torchs(tmp_path, monkeypatch, method, block_size):
         tiny_models.build(folder, seed=1, num_hidden_layers=1)
         del speculation["quantization"]
     else:
-        HEADS[method](folder)
+        draft_heads.BY_METHOD[method](folder)
     settings = {"speculative_config": speculation, "max_num_batched_tokens": 16, "block_size": block_size}
     counts = []
     for runner in ("ours", "torchs"):

@@ -14,7 +14,7 @@ from slipstream.types import NewRequest, SampledLogprobs, ScheduledRequest, Step
 from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.input_batch import gather
 from slipstream.worker.rows import RowTable
-from slipstream.worker.sampler import FORBIDDEN, sampling_tensors
+from slipstream.worker.sampler import FORBIDDEN, sampling_tensors, verified
 from tests import tiny_models
 
 TOKENS = [(7 * i) % 250 + 5 for i in range(13)]
@@ -177,3 +177,11 @@ def test_each_sampled_position_is_told_what_its_request_wants(requests):
         assert found.limited_rows.tolist() == list(limited)
         pairs = list(zip(found.allowed_rows.tolist(), found.allowed_tokens.tolist(), strict=True))
         assert pairs == sorted((n, token) for n, tokens in limited.items() for token in tokens)
+
+
+def test_forced_tokens_are_no_guesses():
+    """Tokens that a grammar forces stand before the one sampled position. Guesses stand behind sampled positions."""
+    forced = ScheduledRequest("a", 0, 4, 1, (), (5, 6, 7))
+    guessed = ScheduledRequest("b", 9, 3, 3, (), (1, 2))
+    assert verified([forced], [9]) == ([9], (1,))
+    assert verified([guessed, forced], [1, 4, 8, 9]) == ([1, 4, 9], (2, 1))

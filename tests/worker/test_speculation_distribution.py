@@ -35,6 +35,7 @@ CPU, OPS = torch.device("cpu"), ReferenceOps()
 SAMPLER = Sampler(OPS.sample, lambda logits, mask: None, OPS.best_logprobs, lambda x: x, lambda x: x.numpy())
 LOGITS = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 1.2  # of the token behind each
 DRAFT_LOGITS = LOGITS + torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1))
+BLOCK_LOGITS = LOGITS + torch.randn(NUM_DRAFTS, VOCAB, VOCAB, generator=torch.Generator().manual_seed(2))  # by place
 SETTINGS = {
     "plain": {},
     "temperature": {"temperature": 0.6},
@@ -65,7 +66,8 @@ SETTINGS = {
     "seeds": {},  # each request has its own, one behind the other
     "n": {},  # four choices of each request
 }
-PROPOSERS = ("ngram", "suffix", "draft", "right at times", "always the same")
+FROM_MODELS = ("draft", "block")  # token by token; all places at once
+PROPOSERS = ("ngram", "suffix", *FROM_MODELS, "right at times", "always the same")
 CHAINED = [name for name in SETTINGS if SamplingParams(**SETTINGS[name]).by_chain]  # drawn row by row, which takes longer
 FAST = [(name, p) for name in SETTINGS for p in PROPOSERS if name not in CHAINED or p in ("draft", "right at times")]
 Answer = tuple[int, ...]
@@ -138,7 +140,7 @@ def drawn(name: str, proposer: str, total: int, check: Callable = verified) -> l
         shares.sort(key=lambda s: s.num_tokens > 1)
         plan, new = StepPlan(1, tuple(shares), new), ()
         table.apply(plan)
-        proposed = from_draft_model(table, plan) if proposer == "draft" else {}
+        proposed = from_model(proposer, table, plan) if proposer in FROM_MODELS else {}
         batch = gather(table, plan)
         logits = LOGITS[batch.token_ids.long()].clone()
         if name == "grammar":
@@ -179,16 +181,27 @@ def guesses(proposer: str) -> Callable[[list[int], int], Answer]:
         for answer in ([*START, 1, 4, 2], [*START, 2, 2, 0], [3, 4, 4, 1]):
             traffic.add(answer)
         return lambda text, k: LookUp(traffic=traffic).propose(text, k).tokens
-    if proposer == "draft":
+    if proposer in FROM_MODELS:
         return lambda text, k: (FROM_MODEL,) * k
     if proposer == "always the same":
         return lambda text, k: (2,) * k
     return lambda text, k: tuple((text[-1] + 1 + i) % VOCAB for i in range(k))
 
 
-def from_draft_model(table: RowTable, plan: StepPlan) -> dict[str, Answer]:
-    """The drafts that another model draws with the same random numbers, as `DraftModel.propose` does."""
-    for i in range(NUM_DRAFTS):
+def from_model(proposer: str, table: RowTable, plan: StepPlan) -> dict[str, Answer]:
+    """The drafts that another model draws with the same random numbers, as `DraftModel.propose` does, or a head that does not
+    know the drafts before a place, as `HeadBlock`'s."""
+    if proposer == "block":
+        some = [s for s in plan.scheduled if s.drafts]
+        steps = [ScheduledRequest(s.request_id, s.num_computed_tokens, n := len(s.drafts), n) for s in some]
+        if steps:
+            batch = gather(table, StepPlan(0, tuple(sorted(steps, key=lambda s: s.num_tokens > 1))))
+            starts = batch.meta.query_start_loc.long()
+            first = starts[:-1].repeat_interleave(starts.diff())
+            logits = BLOCK_LOGITS[torch.arange(len(first)) - first, batch.token_ids.long()[first]].clone()
+            tokens = OPS.sample(logits, sampling_tensors(table, batch.sampled))
+            table.write(batch.sampled.rows, batch.sampled.positions, tokens)
+    for i in range(NUM_DRAFTS if proposer == "draft" else 0):
         steps = [ScheduledRequest(s.request_id, s.num_computed_tokens + i, 1, 1) for s in plan.scheduled if len(s.drafts) > i]
         if steps:
             batch = gather(table, StepPlan(0, tuple(steps)))

@@ -43,10 +43,10 @@ def test_warm_up_leaves_nothing_behind(tmp_path, monkeypatch, family, method):
         assert (before.token_ids, before.logprobs) == (after.token_ids, after.logprobs)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "medusa"])
 def test_heads_draft_before_the_first_request(tmp_path, monkeypatch, method):
     tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
-    getattr(draft_heads, {"eagle3": "eagle"}.get(method, method))(tmp_path / "head")
+    draft_heads.BY_METHOD[method](tmp_path / "head")
     config = {"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(str(tmp_path / "model"), num_threads=1, speculative_config=config, **SIZES) as llm:

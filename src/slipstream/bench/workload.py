@@ -6,7 +6,6 @@ engines are told to ignore end-of-sequence, so that all of them do the same work
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError
+from slipstream.files import parse_json
 
 Length = tuple[int, int]
 """(input tokens, output tokens) of a request."""
@@ -121,9 +121,9 @@ def recorded(path: Path, num_requests: int, *, vocab_size: int, seed: int = 0) -
 
 def read_lengths(path: Path) -> list[Length]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["lengths"]
+        rows = parse_json(path.read_bytes())["lengths"]
         lengths = [(int(n_in), int(n_out)) for n_in, n_out in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:
         raise ConfigError(
             f'{path} is no file of lengths {{"lengths": [[input, output], …]}}: {error}', field="lengths"
         ) from None

@@ -200,7 +200,9 @@ def torch_info() -> TorchInfo | None:
         return None
     import torch
 
-    return TorchInfo(version=str(torch.__version__), cuda_build=torch.version.cuda, sees_gpu=torch.cuda.is_available())
+    from slipstream.platform import has_gpu
+
+    return TorchInfo(version=str(torch.__version__), cuda_build=torch.version.cuda, sees_gpu=has_gpu())
 
 
 def will_use() -> dict[str, Any]:

@@ -138,11 +138,12 @@ def run_status(args: argparse.Namespace) -> int:
                 print(f"  {replica['id']} {replica['state']}{why}: {load}")
             for name in version["starting"]:
                 print(f"  {name} starting")
-    for model, one in status["autoscale"].items():
+    for one in status["autoscale"].values():
         wanted = "nothing decided yet" if one["wanted"] is None else f"{one['wanted']} wanted"
         last = f"; {one['last']['ago_s']:.0f} s ago {one['last']['change']}" if one["last"] else ""
         between = f"{one['min']} to {one['max']}"
-        print(f"{model} autoscaler: {one['ready']} ready, {one['starting']} starting, {wanted} ({between}){last}")
+        numbers = f"{one['ready']} ready, {one['starting']} starting, {wanted}"
+        print(f"{one['model']} {one['version']} autoscaler: {numbers} ({between}){last}")
     failovers = counted(status["counts"].pop("failovers"), "failover")
     print(", ".join([failovers, *(f"{number} {name}" for name, number in status["counts"].items())]))
     return 0

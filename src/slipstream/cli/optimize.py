@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import math
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -70,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafts",
         metavar="D,…",
-        help="none, ngram, suffix, folders of draft models (default: none; the traffic's tokens are random, and what ngram and "
-        "suffix find in them says nothing of texts)",
+        help="none, ngram, suffix, mtp, folders of draft models, heads as METHOD:FOLDER, such as eagle3:FOLDER (default: none; "
+        "the traffic's tokens are random, and what ngram and suffix find in them says nothing of texts)",
     )
     parser.add_argument(
         "--kv-cache-dtypes", metavar="T,…", help="types of the KV cache (default: auto,int8 on a CPU, auto,fp8 on a GPU)"
@@ -96,6 +97,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="X", help="of traffic and search (default: 0)")
     parser.add_argument("--download-dir", metavar="DIR", help="where models are kept, instead of the user's cache")
     add_output_options(parser)
+
+
+def as_word(value: Any) -> str:
+    """A setting as a shell takes it."""
+    return shlex.quote(value if isinstance(value, str) else json.dumps(value))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -167,7 +173,8 @@ def run(args: argparse.Namespace) -> int:
     load_optuna()  # what is missing is said before a folder is made
     state = out.with_name(f"{out.name}.search")
     state.mkdir(parents=True, exist_ok=True)
-    named = [args.text, *(name for name, _ in limits.tasks), *(d for d in space.axes.get("speculative_model", ()) if d)]
+    named = [Path(name).expanduser() for name in (args.text, *(name for name, _ in limits.tasks))]
+    named += [path for d in space.axes.get("speculative_model", ()) if d and (path := measuring.draft_path(d)) is not None]
     with shown(Progress(f"optimize {args.model}")) as progress:
         measurer = measuring.Measurer(
             base=base,
@@ -177,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
             folder=state,
             text={"source": text.source, "context": context, "stride": context, "num_windows": text.num_windows},
             task_limit=args.task_limit,
-            files=[path for name in named if (path := Path(name).expanduser()).exists()],
+            files=[path for path in named if path.exists()],
             told=progress.set_phase,
         )
         prior = simulated_prior(base, description, traffic, this_hardware(args.device, args.num_threads))
@@ -291,7 +298,7 @@ def _show(
             tpot_ms = again["tpot_s_p99"] * 1e3
             print(f"the folder itself: {again['output_throughput']:,.1f} tok/s, TPOT p99 {tpot_ms:,.2f} ms")
             _, at_start = measurer.folder_args(chosen.candidate)
-            more = "".join(f" --{name.replace('_', '-')} {value}" for name, value in at_start.items())
+            more = "".join(f" --{name.replace('_', '-')} {as_word(value)}" for name, value in at_start.items())
             print(f"serve it: slipstream serve {out}{more}")
         for name, (value, most) in missed.items():
             say(

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from slipstream.config import EngineArgs, setting_help
+from slipstream.files import parse_json
 from slipstream.types import SamplingParams
 
 ADAPTERS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_modules")
@@ -123,11 +123,11 @@ def parse_bytes(text: str) -> int:
 def parse_object(text: str) -> dict[str, Any]:
     """A JSON object."""
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is no JSON: {error}") from error
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object, such as {{"method": "suffix"}}')
+        raise argparse.ArgumentTypeError(f'{text[:200]!r} is no JSON object, such as {{"method": "suffix"}}')
     return found
 
 

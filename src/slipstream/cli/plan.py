@@ -239,7 +239,6 @@ def measure_table(
     from slipstream.plan.tables import identity
     from slipstream.worker.ceilings import device_ceilings
     from slipstream.worker.executor import LocalExecutor
-    from slipstream.worker.model_runner import ModelRunner
     from slipstream.worker.step_costs import ROUNDS, grid, measure_steps
 
     start = dataclasses.replace(settings, skip_tokenizer_init=True, enable_prefix_caching=False)
@@ -248,7 +247,7 @@ def measure_table(
         share = device.memory_bytes // 4 if device.is_cuda else MEASURED_CACHE_BYTES
         start = dataclasses.replace(start, kv_cache_bytes=share)
     with phases("measuring") as on_phase:
-        executor = LocalExecutor.build(start, progress=on_phase, by_torch=True)
+        executor = LocalExecutor.build(start, progress=on_phase)
         on_phase("graphs")
         while executor.capture_next():
             pass
@@ -274,8 +273,7 @@ def measure_table(
     if meter.sources:  # under load: the largest batch without a pause
         full = max(steps, key=lambda step: (len(step.decodes), not step.prompts, sum(step.decodes)))
         power_of("", partial(measure_steps, executor, [full], rounds=1, least_s=BUSY_S))
-    assert isinstance(executor.runner, ModelRunner)
-    ceilings = device_ceilings(executor.runner.ops, executor.runner.device)
+    ceilings = device_ceilings(executor.runner)
     ceilings |= {name: value for name, value in power.items() if value is not None}
     of = identity(config, spec, sum(bytes_by_part(config, description).values()))
     made_by = {name: value for name, value in environment().items() if name != "command"}

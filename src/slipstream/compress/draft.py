@@ -33,7 +33,7 @@ from slipstream.evals.states import States
 from slipstream.model.save import new_folder, stored, write_config, write_tensors
 from slipstream.model.weights import load_parameters
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.draft_heads import EagleSpec, MedusaSpec
+from slipstream.spec.draft_heads import LayeredSpec, MedusaSpec
 from slipstream.spec.model import RopeSpec
 
 if TYPE_CHECKING:
@@ -163,17 +163,17 @@ class HeadTraining:
         if settings.kind == "eagle3":
             head = eagle_for(spec, len(self.tokens))
             start = eagle_start(head, spec, dense, self.rows, settings.seed)
-            self.spec: EagleSpec | MedusaSpec = head
+            self.spec: LayeredSpec | MedusaSpec = head
             self.net = EagleNet(
                 head, start, table.detach().float().to(device), max_len=longest + settings.num_places
             ).to(device)
         else:
             self.spec = medusa_for(spec, settings.num_places)
             self.net = MedusaNet(self.spec, medusa_start(self.spec), self.rows.float()).to(device)
-        aux = self.spec.aux_layers if isinstance(self.spec, EagleSpec) else ()
+        aux = () if isinstance(self.spec, MedusaSpec) else self.spec.aux_layers or ()
         args = EngineArgs(model=str(source.path), device=str(device))
         self.model: States | None = States(args, aux, context=longest, step_tokens=2 * settings.batch_tokens)
-        taken = 1 + (len(self.spec.aux_layers) if isinstance(self.spec, EagleSpec) else 0)
+        taken = 1 + len(aux)
         total = sum(len(e.token_ids) for e in self.examples) * taken * spec.hidden_size * 2
         self.cache: list[Tensor | None] | None = [None] * len(self.examples) if total <= CACHE_BYTES else None
 
@@ -193,7 +193,7 @@ class HeadTraining:
             return [t for i in indices if (t := self.cache[i]) is not None]
         assert self.model is not None
         final, aux = self.model.of([self.examples[i].token_ids for i in indices])
-        if isinstance(self.spec, EagleSpec):
+        if isinstance(self.spec, LayeredSpec):
             final = [torch.cat(pair, -1) for pair in zip(final, aux, strict=True)]
         found = [states.bfloat16() for states in final]
         if self.cache is not None:
@@ -295,7 +295,7 @@ class HeadTraining:
         else:
             values, names, config = (
                 dict(self.net.named_parameters()),
-                self.spec.names(),
+                self.spec.names("midlayer."),
                 eagle_config(self.spec, spec.max_position),
             )
             chosen = torch.zeros(spec.vocab_size, dtype=torch.bool).scatter(0, self.tokens, True)
@@ -313,8 +313,8 @@ def frequent_tokens(examples: Sequence[Example], vocab_size: int, count: int) ->
     return torch.tensor(sorted([*ranked, *(next(others) for _ in range(count - len(ranked)))]))
 
 
-def eagle_config(head: EagleSpec, max_position: int) -> dict[str, Any]:
-    a, m = head.layer.attention, head.layer.mlp
+def eagle_config(head: LayeredSpec, max_position: int) -> dict[str, Any]:
+    a, m = head.layers[0].attention, head.layers[0].mlp
     position = a.position
     assert isinstance(position, RopeSpec)
     return {
@@ -332,7 +332,7 @@ def eagle_config(head: EagleSpec, max_position: int) -> dict[str, Any]:
         "max_position_embeddings": max_position,
         "vocab_size": head.vocab_size,
         "draft_vocab_size": head.draft_vocab_size,
-        "eagle_aux_hidden_state_layer_ids": list(head.aux_layers),
+        "eagle_aux_hidden_state_layer_ids": list(head.aux_layers or ()),
         "tie_word_embeddings": False,
     }
 

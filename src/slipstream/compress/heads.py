@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from slipstream.kernels.positions import rope_table
 from slipstream.model.sequences import register
-from slipstream.spec.draft_heads import EagleSpec, MedusaSpec, default_aux_layers
+from slipstream.spec.draft_heads import LayeredSpec, MedusaSpec, default_aux_layers
 from slipstream.spec.families.builders import QKVLayout, attention
 from slipstream.spec.model import (
     AttentionSpec,
@@ -35,11 +35,11 @@ DECAY = 0.8
 class EagleNet(nn.Module):
     """`parameters` are by the names of `spec.shapes`; `embed` [V, E] is the model's table, and is not trained."""
 
-    def __init__(self, spec: EagleSpec, parameters: Mapping[str, Tensor], embed: Tensor, *, max_len: int) -> None:
+    def __init__(self, spec: LayeredSpec, parameters: Mapping[str, Tensor], embed: Tensor, *, max_len: int) -> None:
         super().__init__()
         self.spec = spec
         register(self, {name: nn.Parameter(value) for name, value in parameters.items()})
-        position = spec.layer.attention.position
+        position = spec.layers[0].attention.position
         assert isinstance(position, RopeSpec)
         self.register_buffer("angles", rope_table(position, max_len).to(embed.device), persistent=False)
         self.register_buffer("embed", embed, persistent=False)
@@ -66,10 +66,10 @@ class EagleNet(nn.Module):
         step: int,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """(normed hidden states, the states for the next step, its keys and values [B, K, L, D])"""
-        rows = self.norm(states, "pre_attention")
+        rows = self.norm(states, "hidden_norm")
         residual = rows if self.spec.norm_before_residual else states
-        a = self.spec.layer.attention
-        qkv = F.linear(torch.cat((self.norm(embedded, "embed_norm"), rows), -1), self.of("attention.qkv.weight"))
+        a = self.spec.layers[0].attention
+        qkv = F.linear(torch.cat((self.norm(embedded, "embed_norm"), rows), -1), self.of("layers.0.attention.qkv.weight"))
         heads = qkv.unflatten(-1, (-1, a.head_dim)).transpose(1, 2)
         q, k, v = heads.split((a.num_heads, a.num_kv_heads, a.num_kv_heads), 1)
         q, k = self.rotate(q, step), self.rotate(k, step)
@@ -79,9 +79,9 @@ class EagleNet(nn.Module):
             mixed = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=a.scale)
         else:
             mixed = along(q, first, [*own, (k, v)], group, a.scale)
-        x = residual + F.linear(mixed.transpose(1, 2).flatten(2), self.of("attention.out.weight"))
-        gate, up = F.linear(self.norm(x, "pre_mlp"), self.of("mlp.up.weight")).chunk(2, -1)
-        x = x + F.linear(F.silu(gate) * up, self.of("mlp.down.weight"))
+        x = residual + F.linear(mixed.transpose(1, 2).flatten(2), self.of("layers.0.attention.out.weight"))
+        gate, up = F.linear(self.norm(x, "layers.0.pre_mlp"), self.of("layers.0.mlp.up.weight")).chunk(2, -1)
+        x = x + F.linear(F.silu(gate) * up, self.of("layers.0.mlp.down.weight"))
         return self.norm(x, "final_norm"), x, (k, v)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -174,7 +174,7 @@ def losses(
 # --- Where training begins ------------------------------------------------------------------------------------------------
 
 
-def eagle_for(spec: ModelSpec, draft_vocab_size: int) -> EagleSpec:
+def eagle_for(spec: ModelSpec, draft_vocab_size: int) -> LayeredSpec:
     """A head with a layer like the model's last, if that is of the usual kind; else of the usual proportions."""
     last = spec.layers[-1]
     a, m, e = last.attention, last.mlp, spec.hidden_size
@@ -189,21 +189,22 @@ def eagle_for(spec: ModelSpec, draft_vocab_size: int) -> EagleSpec:
     layer = LayerSpec(
         attention=attention(heads, position),
         mlp=DenseSpec(intermediate_size=wide, activation="silu"),
-        block=SequentialBlock(pre_attention=norm, pre_mlp=norm),
+        block=SequentialBlock(pre_mlp=norm),
     )
     aux = tuple(sorted({min(max(0, i), spec.num_layers) for i in default_aux_layers(spec.num_layers)}))
-    return EagleSpec(
+    return LayeredSpec(
         hidden_size=e,
         vocab_size=spec.vocab_size,
         draft_vocab_size=draft_vocab_size,
-        layer=layer,
+        layers=(layer,),
         norm=norm,
+        join="attention",
         aux_layers=aux,
     )
 
 
 def eagle_start(
-    head: EagleSpec, spec: ModelSpec, model: Mapping[str, Tensor], rows: Tensor, seed: int
+    head: LayeredSpec, spec: ModelSpec, model: Mapping[str, Tensor], rows: Tensor, seed: int
 ) -> dict[str, Tensor]:
     """Parameters to begin with: the highest state passes `fc` as it is, the layer is the model's last where it has its shapes,
     and the output head the model's `rows` of the head's tokens. What reads embeddings is random and small."""
@@ -216,12 +217,13 @@ def eagle_start(
         own = model.get(f"{last}{name}")
         if own is None:
             continue
-        into = values[name][:, e:] if name == "attention.qkv.weight" else values[name]
+        into = values[f"layers.0.{name}"]
+        into = into[:, e:] if name == "attention.qkv.weight" else into
         if own.shape == into.shape:
             into.copy_(own)
     for ours, theirs in (
-        ("pre_attention", f"{last}pre_attention"),
-        ("pre_mlp", f"{last}pre_mlp"),
+        ("hidden_norm", f"{last}pre_attention"),
+        ("layers.0.pre_mlp", f"{last}pre_mlp"),
         ("final_norm", "final_norm"),
     ):
         own, norm = model.get(f"{theirs}.weight"), spec.final_norm

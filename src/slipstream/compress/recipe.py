@@ -17,7 +17,6 @@ there are attention.qkv, attention.out, mlp.up, mlp.down, experts.up, experts.do
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +38,7 @@ from slipstream.compress.steps import (
 )
 from slipstream.errors import ConfigError
 from slipstream.evals.text import DEFAULT_TEXT
+from slipstream.files import parse_json, read_yaml
 from slipstream.spec.scheme import RowFormat, WeightFormat
 
 RECIPE_NAME = "slipstream-recipe.json"
@@ -327,11 +327,9 @@ def read_recipe(given: str) -> Recipe:
             f"recipe={given!r} is neither a file nor a preset; presets are {', '.join(PRESETS)}, w4a16-mixed:3.5bpw, draft:1/3",
             field="recipe",
         )
-    import yaml
-
     try:
-        data = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        data = read_yaml(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"recipe {path} can't be read as YAML: {error}", field="recipe") from error
     return parse(data, name=path.name)
 
@@ -342,7 +340,7 @@ def recipe_of(checkpoint: Path) -> Recipe | None:
     if not file.is_file():
         return None
     try:
-        return parse(json.loads(file.read_text(encoding="utf-8")))
+        return parse(parse_json(file.read_bytes()))
     except (ValueError, ConfigError) as error:
         raise ConfigError(f"{file} is no recipe that this version knows: {error}", field=RECIPE_NAME) from error
 

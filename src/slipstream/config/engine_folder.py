@@ -22,6 +22,7 @@ from typing import Any
 
 from slipstream.config.settings import EngineArgs
 from slipstream.errors import ConfigError
+from slipstream.files import parse_json, read_yaml
 
 ENGINE_NAME, SERVE_NAME, PACKED_NAME, TILES_NAME = "slipstream-engine.json", "serve.yaml", "packed", "tiles.json"
 FORMAT = 1
@@ -127,10 +128,8 @@ def packed_folder(checkpoint: Path) -> Path | None:
 
 def read_engine_folder(path: Path) -> EngineFolder:
     """ConfigError names a file that can't be read, or a setting that there is not."""
-    import yaml
-
     try:
-        data = json.loads((path / ENGINE_NAME).read_text(encoding="utf-8"))
+        data = parse_json((path / ENGINE_NAME).read_bytes())
         if data["format"] != FORMAT:
             raise ValueError(f"its format is {data['format']!r}, and this version reads {FORMAT}")
         known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["machine"].items()}
@@ -138,10 +137,10 @@ def read_engine_folder(path: Path) -> EngineFolder:
         chosen, versions, measured = (dict(data[name]) for name in ("chosen", "versions", "measured"))
         sizes = tuple(data["graph_sizes"])
         file = path / SERVE_NAME
-        serve = (yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None) or {}
+        serve = (read_yaml(file) if file.is_file() else None) or {}
         if not isinstance(serve, dict) or serve.keys() - {"engine"} or not isinstance(serve.get("engine", {}), dict):
             raise ValueError(f"{SERVE_NAME} must hold engine: with settings below it, and nothing else")
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise ConfigError(f"the engine folder {path} can't be used: {what}", field="model") from None
     settings = serve.get("engine", {})

@@ -28,6 +28,7 @@ from slipstream.config.settings import (
     SpeculationConfig,
     num_ranks,
     num_stages,
+    one_of,
     split_setting,
 )
 from slipstream.config.speculative import speculation_section
@@ -168,7 +169,7 @@ def _cache_section(
             f"out, or take the model's type, {dtype!r}",
             field="kv_cache_dtype",
         )
-    _one_of("kv_cache_dtype", kv_dtype, (dtype,) if spec.needs_full_prompt else (dtype, "fp8", "int8"))
+    one_of("kv_cache_dtype", kv_dtype, (dtype,) if spec.needs_full_prompt else (dtype, "fp8", "int8"))
     block_size = chosen("block_size", 16, "default", "16 tokens: little waste, long enough reads")
     _positive("block_size", block_size)
     if device.is_cuda and block_size not in (16, 32, 64, 128):
@@ -540,7 +541,7 @@ def _check_values(args: EngineArgs) -> None:
             wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
             raise ConfigError(f"{name} must be {wanted}, got {value!r}", field=name)
         if choices := declared.metadata.get("choices"):
-            _one_of(name, value, choices)
+            one_of(name, value, choices)
 
 
 def _computes_on_host(args: EngineArgs, device: DeviceInfo) -> bool:
@@ -562,7 +563,7 @@ def _refuse_without_effect(args: EngineArgs, device: DeviceInfo) -> None:
 def _check_formats(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None) -> None:
     """Whether the device's kernels have the formats of weights and cache, the user's or the checkpoint's."""
     if quantization is not None:
-        _one_of("quantization", quantization, tuple(SCHEMES))
+        one_of("quantization", quantization, tuple(SCHEMES))
     kv_dtype = args.kv_cache_dtype if args.kv_cache_dtype != "auto" else model.kv_cache
     kv_off = "leave it at 'auto'" if model.kv_cache is None else "set it to the model's type, such as 'bfloat16'"
     named = ", ".join(repr(name) for name in SCHEMES if name in CPU_SCHEMES)
@@ -593,11 +594,6 @@ def _check_formats(args: EngineArgs, model: ModelDescription, device: DeviceInfo
             f"capability 8.9 or more; {has}: take a checkpoint in int8, int4 or 16 bits",
             field="model",
         )
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}", field=name)
 
 
 def _positive(name: str, value: Any) -> None:

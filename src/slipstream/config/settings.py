@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-from slipstream.arguments import suggesting_init
+from slipstream.arguments import likely_value, suggesting_init
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence, longest_sequence
 from slipstream.spec.parallel import ONE_UNIT, Shard, Units
@@ -267,11 +267,11 @@ MOST_DRAFTS = 16
 class SpeculationConfig:
     """How tokens are guessed. None of `num_speculative_tokens`: as many as pay, chosen at each step."""
 
-    method: Literal["ngram", "suffix", "draft", "eagle3", "medusa", "mtp"]
+    method: Literal["ngram", "suffix", "draft", "eagle", "eagle3", "peagle", "dflash", "medusa", "mtp"]
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int = 2  # ngram: lengths of the runs that are looked up
     prompt_lookup_max: int = 32
-    model: str | None = None  # draft: the smaller model; eagle3, medusa: the head
+    model: str | None = None  # draft: the smaller model; else the head
     quantization: str | None = None  # the scheme that its weights are rounded by at load; "none": a head's are not
     most_drafts: int = MOST_DRAFTS  # of a request in a step; a head may have fewer
 
@@ -372,8 +372,14 @@ class EngineConfig:
     @property
     def drafts_ahead(self) -> bool:
         """Whether the drafter goes on before the host knows which drafts were right: a head's chain of graphs, on a GPU."""
-        is_chain = self.speculation is not None and self.speculation.method in ("eagle3", "mtp")
+        is_chain = self.speculation is not None and self.speculation.method in ("eagle", "eagle3", "mtp")
         return is_chain and self.device.info.is_cuda and not self.device.enforce_eager
+
+    def with_most_drafts(self, most: int | None) -> EngineConfig:
+        """With at most so many drafts of a request in a step, where the number is chosen."""
+        if self.speculation is None or most is None:
+            return self
+        return dataclasses.replace(self, speculation=dataclasses.replace(self.speculation, most_drafts=min(most, MOST_DRAFTS)))
 
     @property
     def max_num_sampled(self) -> int:
@@ -416,3 +422,10 @@ class EngineConfig:
             model=dataclasses.replace(self.model, max_model_len=capacity),
             origins={**self.origins, "max_model_len": origin},
         )
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """ConfigError with the likely value if it is none of them."""
+    if value not in allowed:
+        what = f"{name}={value!r} is not one of {', '.join(allowed)}{likely_value(value, allowed)}"
+        raise ConfigError(what, field=name)

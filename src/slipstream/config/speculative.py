@@ -10,12 +10,12 @@ from slipstream.errors import ConfigError
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.scheme import SCHEMES
 
+OF_MODEL = ("method", "num_speculative_tokens", "model", "quantization")
+
 KEYS = {
     "ngram": ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("method", "num_speculative_tokens"),
-    "draft": ("method", "num_speculative_tokens", "model", "quantization"),
-    "eagle3": ("method", "num_speculative_tokens", "model", "quantization"),
-    "medusa": ("method", "num_speculative_tokens", "model", "quantization"),
+    **dict.fromkeys(("draft", "eagle", "eagle3", "peagle", "dflash", "medusa"), OF_MODEL),
     "mtp": ("method", "num_speculative_tokens", "quantization"),
 }
 """What each method takes."""
@@ -50,7 +50,7 @@ def speculation_section(args: EngineArgs, spec: ModelSpec) -> SpeculationConfig 
 
 def _checked(given: dict[str, Any]) -> SpeculationConfig:
     method = given.get("method")
-    if method not in KEYS:
+    if not isinstance(method, str) or method not in KEYS:
         raise ConfigError(f"method={method!r} is not one of {', '.join(KEYS)}")
     for key in given:
         if key not in KEYS[method]:
@@ -70,7 +70,7 @@ def _checked(given: dict[str, Any]) -> SpeculationConfig:
             raise ConfigError(f"method {method!r} needs {key!r}, a text, got {values.get(key)!r}")
     if values.get("quantization") not in (None, "none", *SCHEMES):
         raise ConfigError(f"quantization={values['quantization']!r} is not one of none, {', '.join(SCHEMES)}")
-    if values.get("quantization") == "none" and method not in ("eagle3", "medusa"):  # only these are rounded unasked
+    if values.get("quantization") == "none" and method in ("draft", "mtp"):  # only heads are rounded unasked
         del values["quantization"]
     config = SpeculationConfig(**values)
     if config.prompt_lookup_min > config.prompt_lookup_max:

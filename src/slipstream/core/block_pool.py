@@ -1,4 +1,4 @@
-"""The KV cache's blocks: who holds them, which are free, and which still hold a prefix worth keeping.
+"""The KV cache's blocks: how many sequences hold each, which are free, and which are cached for later requests.
 
 1. A block with `ref_count` above 0 is held by so many sequences. A block with `ref_count` 0 is in the free list.
 2. A free block may still be *cached*: it holds the tokens that its key stands for, and a sequence with the same prefix takes
@@ -33,7 +33,7 @@ class BlockPool:
         self.hashes: list[bytes | None] = [None] * num_blocks  # the keys of cached blocks
         self._cached: dict[bytes, int] = {}
         self.changes: dict[bytes, bool] | None = None
-        """If somebody listens: the keys that came (true) or went. Who reads them empties it."""
+        """With `listen(True)`: the keys that were cached (true) or forgotten since the listener last emptied it."""
         # A doubly linked list of the free blocks. The extra last element stands before the head and behind the tail.
         self._end = num_blocks
         self._next = [*range(1, num_blocks + 1), 1]

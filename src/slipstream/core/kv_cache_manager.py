@@ -172,8 +172,9 @@ class KVCacheManager:
             parent.decodes_until = 0
 
     def take_over(self, beam: Request, source: Request) -> list[TableUpdate]:
-        """`beam` goes on from `source`, of the same prompt: it holds the same blocks, and has computed the same tokens.
-        Of those that write to a shared block all but one copy it first. Returns what changes in the beam's tables."""
+        """`beam` goes on from `source`, of the same prompt: it holds the same blocks, and has computed the same tokens. A
+        sequence copies a shared block before it writes to it, unless all others have left it. Returns the changes of the beam's
+        tables."""
         whole, updates = beam.num_prompt_tokens // self.block_size, list[TableUpdate]()
         for g, theirs in enumerate(source.blocks):
             own = beam.blocks[g]
@@ -199,7 +200,7 @@ class KVCacheManager:
             block = None
             if request is not None and self.full is not None and self.cross is None:
                 whole = min(request.num_prompt_tokens, computed) // self.block_size
-                if whole * self.block_size >= LEAST_SHARED:  # who has a block of a prompt has those before, or their equals
+                if whole * self.block_size >= LEAST_SHARED:  # with the same last block, all blocks before it are equal, too
                     block = whole, request.blocks[self.full][whole - 1]
             if block != last or block is None:
                 if last is not None and i - first > 1:

@@ -1,8 +1,8 @@
-"""The requests that wait, and whose turn it is.
+"""The queue of waiting requests, and which of them is next.
 
-1. The lowest `priority` goes first, whoever asks.
-2. Within a priority it is the turn of the owner who was served the fewest tokens for its weight. Served are the tokens of
-   prompts that were computed (not those found in the prefix cache), and the tokens of answers.
+1. The request with the lowest `priority` number is next, whoever its owner is.
+2. Within a priority it is the turn of the owner with the fewest served tokens divided by its weight. The tokens of an answer
+   count as served, and those of a prompt that were computed; tokens found in the prefix cache do not.
 3. An owner's own requests go in order of arrival.
 
 This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). An owner who comes

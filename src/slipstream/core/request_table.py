@@ -1,15 +1,15 @@
-"""Every request that the scheduler has, and what becomes of it.
+"""All requests of the scheduler, by id and by status.
 
     add ──> waiting ──> running ──> finished
               ^ │ ^        │
               │ │ └────────┘  preempt
        forks ─┘ └─> loading ─┘   from a tier
 
-1. `running` is in the scheduler's order. Who preempts takes from its end.
+1. `running` is in the scheduler's order. Preemption takes requests from its end.
 2. A request that is held back waits, and is not in the queue. A beam is held between its steps.
 3. A request that waits may hold blocks: a fork, a beam, or one whose blocks were loaded. It gives them back when those that run
    need them, and computes the tokens again.
-4. Who leaves the worker is in `released` until a plan says so.
+4. `released` has the requests whose rows the worker is to drop, until a plan tells it.
 """
 
 from __future__ import annotations

@@ -566,6 +566,8 @@ class Grammars:
             matcher = _library(_llguidance().LLMatcher, self._vocabulary, grammar, log_level=0, limits=limits())
             if counts is not None and self._lengths is not None:
                 second = _library(_llguidance().LLMatcher, self._lengths.tokenizer, grammar, log_level=0, limits=limits())
+            if not matcher.is_error():  # the states of its first mask are made here: a step would wait for them, up to seconds
+                _library(matcher.compute_bitmask)
         except ValueError as error:  # a RequestError is one
             raise GrammarError(str(error)) from None
         if matcher.is_error():

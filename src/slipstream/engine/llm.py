@@ -258,7 +258,7 @@ class LLM:
         if taken := set(given) & set(chat_template_kwargs or ()):
             raise RequestError(f"chat_template_kwargs: {min(taken)} is an argument of its own", field="chat_template_kwargs")
         given |= chat_template_kwargs or {}
-        parted = [without_pictures(for_template(list(c))) for c in conversations]
+        parted = [without_pictures(for_template(list(c), template)) for c in conversations]
         texts = [tokenizer.apply_chat_template(plain, **given) for plain, _ in parted]
         to_name = "tool_call_parser"
         readings = [reading(formats, offered, template, partial(str, text), to_name=to_name) for text in texts]

@@ -22,7 +22,7 @@ from tokenizers import processors
 from slipstream.engine import gguf_tokenizer, tokenizer_folder
 from slipstream.engine.chat_template import render, shaped_for
 from slipstream.engine.tiktoken import spelling
-from slipstream.engine.tokenizer_parts import SpecialTokens, TokenizerParts, on_text
+from slipstream.engine.tokenizer_parts import SpecialTokens, TokenizerParts, has_own_patterns, in_time, on_text
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.gguf import GGUFFile
@@ -43,6 +43,7 @@ class Tokenizer:
         self._bytes = {i: token.content.encode() for i, token in added.items()}  # filled as tokens are met
         self._texts: tuple[dict[int, str], dict[int, str]] = {}, {}
         self._spelling, self._strips_leading_space = _decoding(backend)
+        self._is_bounded = has_own_patterns(backend)  # its patterns may take hours
         self._num_rows: int | None = None  # of the model's embedding, if the model is known
         self.image_placeholder: str | None = None  # of a model that takes pictures
 
@@ -129,15 +130,24 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens written out in the text count as such. What they already say is not said twice: a text from a
         chat template that begins with the beginning-of-sequence token gets no second one."""
-        ids = self._checked(on_text(self._backend.encode, text, add_special_tokens=False).ids)
+        ids = self._checked(self._encoded([text], add_special_tokens=False)[0].ids)
         return self._surrounded(ids) if add_special_tokens else ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each with special tokens, on all cores where the library may use them."""
         if len(texts) == 1:
             return [self.encode(texts[0])]
-        found = on_text(self._backend.encode_batch_fast, list(texts), add_special_tokens=False)
+        found = self._encoded(texts, add_special_tokens=False)
         return [self._surrounded(self._checked(encoding.ids)) for encoding in found]
+
+    def _encoded(self, texts: Sequence[Any], *, add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        """Of texts, or of pairs of them. The library keeps other threads waiting over one text, unless it comes as a batch."""
+        if self._is_bounded:
+            return in_time(self._backend.encode_batch_fast, list(texts), add_special_tokens=add_special_tokens)
+        if len(texts) == 1:
+            own = texts[0] if isinstance(texts[0], tuple) else (texts[0],)
+            return [on_text(self._backend.encode, *own, add_special_tokens=add_special_tokens)]
+        return on_text(self._backend.encode_batch_fast, list(texts), add_special_tokens=add_special_tokens)
 
     def _surrounded(self, ids: list[int]) -> list[int]:
         prefix, suffix = self._special.prefix, self._special.suffix
@@ -150,10 +160,7 @@ class Tokenizer:
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, max_length: int | None = None) -> list[tuple[list[int], int]]:
         """Two texts each, as the model's files join them, and how many tokens are of the first part; on all cores where the
         library may use them. With `max_length` the second is cut at its end, and the first too if nothing else helps."""
-        if len(pairs) == 1:
-            found = [on_text(self._backend.encode, *pairs[0], add_special_tokens=True)]
-        else:
-            found = on_text(self._backend.encode_batch_fast, list(pairs), add_special_tokens=True)
+        found = self._encoded(pairs, add_special_tokens=True)
         for encoding in found:
             self._checked(encoding.ids)
         return [_cut_pair(encoding, max_length) for encoding in found]

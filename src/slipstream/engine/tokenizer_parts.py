@@ -1,11 +1,13 @@
 """What the readers of tokenizer files give (`tokenizer_folder.py`, `gguf_tokenizer.py`), and what a stranger's file may do.
 
-Splitting and merging run in a library without limits of its own. Three things bound it:
+Splitting and merging run in a library without limits of its own. Four things bound it:
 
 1. A normaliser that makes a text many times longer is refused when it is read.
 2. Whatever the library raises over a file is a CheckpointError (`reading`). Over a text it is a RequestError (`on_text`).
    That includes its panics, which are no `Exception`: a pattern that tries too often ends in one, within a second.
-3. A text has at most 128 characters for each token of the context (`InputProcessor`).
+3. A pattern may also try often at each place of a text, and so take hours. Where a tokenizer has other patterns than those that
+   models of many users share (`PATTERNS`), a text has `MAX_SECONDS` (`in_time`).
+4. A text has at most 128 characters for each token of the context (`InputProcessor`).
 """
 
 from __future__ import annotations
@@ -16,17 +18,37 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import tokenizers
 
+from slipstream.engine.bounded_threads import BoundedThreads
+from slipstream.engine.tiktoken import CL100K
 from slipstream.errors import CheckpointError, RequestError, SlipstreamError
 
 T = TypeVar("T")
 
 MAX_GROWTH = 8
 """How much longer all replacements of a normaliser together may make a text."""
+
+MAX_SECONDS = 5.0
+"""Of a text, where a tokenizer has patterns of its own. A prompt of a million tokens takes about one."""
+
+MAX_STUCK = 2
+"""Texts that took longer and are still computed; each has a core."""
+
+_texts: BoundedThreads[Any] = BoundedThreads(lambda: MAX_SECONDS, most=4, most_stuck=MAX_STUCK, name="tokenizer")
+
+PATTERNS = frozenset(
+    (
+        CL100K,
+        CL100K.replace("{1,3}", ""),  # Qwen 2 to 3
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
+    )
+)
+"""Patterns that take about the same time for each character."""
 
 MAX_MAPPED_BYTES = 255
 """The longest text that SentencePiece's map of characters may put in the place of others; NFKC has 33."""
@@ -74,6 +96,31 @@ def on_text(call: Callable[..., T], *args: Any, **options: Any) -> T:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise RequestError(f"the tokenizer can't take this text: {str(error)[:300]}", field="prompt") from error
+
+
+def in_time(call: Callable[..., T], *args: Any, **options: Any) -> T:
+    """`on_text` for at most `MAX_SECONDS`, for a call that lets other threads run. RequestError if it takes longer; its thread
+    goes on. EngineOverloadedError while as many as `MAX_STUCK` do so."""
+    try:
+        return cast(T, _texts.submit(partial(on_text, call, *args, **options)).result())
+    except TimeoutError:
+        what = f"the tokenizer takes longer than {MAX_SECONDS:g} s for this text; one of its patterns tries too often"
+        raise RequestError(what, field="prompt") from None
+
+
+def has_own_patterns(backend: tokenizers.Tokenizer) -> bool:
+    """Whether it cuts or changes texts by regular expressions that are none of `PATTERNS`."""
+    parts, found = (backend.normalizer, backend.pre_tokenizer), set[str]()
+    left: list[Any] = [json.loads(part.__getstate__()) for part in parts if part is not None]
+    while left:
+        match left.pop():
+            case {"Regex": str(pattern)}:
+                found.add(pattern)
+            case dict(below):
+                left += below.values()
+            case list(below):
+                left += below
+    return not found <= PATTERNS
 
 
 def is_panic(error: BaseException) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from slipstream.arguments import likely_value
 from slipstream.engine.grammar import check
 from slipstream.engine.tool_formats import reasoning_markers, tool_format
 from slipstream.engine.tool_formats.base import (
@@ -279,8 +280,21 @@ def arguments_object(text: str, field: str) -> dict[str, Any]:
     return found
 
 
-def for_template(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with the arguments of calls as objects."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def for_template(messages: Sequence[dict[str, Any]], template: str | None) -> list[dict[str, Any]]:
+    """Messages with the arguments of calls as objects. RequestError names a message whose role is none of `ROLES`, nor one that
+    the chat template names: a template would write it down, and the model has never seen it."""
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            what = f"messages[{i}] must be a dict with a role and a content, got {type(message).__name__}"
+            raise RequestError(what, field="messages")
+        role = message.get("role")
+        if role not in ROLES and not any(f"{quote}{role}{quote}" in (template or "") for quote in "'\""):
+            near = likely_value(role, ROLES) if isinstance(role, str) else ""
+            what = f"messages[{i}]: role {role!r} is not supported; use one of {', '.join(ROLES)}{near}"
+            raise RequestError(what, field="messages")
     return [_with_objects(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 

@@ -7,7 +7,6 @@ count. Any other name is a task of lm-eval (`pip install 'slipstream[eval]'`).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError
 from slipstream.evals.likelihood import loglikelihoods
+from slipstream.files import parse_json
 
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "bleu", "word_perplexity")
 """The first of these metrics that a task has is reported, or else its first metric."""
@@ -98,7 +98,7 @@ def read_questions(path: Path) -> list[Question]:
 
 def _question(line: str, where: str) -> Question:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{where} is no JSON: {error}", field="tasks") from error
     match row:

@@ -18,7 +18,6 @@ sections of about `SECTION` characters; with the part "all", a file is one docum
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from slipstream.errors import ConfigError
+from slipstream.files import parse_json
 from slipstream.hub import read_objects, resolve_dataset
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield json.loads(line)
+                    yield parse_json(line)
                 except ValueError as error:
                     raise ConfigError(f"{path}, line {number} is no JSON: {error}", field="text") from error
 

@@ -20,11 +20,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import msgspec.inspect
-import yaml
 from msgspec import Meta, Struct
 
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
+from slipstream.files import read_yaml
 from slipstream.fleet.router import Policy
 from slipstream.server.state import ServerSettings
 
@@ -97,6 +97,7 @@ class Autoscale(Spec, frozen=True, kw_only=True):
     cold_start_s: Seconds | None = None  # as measured
     wait_s: Seconds = 300.0
     max_waiting: Annotated[int, Meta(ge=1)] = 256
+    device: str | None = None  # that the replicas have, as `slipstream plan --gpu` names it; None: this machine's
 
 
 class Model(Spec, frozen=True, kw_only=True):
@@ -192,6 +193,11 @@ class PoolSpec:
         return f"{self.model}/{self.version}/{self.pool}"
 
     @property
+    def is_scaled(self) -> bool:
+        """With `autoscale` it is."""
+        return self.least < self.most
+
+    @property
     def adapters(self) -> frozenset[str]:
         """The names of those that its replicas have."""
         return frozenset(self.args.lora_modules or ())
@@ -233,15 +239,11 @@ def read(path: str | Path) -> Fleet:
     """ConfigError names the field. Relative paths in the file are below its folder: what runs from there, also a head that
     comes back, need not."""
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        data = read_yaml(Path(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", field="fleet.yaml") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"cannot read {path}: it is not UTF-8 text", field="fleet.yaml") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        raise ConfigError(f"{path}{where}: not YAML: {getattr(error, 'problem', None) or error}", field="fleet.yaml") from None
+    except ValueError as error:
+        raise ConfigError(f"cannot read {path}: {error}", field="fleet.yaml") from None
     return _placed(check(data), Path(path).resolve().parent)
 
 
@@ -427,20 +429,41 @@ def _check_autoscale(fleet: Fleet, name: str, own: list[PoolSpec]) -> None:
     where, settings = f"models.{name}.autoscale", fleet.models[name].autoscale
     if settings is None:
         return
-    if fleet.backend != "processes":
-        raise ConfigError(f"{where}: replicas on Ray are not scaled by themselves yet; use backend: processes", field=where)
-    if len(own) != 1:
-        raise ConfigError(f"{where}: for a model with one version of one pool, and this has {len(own)} pools", field=where)
-    for setting in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
-        if getattr(own[0].args, setting) > 1:
-            message = f"{where}: replicas over several devices are not planned, so leave {setting} at 1, or autoscale out"
-            raise ConfigError(message, field=where)
-    if own[0].least == own[0].most:
+    versions = fleet.models[name].versions
+    for i, version in enumerate(versions):
+        kinds = [spec for spec in own if spec.version == version.name]
+        scaled = [spec for spec in kinds if spec.is_scaled]
+        field = f"models.{name}.versions[{i}]"
+        if scaled and len(kinds) > 1:
+            field += ".pools"
+            message = f"{field}: which of {len(kinds)} kinds of replicas to start is not planned; give each a fixed number"
+            raise ConfigError(message, field=field)
+        for spec in scaled:
+            _check_scaled(spec, version.share, field, where, is_alone=len(versions) == 1)
+    if not any(spec.is_scaled for spec in own):
         field = f"models.{name}.versions[0].replicas"
         raise ConfigError(f"{field}: autoscale needs {{min, max}} that differ", field=field)
+    if fleet.ray_address is not None and settings.device is None and any(s.is_scaled and s.resources.gpus for s in own):
+        field = f"{where}.device"
+        raise ConfigError(f"{field}: name the GPU of the cluster's replicas, as for `slipstream plan --gpu`", field=field)
     objectives = settings.objectives or fleet.objectives
     if objectives.ttft_s is None and objectives.itl_s is None:
         raise ConfigError(f"{where}.objectives: give ttft_s, itl_s or both, here or for the fleet", field=f"{where}.objectives")
+
+
+def _check_scaled(spec: PoolSpec, share: float, field: str, where: str, *, is_alone: bool) -> None:
+    """`field` is the version's, `where` its model's `autoscale`."""
+    for setting in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+        if getattr(spec.args, setting) > 1:
+            message = f"{where}: replicas over several devices are not planned, so leave {setting} at 1, or autoscale out"
+            raise ConfigError(message, field=where)
+    field += ".replicas"
+    if share == 0:
+        message = f"{field}: a version without a share has no load to be scaled by; give it a fixed number"
+        raise ConfigError(message, field=field)
+    if spec.least == 0 and not is_alone:
+        message = f"{field}: min 0 is for a model's only version; requests of one that has no replica go to the others"
+        raise ConfigError(message, field=field)
 
 
 def _unique(names: Any, where: str) -> None:

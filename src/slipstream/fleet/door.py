@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +23,7 @@ from slipstream import __version__
 from slipstream.fleet.figures import FleetMetrics, of_engines
 from slipstream.fleet.forward import Call, Forwarder
 from slipstream.fleet.members import Members
-from slipstream.fleet.scaler import ScalerMetrics, Tally
+from slipstream.fleet.scaler import ScalerMetrics
 from slipstream.fleet.status import fleet_status
 from slipstream.server import batches, feedback, files
 from slipstream.server.errors import (
@@ -104,8 +104,7 @@ class Door:
     def __init__(self, members: Members, state: ServerState, metrics: Metrics) -> None:
         self.members, self.state, self.metrics = members, state, metrics
         self.forwarder = Forwarder(members, metrics)
-        self.tallies: defaultdict[str, Tally] = defaultdict(Tally)
-        self.autoscale_status: Callable[[], dict[str, dict[str, Any]]] = dict  # by model; the head's
+        self.autoscale_status: Callable[[], dict[str, dict[str, Any]]] = dict  # by pool; the head's
         self.about = FleetDescription(self)
         self._stored: list[Route] = [*files.routes(state), *batches.routes(state), *feedback.routes(state)]
         metrics.registry.register(ScalerMetrics(lambda: self.autoscale_status()))
@@ -273,7 +272,7 @@ class Door:
         if record.background:  # lines come as there is room, which says nothing of the traffic
             await self.forwarder.see_through(version, call)
             return
-        tally = self.tallies[name]
+        tally = version.tally
         tally.arrived()
         try:
             await self.forwarder.see_through(version, call)

@@ -20,8 +20,9 @@ import os
 import secrets
 import shutil
 import socket
+import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -29,13 +30,14 @@ import msgspec
 
 from slipstream.config import resolve
 from slipstream.engine.folder import settled
-from slipstream.errors import ConfigError, EngineError, SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.fleet import certificates
 from slipstream.fleet.batches import FleetRoom
 from slipstream.fleet.config import FIXED, Fleet, PoolSpec, Tls, check, pools
 from slipstream.fleet.door import Door
 from slipstream.fleet.members import Members, Replica
 from slipstream.fleet.processes import Backend, Processes, Started
+from slipstream.fleet.scaler import Scaler
 from slipstream.fleet.scaling import Scaling
 from slipstream.hub import resolve_model
 from slipstream.plan.engines import this_hardware
@@ -47,14 +49,13 @@ from slipstream.server.state import ServerSettings, Watch
 from slipstream.spec.description import read_spec
 
 if TYPE_CHECKING:
-    from slipstream.fleet.on_ray import RayCluster
+    from slipstream.fleet.ray_replicas import RayReplicas
 
 logger = logging.getLogger("slipstream.fleet")
 
 _OWN = ("control", "fleet.json", "fleet.json.new", "kept", "lock", "logs", "tls")
 """What the head makes in its folder. All else there is not ours to remove."""
 
-_FOLLOW_S = 0.25
 _END_S = 30.0
 """From the last request's end to the head's: its replicas end first."""
 
@@ -83,8 +84,7 @@ class Head:
         self._key = secrets.token_hex(32)
         self._files: certificates.Files | None = None
         self._backend: Backend | None = None
-        self._cluster: RayCluster | None = None  # in its place: Ray Serve keeps the replicas
-        self._followed: dict[str, Replica] = {}  # of the cluster's
+        self._ray: RayReplicas | None = None  # in its place: Ray Serve keeps the replicas
         self._server = self._make_server()
         self.scaling = Scaling(self.members, self.door, self._numbers_of, self._scale_now)
         self._lock: IO[str] | None = None
@@ -107,8 +107,11 @@ class Head:
             await self.members.configure(self.fleet)
             if self.fleet.backend == "ray":
                 from slipstream.fleet.on_ray import RayCluster
+                from slipstream.fleet.ray_replicas import RayReplicas
 
-                self._cluster = await RayCluster.make(self.fleet, self._key, self._files)
+                cluster = await RayCluster.make(self.fleet, self._key, self._files)
+                started = self.scaling.cold_starts.add
+                self._ray = RayReplicas(self.fleet, self.members, cluster, self._tls, self._key, started, self._spawn)
             else:
                 self._backend = self._make_backend()
             if self.settings.grpc_port is not None:
@@ -124,12 +127,12 @@ class Head:
     async def _serve(self, listener: socket.socket, on_ready: Callable[[], None]) -> None:
         control = await asyncio.start_unix_server(self._order, self._control_path())
         os.chmod(self._control_path(), 0o600)
-        if self._cluster is not None:
-            self._spawn(self._follow(self._cluster))
-            ready = asyncio.ensure_future(self._apply(self._cluster))
+        if self._ray is not None:
+            self._spawn(self._ray.follow())
+            ready = asyncio.ensure_future(self._until_ready(self._ray.apply(self.fleet)))
         else:
             wanted = [member for spec in pools(self.fleet) for member in self._grow(spec, spec.least)]
-            ready = asyncio.ensure_future(self._until_ready(wanted))
+            ready = asyncio.ensure_future(self._until_ready(_all_serve(wanted)))
         stopped = asyncio.ensure_future(self._until_stopped())
         try:
             waited: set[asyncio.Future[Any]] = {ready, self._failed, stopped}
@@ -170,11 +173,11 @@ class Head:
             if member.task is not None:
                 member.task.cancel()
         await asyncio.gather(*(m.task for m in members if m.task is not None), return_exceptions=True)
-        await asyncio.gather(*(replica.close() for replica in self._followed.values()))
+        followed = 0 if self._ray is None else len(self._ray.followed)
         if self._backend is not None:
             await self._backend.close()
-        if self._cluster is not None:
-            await self._cluster.close()
+        if self._ray is not None:
+            await self._ray.close()
         for path in (self.folder / name for name in _OWN):
             if path.is_dir() and not (keep_logs and path.name == "logs"):
                 shutil.rmtree(path, ignore_errors=True)
@@ -185,7 +188,7 @@ class Head:
         if self._lock is not None:
             self._lock.close()
         server = self._server
-        told = {"replicas": len(members) + len(self._followed), "finished": server.num_at_stop - server.num_cut}
+        told = {"replicas": len(members) + followed, "finished": server.num_at_stop - server.num_cut}
         for writer in self._until_end:
             with contextlib.suppress(ConnectionError):
                 writer.write(json.dumps({**told, "cut": server.num_cut}).encode() + b"\n")
@@ -237,7 +240,10 @@ class Head:
         app = RequestLog(ApiKeys(self.door, state.keys), state.observers)
         return Server(uvicorn_config(app, self.settings), state, FleetRoom(self.members, state))
 
-    def _spawn(self, coroutine: Any) -> None:
+    def _tls(self) -> ssl.SSLContext | None:
+        return None if self._files is None else self._files.context()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -290,8 +296,7 @@ class Head:
             version = self.members.version(spec.model, spec.version)
             if version is None:
                 return  # the file has changed meanwhile
-            tls = None if self._files is None else self._files.context()
-            member.replica = Replica(member.id, spec, started.url, version, tls, self._key)
+            member.replica = Replica(member.id, spec, started.url, version, self._tls(), self._key)
             version.add(member.replica)
             while not member.replica.heard:
                 await asyncio.sleep(0.01)
@@ -337,43 +342,6 @@ class Head:
                     for name in version.guard.probed(answers, time.monotonic()):
                         logger.error("replica %s is taken out: it answers otherwise than the others", name)
 
-    # --- Replicas of a cluster ------------------------------------------------------------------------------------------
-
-    async def _follow(self, cluster: RayCluster) -> None:
-        """Know the replicas that Ray Serve keeps, as they come and go."""
-        while True:
-            found = await cluster.replicas()
-            specs = {spec.key: spec for spec in pools(self.fleet)}
-            for name, (pool, address) in found.items():
-                spec = specs.get(pool)
-                version = None if spec is None else self.members.version(spec.model, spec.version)
-                if name not in self._followed and spec is not None and version is not None:
-                    tls = None if self._files is None else self._files.context()
-                    self._followed[name] = Replica(name, spec, address, version, tls, self._key)
-                    version.add(self._followed[name])
-            for name in self._followed.keys() - found.keys():
-                replica = self._followed.pop(name)
-                replica.version.drain(name)
-                self._spawn(self._let_end(replica))
-            await asyncio.sleep(_FOLLOW_S)
-
-    async def _let_end(self, replica: Replica) -> None:
-        """Its requests may end; a replica that died has none."""
-        until = time.monotonic() + self.fleet.drain_timeout_s
-        while replica.num_in_flight and time.monotonic() < until:
-            await asyncio.sleep(0.05)
-        await replica.version.remove(replica.id)
-
-    async def _apply(self, cluster: RayCluster) -> None:
-        """Deploy the file, and wait until the door hears its replicas."""
-        try:
-            await cluster.apply(self.fleet)
-        except RuntimeError as error:
-            raise await cluster.failure() or EngineError(f"Ray Serve: {error}") from None
-        least = sum(spec.least for spec in pools(self.fleet))
-        while sum(replica.heard for replica in self._followed.values()) < least:
-            await asyncio.sleep(0.05)
-
     # --- Orders -------------------------------------------------------------------------------------------------------
 
     async def _order(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -418,15 +386,11 @@ class Head:
         async with self._changing:
             scalers = await self.scaling.make(fleet)
             await self.members.configure(_with_old(fleet, self.fleet))
-            if self._cluster is not None:
-                were, self.fleet = set(self._followed), fleet
-                await self._apply(self._cluster)
-                await self.members.configure(fleet)
-                self._write_file()
-                are = set(self._followed)
-                replaced = min(len(were - are), len(are - were))
-                return {"replaced": replaced, "started": len(are - were) - replaced, "ended": len(were - are) - replaced}
             before, self.fleet = self.fleet, fleet
+            if self._ray is not None:
+                replaced, started, ended = await self._rollout_on_ray(self._ray, fleet, before, scalers)
+                self._write_file()
+                return {"replaced": replaced, "started": started, "ended": ended}
             wanted = {spec.key: spec for spec in pools(fleet)}
             replaced = started = ended = 0
             for key, spec in wanted.items():
@@ -457,6 +421,28 @@ class Head:
             logger.info("rolled out: %d replaced, %d started, %d ended", replaced, started - replaced, ended)
             return {"replaced": replaced, "started": started - replaced, "ended": ended}
 
+    async def _rollout_on_ray(
+        self, ray: RayReplicas, fleet: Fleet, before: Fleet, scalers: dict[str, Scaler]
+    ) -> tuple[int, int, int]:
+        """Replicas that were replaced, started and ended. ConfigError, and the file of before, if one does not start."""
+        were = set(ray.followed)
+        try:
+            async with asyncio.timeout(self.fleet.start_timeout_s):
+                await ray.apply(fleet)
+        except (SlipstreamError, TimeoutError) as error:
+            self.fleet = before
+            await self.members.configure(before)
+            await ray.apply(before)
+            await ray.end_others()
+            why = f"replicas did not start: {error}" if str(error) else "not all replicas did start in time"
+            raise ConfigError(f"{why}; the fleet is what it was before", field=getattr(error, "field", None)) from None
+        await self.members.configure(fleet)  # requests go to the new versions only; those of old ones end
+        self.scaling.take(scalers)
+        await ray.end_others()
+        are = set(ray.followed)
+        replaced = min(len(were - are), len(are - were))
+        return replaced, len(are - were) - replaced, len(were - are) - replaced
+
     async def _until_serves(self, member: Member, before: Fleet) -> None:
         """ConfigError, and the file of before, if it does not."""
         try:
@@ -478,8 +464,8 @@ class Head:
             has = f"from {spec.least} to {spec.most}" if spec.least < spec.most else f"always {spec.most}"
             raise ConfigError(f"{pool} has {has} replicas; {hint}", field="replicas")
         async with self._changing:
-            if self._cluster is not None:
-                await self._cluster.scale(spec, replicas)
+            if self._ray is not None:
+                await self._ray.scale(spec, replicas)
                 return {"pool": pool, "replicas": replicas}
             surplus = self._resize(spec, replicas)
         await asyncio.gather(*map(self._retire, surplus))
@@ -500,19 +486,28 @@ class Head:
         """What `scale` does, without waiting. False: a change is under way."""
         if self._changing.locked() or self._server.state.draining:
             return False
+        if self._ray is not None:
+            self._spawn(self._ray.scale(spec, replicas))
+            return True
         for member in self._resize(spec, replicas):
             self._spawn(self._retire(member))
         return True
 
     def _numbers_of(self, spec: PoolSpec) -> tuple[int, int]:
         """Replicas of a pool that are ready, and that start."""
+        if self._ray is not None:
+            return self._ray.numbers_of(spec)
         kept = [m for m in self._kept.get(spec.key, ()) if not m.unwanted]
         ready = sum(map(_serves, kept))
         return ready, len(kept) - ready
 
-    async def _until_ready(self, wanted: Sequence[Member]) -> None:
-        self.scaling.take(await self.scaling.make(self.fleet))
-        await _all_serve(wanted)
+    async def _until_ready(self, serve: Coroutine[Any, Any, None]) -> None:
+        starting = asyncio.ensure_future(serve)
+        try:
+            self.scaling.take(await self.scaling.make(self.fleet))
+            await starting
+        finally:
+            starting.cancel()
 
 
 def check_engines(fleet: Fleet) -> None:

@@ -27,6 +27,7 @@ from slipstream.fleet.figures import summed
 from slipstream.fleet.guard import Budget, Guard
 from slipstream.fleet.prompts import Prompts
 from slipstream.fleet.router import ReplicaState, Router
+from slipstream.fleet.scaler import Tally
 from slipstream.fleet.upstream import Pool, UpstreamError
 from slipstream.server.fleet import HEADER, FromReplica, ReplicaLoad
 from slipstream.server.metrics import Counts
@@ -164,6 +165,7 @@ class Version:
         self.replicas: dict[str, Replica] = {}
         self.starting: set[str] = set()  # ids of those that have no address yet
         self.num_waiting = 0  # requests that no replica could take yet
+        self.tally = Tally()
         self.autoscale = _to_zero(fleet.models[model])
         self.adapters: frozenset[str] = frozenset()  # that some of its replicas have
         self._news = asyncio.Event()

@@ -8,6 +8,7 @@ replica says each second that it is there, and whoever is silent is gone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -17,13 +18,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from slipstream.engine.temporary import OwnedFolder
-from slipstream.errors import ConfigError, SlipstreamError, as_error
+from slipstream.errors import ConfigError, EngineError, SlipstreamError, as_error
 from slipstream.fleet.certificates import Files
 from slipstream.fleet.config import Fleet, PoolSpec, pools
 from slipstream.fleet.processes import server_settings
@@ -31,6 +33,10 @@ from slipstream.fleet.replica import Failed, Serving, Setup
 
 _HERE_S = 1.0
 _SILENT_S = 5.0
+_GOODBYE_S = 1.0
+"""A replica that is to end goes on for so long after it said so: the door sends it nothing more by then."""
+
+_LOOK_S = 0.2
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
 _NAMESPACE = "slipstream"
 
@@ -50,6 +56,9 @@ class Directory:
 
     def failed(self, pool: str, kind: str, message: str, field: str | None) -> None:
         self._failed[pool] = kind, message, field
+
+    def forget_failures(self) -> None:
+        self._failed.clear()
 
     def replicas(self) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str, str | None]]]:
         """Pool and url of each, and which pools could not start a replica."""
@@ -115,6 +124,7 @@ class ServerReplica:
         """Serve ends this replica: its requests end first."""
         self._stopped.set()
         self._directory.gone.remote(self._id)
+        time.sleep(_GOODBYE_S)
         self._process.terminate()
         try:
             self._process.wait(self._drain_s + 10)
@@ -131,14 +141,17 @@ class RayCluster:
         self._fleet, self._key, self._files = fleet, key, files
         self._local = fleet.ray_address is None
         self._name = f"slipstream-{secrets.token_hex(4)}"
-        self._counts: dict[str, int] = {}  # replicas wanted, by pool
         self._temp: str | None = None
         self._directory: Any = None
 
     @classmethod
     async def make(cls, fleet: Fleet, key: str, files: Files | None) -> RayCluster:
         made = cls(fleet, key, files)
-        await asyncio.to_thread(made._begin)
+        try:
+            await asyncio.to_thread(made._begin)
+        except BaseException:
+            await made.close()
+            raise
         return made
 
     def _begin(self) -> None:
@@ -167,23 +180,56 @@ class RayCluster:
         self._directory = ray.remote(Directory).options(name=self._name, num_cpus=0).remote()
         ray.get(self._directory.replicas.remote())
 
-    async def apply(self, fleet: Fleet) -> None:
-        """Deploy what the file says. Serve replaces replicas of what has changed one after the other; what it does not name any
-        more ends."""
+    async def deploy(self, fleet: Fleet, counts: dict[str, int]) -> None:
+        """So many replicas of each pool. Returns when they serve: of what has changed, Serve replaces one replica after the
+        other. What is not in `counts` is left as it is. Raises why a replica could not start."""
         self._fleet = fleet
-        wanted = {spec.key: spec for spec in pools(fleet)}
-        for key in self._counts.keys() - wanted.keys():
-            del self._counts[key]
-            await asyncio.to_thread(self._delete, key)
-        for key, spec in wanted.items():
-            self._counts[key] = min(max(self._counts.get(key, spec.least), spec.least), spec.most)
-            await asyncio.to_thread(self._deploy, spec)
+        await self._directory.forget_failures.remote()
+        specs = [spec for spec in pools(fleet) if spec.key in counts]
+        await asyncio.to_thread(self._run, [(spec, counts[spec.key]) for spec in specs])
+        names = {self._app(spec.key) for spec in specs if counts[spec.key]}
+        while True:
+            if (failure := await self.failure()) is not None:
+                raise failure
+            states = await asyncio.to_thread(self._states)
+            if all(name in states and states[name][0] == "RUNNING" for name in names):
+                return
+            for name in names & states.keys():
+                if states[name][0] == "DEPLOY_FAILED":
+                    raise EngineError(f"Ray Serve: {states[name][1]}")
+            await asyncio.sleep(_LOOK_S)
 
     async def scale(self, spec: PoolSpec, replicas: int) -> None:
-        self._counts[spec.key] = replicas
-        await asyncio.to_thread(self._deploy, spec)
+        """Have Serve start or end some. It waits for them only where none shall be left."""
+        await asyncio.to_thread(self._run, [(spec, replicas)])
 
-    def _deploy(self, spec: PoolSpec) -> None:
+    async def remove(self, keys: Iterable[str]) -> None:
+        """End the replicas of these pools. Waits until they have."""
+        for key in keys:
+            await asyncio.to_thread(self._delete, key)
+
+    @staticmethod
+    def _states() -> dict[str, tuple[str, str]]:
+        from ray import serve
+
+        return {name: (str(app.status.value), app.message) for name, app in serve.status().applications.items()}
+
+    def _run(self, counts: list[tuple[PoolSpec, int]]) -> None:
+        """Serve has no deployment of no replicas: then there is none."""
+        from ray import serve
+
+        for spec, number in counts:
+            if not number:
+                self._delete(spec.key)
+        targets = [
+            serve.RunTarget(target=self._application(spec, number), name=self._app(spec.key), route_prefix=None)
+            for spec, number in counts
+            if number
+        ]
+        if targets:
+            serve.run_many(targets, wait_for_applications_running=False)
+
+    def _application(self, spec: PoolSpec, number: int) -> Any:
         from ray import serve
 
         pem = {}
@@ -198,20 +244,24 @@ class RayCluster:
         made: Any = serve.deployment(ServerReplica)
         deployment = made.options(
             name="replica",
-            num_replicas=self._counts[spec.key],
+            num_replicas=number,
+            # Without a version Serve makes one up, and would replace all replicas whenever their number changes.
+            version=spec.fingerprint,
+            _internal=True,
             ray_actor_options=actor,
             graceful_shutdown_timeout_s=drain_s + 15,
             graceful_shutdown_wait_loop_s=0.1,
             health_check_period_s=1.0,
             health_check_timeout_s=10.0,
         )
-        app = deployment.bind(spec.key, setup, pem, drain_s, self._name, self._local)
-        serve.run(app, name=self._app(spec.key), route_prefix=None)  # returns when all replicas are healthy
+        return deployment.bind(spec.key, setup, pem, drain_s, self._name, self._local)
 
     def _delete(self, key: str) -> None:
         from ray import serve
 
-        serve.delete(self._app(key))
+        while self._app(key) in self._states():
+            with contextlib.suppress(TimeoutError):  # after a minute: requests may take longer
+                serve.delete(self._app(key))
 
     def _app(self, key: str) -> str:
         return f"{self._name}-{key.replace('/', '--')}"
@@ -235,8 +285,9 @@ class RayCluster:
 
         if not ray.is_initialized():
             return
-        for key in self._counts:
-            self._delete(key)
+        for name in self._states():
+            if name.startswith(self._name):
+                serve.delete(name)
         if self._local:
             serve.shutdown()  # type: ignore[no-untyped-call]
         else:

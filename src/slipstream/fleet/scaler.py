@@ -1,7 +1,8 @@
 """The autoscaler of a fleet that runs: what the door counts and the members are, in; how many replicas there shall be, out.
 
-The head asks each model's `Scaler` often (`LOOK_S`). Once in `interval_s` the policy decides (`fleet/autoscaler.py`). Between,
-the first request that waits where no replica is kept wakes one. It reads no clock and starts nothing: the head does.
+The head often asks the `Scaler` of each scaled version (`LOOK_S`). Once in `interval_s` the policy decides
+(`fleet/autoscaler.py`). Between, the first request that waits where no replica is kept wakes one. It reads no clock and starts
+nothing: the head does.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from slipstream.fleet.capacity import SIZES, RecentCapacity
 from slipstream.fleet.config import Autoscale, Fleet, Objectives, PoolSpec, pools
 from slipstream.hub import resolve_model
 from slipstream.plan.capacity import Objectives as SimulatedObjectives
+from slipstream.plan.devices import find_device
 from slipstream.plan.engines import plan_engine, this_hardware
 from slipstream.plan.traffic import Workload, of_lengths, parse_workload
 from slipstream.server.record import RequestRecord
@@ -36,7 +38,7 @@ _FIRST_COLD_START_S = 60.0
 
 
 class Tally:
-    """A model's requests at the door since they were last taken. `lengths` are of answers that ended well."""
+    """A version's requests at the door since they were last taken. `lengths` are of answers that ended well."""
 
     def __init__(self) -> None:
         self.num_arrivals = self.num_finished = self.num_met = 0
@@ -95,7 +97,7 @@ class Change:
 
 
 class Scaler:
-    """Of one model, which has one pool."""
+    """Of one version, which has one pool."""
 
     def __init__(self, spec: PoolSpec, settings: Autoscale, objectives: Objectives, capacity: RecentCapacity) -> None:
         self.spec, self.settings, self.objectives, self.capacity = spec, settings, objectives, capacity
@@ -157,7 +159,8 @@ class Scaler:
         """For `slipstream fleet status`, /fleet/status and the page."""
         last = self.last
         return {
-            "pool": self.spec.key,
+            "model": self.spec.model,
+            "version": self.spec.version,
             "min": self.spec.least,
             "max": self.spec.most,
             "wanted": self.wanted,
@@ -172,7 +175,7 @@ class Scaler:
 
 
 class ScalerMetrics(Collector):
-    """In the door's /metrics, of what `told` gives: by model, as `Scaler.status`."""
+    """In the door's /metrics, of what `told` gives: by pool, as `Scaler.status`."""
 
     def __init__(self, told: Callable[[], dict[str, dict[str, Any]]]) -> None:
         self._told = told
@@ -181,25 +184,27 @@ class ScalerMetrics(Collector):
         told = self._told()
         if not told:
             return
-        changes = CounterMetricFamily("slipstream:autoscale_changes", "Changes made", labels=["model_name", "direction"])
-        replicas = GaugeMetricFamily("slipstream:autoscale_replicas", "Replicas by state", labels=["model_name", "state"])
-        for model, one in told.items():
-            changes.add_metric([model, "up"], one["ups"])
-            changes.add_metric([model, "down"], one["downs"])
+        labels = ["model_name", "version"]
+        changes = CounterMetricFamily("slipstream:autoscale_changes", "Changes made", labels=[*labels, "direction"])
+        replicas = GaugeMetricFamily("slipstream:autoscale_replicas", "Replicas by state", labels=[*labels, "state"])
+        for one in told.values():
+            of = [one["model"], one["version"]]
+            changes.add_metric([*of, "up"], one["ups"])
+            changes.add_metric([*of, "down"], one["downs"])
             for state in ("wanted", "ready", "starting"):
                 if one[state] is not None:
-                    replicas.add_metric([model, state], one[state])
+                    replicas.add_metric([*of, state], one[state])
         yield changes
         yield replicas
 
 
 def autoscaled(fleet: Fleet) -> dict[str, tuple[PoolSpec, Autoscale, Objectives]]:
-    """The models that have `autoscale`, with their one pool (`config.check` has seen to it)."""
+    """The pools that are scaled, each the only one of its version (`config.check` has seen to it)."""
     found = {}
     for spec in pools(fleet):
         settings = fleet.models[spec.model].autoscale
-        if settings is not None:
-            found[spec.model] = (spec, settings, settings.objectives or fleet.objectives)
+        if settings is not None and spec.is_scaled:
+            found[spec.key] = (spec, settings, settings.objectives or fleet.objectives)
     return found
 
 
@@ -212,7 +217,9 @@ def make(spec: PoolSpec, settings: Autoscale, objectives: Objectives) -> Scaler:
     args = spec.args
     try:
         description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
-        engine = plan_engine(args, description, this_hardware(args.device, args.num_threads)).simulated
+        named = settings.device
+        hardware = this_hardware(args.device, args.num_threads) if named is None else find_device(named)
+        engine = plan_engine(args, description, hardware).simulated
         sizes = tuple(n for n in SIZES if n <= max(2, spec.most))
         capacity = RecentCapacity(engine, _expected(engine.max_model_len), wanted, sizes=sizes)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The loop that scales a running fleet: from the members and the door's tallies to orders for the head."""
+"""The loop that scales a running fleet: from the members and their tallies to orders for the head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from slipstream.fleet.config import Fleet, PoolSpec
 from slipstream.fleet.door import Door
 from slipstream.fleet.members import Members
-from slipstream.fleet.scaler import LOOK_S, ColdStarts, Now, Scaler, autoscaled, make
+from slipstream.fleet.scaler import LOOK_S, ColdStarts, Now, Scaler, Tally, autoscaled, make
 
 logger = logging.getLogger("slipstream.fleet")
 
@@ -26,51 +26,58 @@ class Scaling:
         numbers_of: Callable[[PoolSpec], tuple[int, int]],
         scale: Callable[[PoolSpec, int], bool],
     ) -> None:
-        self.members, self.door, self._numbers_of, self._scale = members, door, numbers_of, scale
+        self.members, self._numbers_of, self._scale = members, numbers_of, scale
         self.cold_starts = ColdStarts()
-        self.scalers: dict[str, Scaler] = {}
+        self.scalers: dict[str, Scaler] = {}  # by pool
         self._refreshing: dict[str, asyncio.Task[None]] = {}
         door.autoscale_status = self.status
 
     async def make(self, fleet: Fleet) -> dict[str, Scaler]:
-        """The scalers of a file; those of models that are as they were stay. Simulates in a thread. ConfigError."""
+        """The scalers of a file; those of pools that are as they were stay. Simulates in a thread. ConfigError."""
         found = {}
-        for name, (spec, settings, objectives) in autoscaled(fleet).items():
-            known = self.scalers.get(name)
+        for key, (spec, settings, objectives) in autoscaled(fleet).items():
+            known = self.scalers.get(key)
             if known is None or (known.spec, known.settings, known.objectives) != (spec, settings, objectives):
                 known = await asyncio.to_thread(make, spec, settings, objectives)
-            found[name] = known
+            found[key] = known
         return found
 
     def take(self, scalers: dict[str, Scaler]) -> None:
-        for name in self.scalers.keys() | scalers.keys():
-            self.door.tallies.pop(name, None)
-        for name, scaler in scalers.items():
-            tally = self.door.tallies[name]
-            tally.objectives, tally.learn = scaler.objectives, scaler.capacity.learn
-        self.scalers = scalers
+        """Those of the file that the members have. A version that is not scaled (any more) has a tally that nobody asks."""
+        self.scalers = {}
+        for versions in self.members.models.values():
+            for version in versions:
+                version.tally = Tally()
+        for key, scaler in scalers.items():
+            if (found := self.members.version(scaler.spec.model, scaler.spec.version)) is not None:
+                self.scalers[key] = scaler
+                found.tally.objectives, found.tally.learn = scaler.objectives, scaler.capacity.learn
 
     async def run(self) -> None:
         """Until cancelled."""
         try:
             while True:
-                for name, scaler in tuple(self.scalers.items()):
+                for key, scaler in tuple(self.scalers.items()):
                     try:
-                        self.look(name, scaler, time.monotonic())
+                        self.look(scaler, time.monotonic())
                     except Exception:  # the next look may do better; without the loop the fleet would stay as it is
-                        logger.exception("autoscaler: %s could not be looked at", name)
+                        logger.exception("autoscaler: %s could not be looked at", key)
                 await asyncio.sleep(LOOK_S)
         finally:
             await asyncio.gather(*self._refreshing.values(), return_exceptions=True)
 
-    def look(self, name: str, scaler: Scaler, at: float) -> None:
-        change = scaler.look(at, self.now(scaler.spec), self.door.tallies[name])
-        if change is not None and self._scale(scaler.spec, change.wanted):
+    def look(self, scaler: Scaler, at: float) -> None:
+        spec = scaler.spec
+        version = self.members.version(spec.model, spec.version)
+        if version is None:  # a rollout is taking it out
+            return
+        change = scaler.look(at, self.now(spec), version.tally)
+        if change is not None and self._scale(spec, change.wanted):
             scaler.made(change)
-        if scaler.began is not None and (name not in self._refreshing or self._refreshing[name].done()):
+        if scaler.began is not None and (spec.key not in self._refreshing or self._refreshing[spec.key].done()):
             age = at - scaler.began
             if scaler.capacity.is_due(age):
-                self._refreshing[name] = asyncio.create_task(asyncio.to_thread(scaler.capacity.refresh, age))
+                self._refreshing[spec.key] = asyncio.create_task(asyncio.to_thread(scaler.capacity.refresh, age))
 
     def now(self, spec: PoolSpec) -> Now:
         version = self.members.version(spec.model, spec.version)
@@ -91,4 +98,4 @@ class Scaling:
 
     def status(self) -> dict[str, dict[str, Any]]:
         at = time.monotonic()
-        return {name: scaler.status(self.now(scaler.spec), at) for name, scaler in self.scalers.items()}
+        return {key: scaler.status(self.now(scaler.spec), at) for key, scaler in self.scalers.items()}

@@ -254,7 +254,7 @@ class Supervisor:
                 self._take(front_end, message)
             code = await asyncio.to_thread(wait_or_kill, front_end.process, 5.0)
         finally:
-            self._bury(front_end)
+            self._mark_dead(front_end)
         return front_end.is_serving, front_end.failed or EngineError(f"front end {slot + 1} {describe_exit(code)}")
 
     async def _spawn(self, slot: int) -> FrontEnd:
@@ -297,7 +297,7 @@ class Supervisor:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    def _bury(self, front_end: FrontEnd) -> None:
+    def _mark_dead(self, front_end: FrontEnd) -> None:
         """Its process ends; its requests are cancelled, its share of the limits is free, and its counts are kept."""
         front_end.process.kill()  # nothing, if it has ended
         front_end.process.wait()

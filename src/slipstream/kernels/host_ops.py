@@ -217,8 +217,11 @@ def _pack_blocks(w: BlockLinear, arena: Arena) -> tuple[Packed, ...]:
 
 
 def four_bits(scheme: Scheme) -> int:
-    """The kind of weights that are rounded by an `int4` scheme: groups of 32 as GGUF's Q4_1, or of 128."""
-    return native.Q4M if scheme.group_size == 32 else native.W4M
+    """The kind of weights that are rounded by an `int4` scheme: groups of 32 as GGUF's Q4_1, or of 128. ConfigError: others."""
+    kinds = {32: native.Q4M, 128: native.W4M}
+    if scheme.group_size not in kinds:
+        raise _no_product(scheme)
+    return kinds[scheme.group_size]
 
 
 def faster_from(pool: ThreadPool, sparse: Packed, dense: Packed) -> int:
@@ -246,4 +249,5 @@ def faster_from(pool: ThreadPool, sparse: Packed, dense: Packed) -> int:
 
 
 def _no_product(scheme: Scheme) -> ConfigError:
-    return ConfigError(f"the CPU's kernels have no {scheme.name} product; use 'int8' or 'int4'", field="quantization")
+    which = f"{scheme.name} product" + (f" with groups of {scheme.group_size}" if scheme.name == "int4" else "")
+    return ConfigError(f"the CPU's kernels have no {which}; use 'int8' or 'int4'", field="quantization")

@@ -9,7 +9,7 @@ On a CPU the tensors may be NumPy's arrays. Torch is imported only by what makes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,22 @@ def cache_tensors(
     if isinstance(attention, LatentAttentionSpec):
         return k, k[..., attention.rotary_dim :]
     return k, new((*shape[:2], shape[3], shape[2])).transpose(2, 3) if values_by_dim else new(shape)
+
+
+def shared_caches(
+    layers: Iterable[int],
+    places: Sequence[int],
+    new: Callable[[int], tuple[Tensor, Tensor]],
+    scales: Sequence[tuple[Tensor, Tensor]] | None = None,
+) -> list[LayerKV]:
+    """The caches of `layers`, with an 8-bit cache's `scales`. `places` (`ModelSpec.cache_places`) are those of all layers:
+    layers at one place, of different groups, share what `new` makes for the first of them."""
+    held = {i: places[i] for i in layers}
+    made = {place: new(i) for i, place in reversed(held.items())}
+    caches = [made[place] for place in held.values()]
+    if scales is None:
+        return [LayerKV(*cache) for cache in caches]
+    return [LayerKV(*cache, *scale) for cache, scale in zip(caches, scales, strict=True)]
 
 
 def by_dim(v: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """Runs draft heads, which propose tokens for a loaded model. `spec.draft_heads` describes them, `draft_loader` and
 `host_head` load them.
 
-A chain head (EAGLE-3, MTP) computes a *pair* at each position: the model's state at a token, and the token that follows. It
-returns the state from which the next token is drawn, and the state that the next pair takes in place of the model's. The
-same code takes tensors or the symbolic values of a record, so a pass is one program on a CPU. With arrays that needs no torch.
+A head that goes on from its own states computes a *pair* at each position: the model's state at a token, and the token that
+follows. It returns the state from which the next token is drawn, and the state that the next pair takes in place of the
+model's. Values are tensors or NumPy's arrays; arrays need no torch. The layers' code also takes the symbolic values of a
+record, so a pass is one program on a CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,67 +21,76 @@ from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import NativeLinear, ThreadPool
 from slipstream.kernels.programs import LinearArgmax, LinearProgram
-from slipstream.kernels.recording import TOKENS, RecordingOps, TracedKV, TracedMeta, Value
+from slipstream.kernels.recording import TOKENS, RecordingOps, TracedKV, TracedMeta
 from slipstream.kernels.weights import Linear
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Attention, Layer, Tap, build_layer, build_linear, build_norm
 from slipstream.model.step_program import CompiledOps, Floats, compiled
-from slipstream.spec.draft_heads import EagleSpec, MedusaSpec, MTPSpec
+from slipstream.spec.draft_heads import HeadDescription, HeadSpec, LayeredSpec, MedusaSpec
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slipstream.kernels.native import Array
     from slipstream.kernels.ops import OpSet
 
-Body = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
-"""(ops, embeddings [T, E], states [T, E], cache, metadata) → (what the output head reads, what the next pair takes), [T, E]."""
+MAPS = ("d2t", "t2d")
+"""Tensors of a head's file that are about tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class EagleBody:
-    """Li et al. 2025, figure 5: the layer's attention reads [norm(embedding); norm(state)], here as the sum of two products."""
+class HeadLayers:
+    """The layers of a head, and what stands around them. `halves` of a product of [embedding; state]: for each of the two; that
+    of the state has the bias. So the product is a sum of two."""
 
-    spec: EagleSpec
-    layer: Layer
-    of_embedding: Linear
-    embed_norm: NormParams
-    final_norm: NormParams
+    spec: LayeredSpec
+    layers: tuple[Layer, ...]
+    norms: Mapping[str, NormParams]
+    halves: tuple[Linear, ...] = ()
 
-    def __call__(self, ops: OpSet, embedded: Tensor, state: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Any:
-        n, attention = self.layer.norms, self.layer.attention
-        assert isinstance(attention, Attention)
+    def __call__(self, ops: OpSet, embedded: Tensor, state: Any, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Any:
+        """embeddings [T, E], states [T, E] → (what the output head reads, what the next pair takes), [T, E]. Heads that read
+        states as a context take none here."""
+        layers, residual, h = self.layers, None, embedded
+        if self.spec.join == "product":
+            h = self._joined(ops, embedded, self._rows(ops, state, "hidden_norm"))
+        elif self.spec.join == "attention":
+            h, residual = self._first(ops, embedded, state, kv[0], meta)
+            layers, kv = layers[1:], kv[1:]
+        for layer, cache in zip(layers, kv, strict=True):
+            h, residual = layer(ops, h, residual, cache, meta)
+        if "final_norm" in self.norms:
+            return ops.norm(h, self.norms["final_norm"], residual=residual)
+        total = h if residual is None else h + residual
+        return total, total
+
+    def remember(self, ops: OpSet, state: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        """Write the keys and values that layers make of the states of a context [T, E] to their slots."""
+        rows = ops.norm(state, self.norms["hidden_norm"], inputs=self.layers[0].attention.inputs)[0]
+        for layer, cache in zip(self.layers, kv, strict=True):
+            assert isinstance(layer.attention, Attention)
+            layer.attention.remember(ops, rows, cache, meta)
+
+    def _first(self, ops: OpSet, embedded: Tensor, state: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Any:
+        """Li et al. 2025, figure 5: the layer's attention reads [norm(embedding); norm(state)]."""
+        layer, norm = self.layers[0], self.norms["hidden_norm"]
+        assert isinstance(layer.attention, Attention)
         if self.spec.norm_before_residual:
-            rows = ops.norm(state, n["pre_attention"])[0]
-            residual = cast("Tensor", rows)
+            rows = residual = cast("Tensor", ops.norm(state, norm)[0])
         else:
-            rows, residual = ops.norm(state, n["pre_attention"], inputs=attention.inputs)
-        own = ops.norm(embedded, self.embed_norm, inputs=self.of_embedding.inputs)[0]
-        qkv = ops.linear(rows, attention.qkv) + ops.linear(own, self.of_embedding)
-        h = attention.attend(ops, qkv, kv, meta)
-        rows, residual = ops.norm(h, n["pre_mlp"], residual=residual, inputs=self.layer.mlp.inputs)
-        return ops.norm(self.layer.mlp(ops, rows), self.final_norm, residual=residual)
+            rows, residual = cast("Any", ops.norm(state, norm, inputs=self.halves[1].inputs))
+        h = layer.attention.attend(ops, self._joined(ops, embedded, rows), kv, meta)
+        rows, residual = cast("Any", ops.norm(h, layer.norms["pre_mlp"], residual=residual, inputs=layer.mlp.inputs))
+        return layer.mlp(ops, rows), residual
 
+    def _joined(self, ops: OpSet, embedded: Tensor, rows: Any) -> Tensor:
+        """The product of embeddings and of states, of which `rows` are made."""
+        return ops.linear(rows, self.halves[1]) + ops.linear(self._rows(ops, embedded, "embed_norm"), self.halves[0])
 
-@dataclass(frozen=True, slots=True)
-class MTPBody:
-    """DeepSeek-V3 (arXiv:2412.19437), equations 21 to 23."""
-
-    layer: Layer
-    of_embedding: Linear
-    of_state: Linear
-    embed_norm: NormParams
-    hidden_norm: NormParams
-    final_norm: NormParams
-
-    def __call__(self, ops: OpSet, embedded: Tensor, state: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Any:
-        own = ops.norm(embedded, self.embed_norm, inputs=self.of_embedding.inputs)[0]
-        rows = ops.norm(state, self.hidden_norm, inputs=self.of_state.inputs)[0]
-        joined = ops.linear(own, self.of_embedding) + ops.linear(rows, self.of_state)
-        h, residual = self.layer(ops, joined, None, kv, meta)
-        return ops.norm(h, self.final_norm, residual=residual)
+    def _rows(self, ops: OpSet, x: Tensor, norm: str) -> Any:
+        """What a product of `halves` reads."""
+        return ops.norm(x, self.norms[norm], inputs=self.halves[0].inputs)[0] if norm in self.norms else x
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,63 +112,81 @@ class Passes:
         return AttentionMetadata(**arrays, num_decodes=size, max_query_len=1, max_seq_len=int(self.seq_lens[0].max()))
 
 
-class ChainHead:
-    """A head that continues from its own states. `tap`: the model's states that it reads; None: the final hidden states."""
+class LayeredHead:
+    """A head of layers. `tap`: the model's states that it reads; None: the final hidden states. `mask_state` [E]: the state of
+    a token that is not known. A pass and its likeliest tokens are C++ programs where the kernels have them (`program`)."""
 
     def __init__(
-        self, spec: EagleSpec | MTPSpec, body: Body, ops: OpSet, embed: Any, scale: float, head: Linear, tap: Tap | None
+        self,
+        body: HeadLayers,
+        ops: OpSet,
+        embed: Any,
+        scale: float,
+        head: Linear,
+        tap: Tap | None,
+        mask_state: Any = None,
     ) -> None:
-        self.spec, self.ops, self.tap, self.head = spec, ops, tap, head
+        self.spec, self.ops, self.tap, self.head, self.mask_state = body.spec, ops, tap, head, mask_state
         self._body, self._embed, self._scale = body, embed, scale
         self.program: CompiledOps | Reason = Reason("the draft head's C++ program needs kernels='cpu'", notable=False)
+        self._context: CompiledOps | Reason | None = None
         self._logits: LinearProgram | None = None
         self._argmax: LinearArgmax | None = None
         if ops.name == "cpu":
             pool: ThreadPool = ops.pool  # type: ignore[attr-defined]
-            self.program = compiled(pool, 1, *self._trace())
+            self._compile(pool)
             if isinstance(head, NativeLinear):
                 self._logits = LinearProgram(pool, head)
                 self._argmax = LinearArgmax(pool, head) if len(head.parts) == 1 else None
 
-    def _trace(self) -> tuple[Any, Value, Value, tuple[Value, ...]]:
-        """(ops, the states, the output head's input, the next pair's states)"""
-        recorder = RecordingOps()
-        state, recorder.layer = recorder.value((self.spec.hidden_size,)), 0
-        embedded = recorder.embed(TOKENS, self._embed, self._scale)
-        kv = TracedKV(0, self.spec.layer.attention.num_kv_heads)
-        hidden, following = self._body(recorder, embedded, state, kv, TracedMeta())
-        return tuple(recorder.ops), state, hidden, (following,)
+    def _compile(self, pool: ThreadPool) -> None:
+        spec = self.spec
+        kv: Any = [TracedKV(i, layer.attention.num_kv_heads) for i, layer in enumerate(spec.layers)]
+        meta: Any = TracedMeta()
 
-    def forward(
-        self, token_ids: Tensor, states: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
-        """tokens [T], the states before them [T, E] → (what `logits` reads, the states for the next pairs) [T, E]"""
+        def recorder() -> tuple[Any, Any]:
+            made = RecordingOps()
+            state, made.layer = made.value((spec.hidden_size,)), 0
+            return made, state
+
+        ops, state = recorder()
+        hidden, following = self._body(ops, ops.embed(TOKENS, self._embed, self._scale), state, kv, meta)
+        given = None if spec.join == "context" else state
+        if "final_norm" not in spec.norms:  # hidden states and those for the next pair are one sum, which is copied out
+            self.program = compiled(pool, 1, tuple(ops.ops), given, None, (following,))
+        else:
+            self.program = compiled(pool, 1, tuple(ops.ops), given, hidden, () if spec.join == "context" else (following,))
+        if spec.join == "context":
+            ops, state = recorder()
+            self._body.remember(ops, state, kv, meta)
+            self._context = compiled(pool, 1, tuple(ops.ops), state, None)
+            if isinstance(self._context, Reason):
+                self.program = self._context
+
+    def forward(self, token_ids: Any, states: Any, kv: Sequence[LayerKV], meta: AttentionMetadata) -> tuple[Any, Any]:
+        """tokens [T], the states before them [T, E] → (what `logits` reads, the states for the next pairs) [T, E]. With a
+        context `states` are None, and there are none for a next pair."""
         if isinstance(self.program, Reason):
             embedded = self.ops.embed(token_ids, self._embed, self._scale)
-            return self._body(self.ops, embedded, states.to(embedded.dtype), kv[0], meta)
-        import torch  # late: arrays go to `run`
+            hidden, following = self._body(self.ops, embedded, None if states is None else states.to(embedded.dtype), kv, meta)
+            return hidden, following
+        hidden = np.empty((len(token_ids), self.spec.hidden_size), np.float32)
+        following = np.empty_like(hidden) if self.program.lowered.more and self.program.lowered.out is not None else hidden
+        more = (following,) if self.program.lowered.more else ()
+        self.program.run(kv, meta, token_ids, None if states is None else _floats(states), hidden, more)
+        return _like(token_ids, hidden), _like(token_ids, following)
 
-        hidden, following = self.run(token_ids, states.float().numpy(), kv, meta)
-        return torch.from_numpy(hidden), torch.from_numpy(following)
+    def remember(self, states: Any, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        """Keep the states of a context [T, E], at their slots."""
+        if isinstance(self._context, CompiledOps):
+            self._context.run(kv, meta, None, _floats(states), None)
+        else:
+            self._body.remember(self.ops, states, kv, meta)
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `run`, `argmax` and `go_on` may be called."""
+        """Whether a pass and its likeliest tokens are programs."""
         return isinstance(self.program, CompiledOps) and self._argmax is not None
-
-    def run(
-        self, token_ids: Array, states: Array, kv: Sequence[LayerKV], meta: AttentionMetadata
-    ) -> tuple[Floats, Floats]:
-        """`forward` by the C++ program, of arrays."""
-        assert isinstance(self.program, CompiledOps)
-        hidden, following = (np.empty((len(token_ids), self.spec.hidden_size), np.float32) for _ in range(2))
-        self.program.run(kv, meta, token_ids, states, hidden, (following,))
-        return hidden, following
-
-    def argmax(self, hidden: Floats) -> npt.NDArray[np.int64]:
-        """`greedy`, of arrays"""
-        assert self._argmax is not None
-        return self._argmax(hidden)
 
     def go_on(
         self,
@@ -173,7 +201,7 @@ class ChainHead:
         tokens for the head's."""
         assert isinstance(self.program, CompiledOps)
         assert self._argmax is not None
-        hidden = np.empty_like(states)
+        hidden = np.empty_like(states) if self.program.lowered.out is not None else states
         self.program.bind(states, hidden, (states,))
         best = self._argmax.of(hidden)
         inputs, kept = self.program.inputs(kv, passes.meta, token_ids)
@@ -187,111 +215,163 @@ class ChainHead:
             yield token_ids[:count]
         del kept
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, E] → [N, its own vocabulary]"""
+    def logits(self, hidden: Any, place: int = 0) -> Any:
+        """[N, E] → float32 [N, its own vocabulary]"""
         if self._logits is None:
-            return self.ops.linear(hidden, self.head)
-        import torch
+            return self.ops.linear(hidden, self.head).float()
+        return _like(hidden, self._logits(_floats(hidden)))
 
-        return torch.from_numpy(self._logits(hidden.float().numpy()))
-
-    def logits_of(self, hidden: Floats) -> Floats:
-        """`logits`, of arrays"""
-        assert self._logits is not None
-        return self._logits(hidden)
-
-    def greedy(self, hidden: Tensor) -> Tensor:
+    def greedy(self, hidden: Any, place: int = 0) -> Any:
         """[N, E] → int64 [N], the head's own tokens whose logits are largest."""
-        if self._argmax is None:
-            return self.ops.argmax(self.logits(hidden))
-        import torch
-
-        return torch.from_numpy(self.argmax(hidden.float().numpy()))
+        if self._argmax is not None:
+            return _like(hidden, self._argmax(_floats(hidden)))
+        if isinstance(hidden, np.ndarray):
+            return self.logits(hidden).argmax(-1)
+        return self.ops.argmax(self.ops.linear(hidden, self.head))
 
     @property
     def token_bytes(self) -> int:
-        return 0 if isinstance(self.program, Reason) else self.program.program.token_bytes + 12 * self.spec.hidden_size
+        """Bytes of a pass for each of its tokens; 0 where unknown."""
+        made = [p.program.token_bytes for p in (self.program, self._context) if isinstance(p, CompiledOps)]
+        return sum(made) + 12 * self.spec.hidden_size if made else 0
 
 
-@dataclass(frozen=True, slots=True)
 class MedusaHead:
     """Cai et al. 2024, section 2.1.1."""
 
-    spec: MedusaSpec
-    ops: OpSet
-    blocks: tuple[tuple[Linear, ...], ...]
-    heads: tuple[Linear, ...]
-
     tap = None
 
-    def logits(self, hidden: Tensor, place: int) -> Tensor:
-        """[N, E] → [N, V] of the token `place` + 2 behind the state's own."""
-        import torch
+    def __init__(
+        self, spec: MedusaSpec, ops: OpSet, blocks: tuple[tuple[Linear, ...], ...], heads: tuple[Linear, ...]
+    ) -> None:
+        self.spec, self.ops, self.blocks, self.heads = spec, ops, blocks, heads
+        self._programs = dict[int, LinearProgram]()  # by weight: the model's head may be every place's
 
+    def logits(self, hidden: Any, place: int) -> Any:
+        """[N, E] → float32 [N, V] of the token `place` + 2 behind the state's own."""
         x = hidden
         for block in self.blocks[place]:
-            x = x + torch.nn.functional.silu(self.ops.linear(x, block))
-        return self.ops.linear(x, self.heads[place])
+            y = self._product(x, block)
+            if isinstance(y, np.ndarray):
+                x = np.asarray(x + y / (np.float32(1.0) + np.exp(-y)), np.float32)  # SiLU
+            else:
+                x = x + y * y.sigmoid()
+        y = self._product(x, self.heads[place])
+        return y if isinstance(y, np.ndarray) else y.float()
+
+    def greedy(self, hidden: Any, place: int) -> Any:
+        """[N, E] → int64 [N], the tokens whose logits are largest."""
+        found = self.logits(hidden, place)
+        return found.argmax(-1) if isinstance(found, np.ndarray) else self.ops.argmax(found)
+
+    def _product(self, x: Any, w: Any) -> Any:
+        if not isinstance(x, np.ndarray):
+            return self.ops.linear(x, w)
+        if id(w) not in self._programs:
+            self._programs[id(w)] = LinearProgram(self.ops.pool, w)  # type: ignore[attr-defined]
+        return self._programs[id(w)](x)
+
+
+def _floats(x: Any) -> Floats:
+    """float32, of an array or a tensor on a CPU"""
+    return x if isinstance(x, np.ndarray) else x.float().numpy()
+
+
+def _like(given: Any, found: npt.NDArray[Any]) -> Any:
+    """`found`, as an array or a tensor, whichever was given."""
+    if isinstance(given, np.ndarray):
+        return found
+    import torch  # late: arrays need none
+
+    return torch.from_numpy(found)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedHead:
     """`target_ids`: the model's token for each of the head's, int64; None: they are the same."""
 
-    head: ChainHead | MedusaHead
+    head: LayeredHead | MedusaHead
     target_ids: Any
     weights_bytes: int
 
 
 def build_head(
-    spec: EagleSpec | MTPSpec | MedusaSpec,
+    spec: HeadSpec,
     values: dict[str, Tensor],
     decoder: Decoder,
     *,
     max_model_len: int,
     scheme: Scheme | None = None,
-) -> ChainHead | MedusaHead:
+) -> LayeredHead | MedusaHead:
     """Makes the parts of a head from parameters by the names of `spec.shapes`, which it removes."""
     ops, products = decoder.ops, dict[str, Linear]()
 
     def linear(name: str) -> Linear:
         return build_linear(name, values, ops, scheme, products)
 
-    def half(name: str, part: int) -> Linear:
-        """A half of a product of [embedding; state]."""
-        return ops.quantize_weight(pairs[name][part], None, scheme)
-
     assert decoder.head is not None
     if isinstance(spec, MedusaSpec):
         blocks = tuple(tuple(linear(f"{i}.blocks.{j}") for j in range(spec.num_layers)) for i in range(spec.num_heads))
         heads = tuple(linear(f"{i}.head") if spec.own_heads else decoder.head for i in range(spec.num_heads))
         return MedusaHead(spec, ops, blocks, heads)
-    joined = "attention.qkv.weight" if isinstance(spec, EagleSpec) else "join.weight"
-    pairs = {joined: _columns(values.pop(joined), 2)}
-    embed = ops.embedding(values.pop("embed.weight"), None) if "embed.weight" in values else decoder.embed
-    norms = {
-        n: build_norm(spec.norm, n, values)
-        for n in ("embed_norm", "hidden_norm", "final_norm")
-        if f"{n}.weight" in values
-    }
-    head = linear("head") if "head.weight" in values else decoder.head
-    tap, body, scale = None, cast("Body", None), 1.0
-    if isinstance(spec, EagleSpec):
-        parts = _columns(values.pop("fc.weight"), len(spec.aux_layers))
-        tap = Tap({i: ops.quantize_weight(w, None, scheme) for i, w in zip(spec.aux_layers, parts, strict=True)})
-        values["attention.qkv.weight"] = pairs[joined][1]
-    else:
-        scale = decoder.spec.embed_scale
+    embed = ops.embedding(values.pop("embed.weight"), None) if spec.own_embedding else decoder.embed
+    head = linear("head") if spec.own_head else decoder.head
+    norms = {name: build_norm(spec.norm, name, values) for name in spec.norms}
+    tap = mask_state = None
+    if spec.aux_layers is not None:
+        fc = values.pop("fc.weight")
+        parts = zip(spec.aux_layers, _columns(fc, len(spec.aux_layers)), strict=True)
+        tap = Tap({i: ops.quantize_weight(w, None, scheme) for i, w in parts})
+        mask_state = _product_of(fc, values.pop("mask.weight")[0]) if spec.has_mask_state else None
+    halves: list[Linear] = []
+    if spec.join == "product":
+        both, bias = _columns(values.pop("join.weight"), 2), values.pop("join.bias", None)
+        halves = [ops.quantize_weight(w, b, scheme) for w, b in zip(both, (None, bias), strict=True)]
+    elif spec.join == "attention":
+        qkv = "layers.0.attention.qkv.weight"
+        of_embedding, values[qkv] = _columns(values.pop(qkv), 2)
+        halves = [ops.quantize_weight(of_embedding, None, scheme)]
     tables = ops.position_tables(max_model_len, decoder.device)
-    layer = build_layer(spec.layer, values, ops, tables, scheme=scheme, products=products)
-    if isinstance(spec, EagleSpec):
-        body = EagleBody(spec, layer, half(joined, 0), norms["embed_norm"], norms["final_norm"])
-    else:
-        body = MTPBody(
-            layer, half(joined, 0), half(joined, 1), norms["embed_norm"], norms["hidden_norm"], norms["final_norm"]
-        )
+    layers = tuple(
+        build_layer(layer, values, ops, tables, name=f"layers.{i}.", scheme=scheme, products=products)
+        for i, layer in enumerate(spec.layers)
+    )
+    if spec.join == "attention":
+        assert isinstance(layers[0].attention, Attention)
+        halves.append(layers[0].attention.qkv)
     assert not values, f"unused: {list(values)}"
-    return ChainHead(spec, body, ops, embed, scale, head, tap)
+    body = HeadLayers(spec, layers, norms, tuple(halves))
+    scale = decoder.spec.embed_scale if spec.scales_embedding else 1.0
+    return LayeredHead(body, ops, embed, scale, head, tap, mask_state)
+
+
+def head_tensors(
+    description: HeadDescription, stored: Iterable[tuple[str, Any, Callable[[], Any]]], maps: dict[str, Any]
+) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
+    """Of a head's file the tensors (name, shape, read) that have a place; those of `MAPS` are put into `maps`."""
+    for name, shape, read in stored:
+        name = name.removeprefix("medusa_heads.")
+        if name in MAPS and description.has_map:
+            maps[name] = read()
+        elif name == "mask_hidden":  # [1, 1, E] or [1, E]
+            yield name, (1, shape[-1]) if len(shape) == 3 and shape[:2] == (1, 1) else shape, _two_dims(read)
+        elif name not in description.ignored:
+            yield name, shape, read
+
+
+def _two_dims(read: Callable[[], Any]) -> Callable[[], Any]:
+    def flat() -> Any:
+        value = read()
+        return value.reshape(-1, value.shape[-1])
+
+    return flat
+
+
+def _product_of(weight: Any, x: Any) -> Any:
+    """float32 [out], of a weight [out, in] and a row [in], both tensors or arrays."""
+    if isinstance(weight, np.ndarray):
+        return weight.astype(np.float32) @ x.astype(np.float32)
+    return weight.float() @ x.float()
 
 
 def _columns(weight: Any, count: int) -> list[Any]:
@@ -301,7 +381,7 @@ def _columns(weight: Any, count: int) -> list[Any]:
     return [np.ascontiguousarray(p) if isinstance(p, np.ndarray) else p.contiguous() for p in parts]
 
 
-def target_ids(spec: EagleSpec, maps: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.int64] | None:
+def target_ids(spec: LayeredSpec, maps: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.int64] | None:
     """The model's token for each of the head's; None: the same. `d2t` says how far behind each of the head's tokens the model's
     is; `t2d`, which of the model's tokens are the head's."""
     steps, chosen = maps.get("d2t"), maps.get("t2d")

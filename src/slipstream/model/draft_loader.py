@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from slipstream.errors import OutOfMemoryError
 from slipstream.model.decoder import Decoder
-from slipstream.model.draft_heads import LoadedHead, build_head, target_ids
+from slipstream.model.draft_heads import LoadedHead, build_head, head_tensors, target_ids
 from slipstream.model.weights import fill, random_values, stored_tensors_of
-from slipstream.spec.draft_heads import EagleSpec, HeadDescription, MedusaSpec, MTPSpec
+from slipstream.spec.draft_heads import HeadDescription, HeadSpec, LayeredSpec
 from slipstream.spec.scheme import Scheme
 
 
@@ -46,23 +43,15 @@ def _load(
     description: HeadDescription, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """(parameters, the model's token for each of the head's)"""
-    spec, maps = description.spec, dict[str, npt.NDArray[Any]]()
-
-    def others() -> Any:
-        for name, shape, read in stored_tensors_of(description.path):
-            name = name.removeprefix("medusa_heads.")
-            if name in ("d2t", "t2d") and isinstance(spec, EagleSpec):
-                maps[name] = read().numpy()
-            elif name not in description.ignored:
-                yield name, shape, read
-
-    values = fill(spec.shapes, description.names, others(), dtype=dtype, device=device)
-    ids = target_ids(spec, maps) if isinstance(spec, EagleSpec) else None
+    spec, maps = description.spec, dict[str, Tensor]()
+    stored = head_tensors(description, stored_tensors_of(description.path), maps)
+    values = fill(spec.shapes, description.names, stored, dtype=dtype, device=device)
+    ids = target_ids(spec, {name: x.numpy() for name, x in maps.items()}) if isinstance(spec, LayeredSpec) else None
     return values, None if ids is None else torch.from_numpy(ids).to(device)
 
 
 def _dummy(
-    spec: EagleSpec | MTPSpec | MedusaSpec, dtype: torch.dtype, device: torch.device, seed: int
+    spec: HeadSpec, dtype: torch.dtype, device: torch.device, seed: int
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     values = dict(random_values(spec.shapes, dtype=dtype, device=device, seed=seed))
     ids = None if spec.draft_vocab_size == spec.vocab_size else torch.arange(spec.draft_vocab_size, device=device)

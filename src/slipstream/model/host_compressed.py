@@ -1,6 +1,9 @@
-"""`compressed.RoundedWeights` without torch, for what the CPU's kernels take as it is: int8 with a scale a row, and 2 to 4 bits
-in groups, with or without zero points, as compressed-tensors, GPTQ's and AWQ's tools write them (`compressed` has the layouts).
-What the kernels have no product for is expanded as it is read (`stored_weights.expanded`).
+"""Rounded weights of a checkpoint, packed for the CPU's kernels without torch. `model/compressed.py` does the same with torch,
+and describes the layouts.
+
+1. These are packed as they are: int8 with a scale a row, and 2 to 4 bits in groups, with or without zero points, as
+   compressed-tensors, GPTQ's and AWQ's tools write them.
+2. Other rounded weights are expanded to the model's type as they are read (`stored_weights.expanded`).
 """
 
 from __future__ import annotations

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.model.checkpoint import Read, assign_array, fill_named, random_arrays, safetensors_arrays
+from slipstream.model.checkpoint import assign_array, fill_named, random_arrays, safetensors_arrays
 from slipstream.model.decoder import Decoder
-from slipstream.model.draft_heads import LoadedHead, build_head, target_ids
-from slipstream.spec.draft_heads import EagleSpec, HeadDescription, MedusaSpec, MTPSpec
+from slipstream.model.draft_heads import LoadedHead, build_head, head_tensors, target_ids
+from slipstream.spec.draft_heads import HeadDescription, HeadSpec, LayeredSpec
 from slipstream.spec.scheme import Scheme
 
 Array = npt.NDArray[Any]
@@ -36,22 +35,12 @@ def load_host_head(
 
 def _load(description: HeadDescription, dtype: str) -> tuple[dict[str, Array], npt.NDArray[np.int64] | None]:
     spec, maps = description.spec, dict[str, Array]()
-
-    def others() -> Iterator[Read]:
-        for name, shape, read in safetensors_arrays(description.path):
-            name = name.removeprefix("medusa_heads.")
-            if name in ("d2t", "t2d") and isinstance(spec, EagleSpec):
-                maps[name] = read()
-            elif name not in description.ignored:
-                yield name, shape, read
-
+    stored = head_tensors(description, safetensors_arrays(description.path), maps)
     values: dict[str, Array] = {name: np.empty(shape, np.dtype(dtype)) for name, shape in spec.shapes.items()}
-    fill_named(values, description.names, others(), assign_array)
-    return values, target_ids(spec, maps) if isinstance(spec, EagleSpec) else None
+    fill_named(values, description.names, stored, assign_array)
+    return values, target_ids(spec, maps) if isinstance(spec, LayeredSpec) else None
 
 
-def _dummy(
-    spec: EagleSpec | MTPSpec | MedusaSpec, dtype: str, seed: int
-) -> tuple[dict[str, Array], npt.NDArray[np.int64] | None]:
+def _dummy(spec: HeadSpec, dtype: str, seed: int) -> tuple[dict[str, Array], npt.NDArray[np.int64] | None]:
     ids = None if spec.draft_vocab_size == spec.vocab_size else np.arange(spec.draft_vocab_size)
     return random_arrays(spec.shapes, dtype, seed), ids

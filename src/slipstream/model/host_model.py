@@ -51,7 +51,7 @@ def load_host_model(
         elif stored.scheme is not None:
             formats = scheme_formats(description.shapes, stored.scheme)
             check_scheme(spec, SCHEMES[stored.scheme], ops)
-        scheme = None  # what is not held rounded stays as it is
+        scheme = None  # a checkpoint's own rounding counts: its other weights stay in the model's type
     elif scheme is not None:
         check_scheme(spec, scheme, ops)
     if (scheme is not None or formats) and weights_folder is not None and not dummy:

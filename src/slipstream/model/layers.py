@@ -76,6 +76,10 @@ class Attention:
         q = ops.rope_and_cache(qkv, kv, meta, self.heads)
         return ops.linear(ops.attention(q, kv, meta, self.params).flatten(1), self.out)
 
+    def remember(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> None:
+        """Write the keys and values of rows [T, E] to their slots. They are normed by heads, if at all."""
+        ops.rope_and_cache(ops.linear(x, self.qkv), kv, meta, self.heads)
+
     @property
     def inputs(self) -> InputFormat | None:
         """The form of rows that it reads."""

@@ -144,7 +144,7 @@ def load_model(
             products = split_blocks({name: w for name, w in products.items() if name in part.shapes}, part)
         repacked = set(products)
         if is_rounded(stored) and load_format != "dummy":
-            scheme = None  # what is not held rounded is expanded, and stays so
+            scheme = None  # rounded weights that the op set has no product for were expanded, and are not rounded again
         for given in (values, products):
             for name in [name for name in given if name in on_host]:
                 take(name, given.pop(name))
@@ -200,7 +200,7 @@ def _device_loader(
     stored, is_dummy, scales = description.quantization, load_format == "dummy", None
     by = scheme
     if is_rounded(stored) and not is_dummy:
-        by = None  # what is not held rounded is expanded, and stays so
+        by = None  # as in `load_model`
     if stored is not None and stored.kv_cache is not None and not is_dummy:
         scales = CacheScales(description.spec, description.family.names(description.spec))
     return DeviceLoader(

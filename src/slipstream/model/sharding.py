@@ -139,7 +139,7 @@ class Sharded:
         def part(value: Tensor) -> Tensor:
             if value.dim() == 1 and units.turned:  # g_idx: which group each input is in
                 return value if columns is None else value[: sum(b - a for a, b in columns)]
-            # Zero points of numbers that are not there are like the others, as whoever checks them expects.
+            # The part is padded: the zero points of its padding equal the others, which the checks of the format expect.
             fill = int(value.flatten()[0]) if is_zeros and not value.is_meta else 0
             if units.turned:
                 return part_of(value.mT, rows, columns, fill=fill).mT.contiguous()

@@ -8,7 +8,6 @@ model at hand the quality itself is measured again, on the same text and tasks, 
 from __future__ import annotations
 
 import dataclasses
-import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from slipstream.config import EngineArgs
 from slipstream.config.engine_folder import is_engine_folder, read_engine_folder
 from slipstream.engine.folder import this_machine
 from slipstream.errors import ConfigError
+from slipstream.files import parse_json
 from slipstream.optimize.run import QualityLoss
 
 RECORD_NAME = "optimize.json"
@@ -65,7 +65,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     if not is_engine_folder(folder):
         raise ConfigError(f"{folder} is no engine folder; `slipstream optimize` makes one", field="folder")
     try:
-        found: dict[str, Any] = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
+        found: dict[str, Any] = parse_json((folder / RECORD_NAME).read_bytes())
         found["traffic"]["lengths"][0][1], found["chosen"]["figures"], found["objectives"]  # it must have them
     except FileNotFoundError:
         raise ConfigError(

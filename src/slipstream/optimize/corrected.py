@@ -1,13 +1,20 @@
 """What is known of candidates that were not measured: the prior, corrected by those that were.
 
-The logarithms of measured over predicted are a Gaussian process. What the prior gets wrong is a sum: of what it gets wrong for
-every candidate of this machine, of a part for each choice (the compression's is the largest: kernels differ more than the
-scheduler), and of a little for each combination. So all candidates that share a choice learn from one measurement, and how sure
-a figure is follows. A choice between numbers learns from numbers near it.
+The logarithms of measured over predicted are a Gaussian process. What the prior gets wrong is a sum:
+
+1. of what it gets wrong for every candidate of this machine,
+2. of a part for each choice: of the compression, and of each setting,
+3. of a part for each combination of them.
+
+So all candidates that share a choice learn from one measurement, and how sure a figure is follows. A choice between numbers
+learns from numbers near it. What is measured has two parts more, which tell nothing of a candidate: the machine's speed, which
+drifts from one measurement to the next, and noise. How large each part is here, the measurements themselves tell: the sizes
+are those that make them likeliest, not far from what is usual.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,47 +25,75 @@ from slipstream.optimize.candidates import NOTHING, Candidate, Prior, Result
 
 OF_ALL = 0.5
 OF_COMPRESSION = 0.4
-OF_SETTING = 0.1
+OF_SETTING = 0.15
 OF_COMBINATION = 0.05
+DRIFT = 0.05
 NOISE = 0.05
-"""Standard deviations of logarithms: of what the prior gets wrong by each, and of measuring again."""
+"""Usual standard deviations of logarithms: of what the prior gets wrong by each, of the machine's speed, and of measuring
+again."""
 
-SCALES = (0.7, 1.0, 1.4, 2.0, 2.8)
-"""What all of them are multiplied by: what makes the measured figures likeliest."""
+FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""What each of them may be multiplied by."""
+
+UNUSUAL = 0.8
+"""Standard deviation of the logarithm of such a factor."""
 
 NEAR = 1.0
 """Doublings over which what is wrong of a number's choices is nearly alike."""
 
+STEADY = 6.0
+"""Measurements over which the machine's speed stays nearly the same."""
+
 
 class Corrected:
-    """(mean, standard deviation) of a candidate's −ln throughput and ln seconds."""
+    """Of candidates −ln throughput and ln seconds. `measured` is in the order of measuring."""
 
     def __init__(self, prior: Prior, measured: Sequence[Result]) -> None:
         self._prior = prior
-        known = [r for r in measured if r.throughput and r.tpot_s and prior(r.candidate) != NOTHING]
-        self._known = [r.candidate for r in known]
-        found = np.array([(-math.log(r.throughput), math.log(r.tpot_s)) for r in known if r.throughput and r.tpot_s])
+        known = [(i, r) for i, r in enumerate(measured) if r.throughput and r.tpot_s and prior(r.candidate) != NOTHING]
+        self._known = [r.candidate for _, r in known]
+        found = np.array([(-math.log(r.throughput), math.log(r.tpot_s)) for _, r in known if r.throughput and r.tpot_s])
+        if not known:
+            return
         residuals = found.reshape(len(known), 2) - self._expected(self._known)
-        covariance = self._kernel(self._known, self._known) + NOISE**2 * np.eye(len(known))
-        self._scale = max(SCALES, key=lambda scale: _log_likelihood(residuals, scale**2 * covariance))
-        self._inverse = np.linalg.inv(covariance)
+        when = np.array([i for i, _ in known], dtype=float)
+        drift = np.exp(-np.abs(when[:, None] - when[None, :]) / STEADY)
+        own = _alike_parts(self._known, self._known)
+        parts = np.concatenate([own, drift[None], np.eye(len(known))[None]])  # [P, K, K]
+        num_settings = len(own) - 3
+        usual = np.array([OF_ALL, OF_COMPRESSION, *[OF_SETTING] * num_settings, OF_COMBINATION, DRIFT, NOISE])
+        variances = _likeliest(residuals, parts, usual) ** 2
+        self._variances = variances[: len(own)]
+        self._inverse = np.linalg.inv(np.tensordot(variances, parts, 1))
         self._weights = self._inverse @ residuals  # [K, 2]
 
     def at(self, candidates: Sequence[Candidate]) -> tuple[Any, Any]:
-        """Both [N, 2]."""
-        cross = self._kernel(candidates, self._known)  # [N, K]
-        own = self._kernel(candidates[:1], candidates[:1]).sum()  # alike for all
-        variance = own - np.einsum("nk,kl,nl->n", cross, self._inverse, cross)
-        deviation = self._scale * np.sqrt(np.maximum(variance, 0))
+        """(mean, standard deviation), both [N, 2]."""
+        if not self._known:
+            return self._expected(candidates), np.full((len(candidates), 2), math.hypot(OF_ALL, OF_COMPRESSION))
+        cross = np.tensordot(self._variances, _alike_parts(candidates, self._known), 1)  # [N, K]
+        variance = self._variances.sum() - np.einsum("nk,kl,nl->n", cross, self._inverse, cross)
+        deviation = np.sqrt(np.maximum(variance, 0))
         return self._expected(candidates) + cross @ self._weights, np.stack([deviation, deviation], axis=1)
 
     def _expected(self, candidates: Sequence[Candidate]) -> Any:
         expected = [self._prior(c) for c in candidates]
         return np.array([(-math.log(p.throughput), math.log(p.tpot_s)) for p in expected]).reshape(len(candidates), 2)
 
-    @staticmethod
-    def _kernel(first: Sequence[Candidate], second: Sequence[Candidate]) -> Any:
-        return np.array([[covariance(a, b) for b in second] for a in first]).reshape(len(first), len(second))
+
+def _likeliest(residuals: Any, parts: Any, usual: Any) -> Any:
+    """The standard deviations [P] of the parts, found one after the other, twice."""
+    factors = np.ones(len(usual))
+    for _, i in itertools.product(range(2), range(len(usual))):
+
+        def likelihood(factor: float, i: int = i) -> float:
+            tried = factors.copy()
+            tried[i] = factor
+            covariance = np.tensordot((tried * usual) ** 2, parts, 1)
+            return _log_likelihood(residuals, covariance) - 0.5 * (math.log(factor) / UNUSUAL) ** 2
+
+        factors[i] = max(FACTORS, key=likelihood)
+    return factors * usual
 
 
 def _log_likelihood(residuals: Any, covariance: Any) -> float:
@@ -67,12 +102,23 @@ def _log_likelihood(residuals: Any, covariance: Any) -> float:
     return float(-0.5 * np.sum(residuals * np.linalg.solve(covariance, residuals)) - 0.5 * residuals.shape[1] * log_volume)
 
 
-def covariance(a: Candidate, b: Candidate) -> float:
-    """Of what the prior gets wrong of two candidates."""
-    compression = float(a.compression == b.compression)
-    settings = [_alike(x, y) for (_, x), (_, y) in zip(a.settings, b.settings, strict=True)]
-    of_settings = OF_SETTING**2 * sum(settings)
-    return OF_ALL**2 + OF_COMPRESSION**2 * compression + of_settings + OF_COMBINATION**2 * compression * math.prod(settings)
+def _alike_parts(first: Sequence[Candidate], second: Sequence[Candidate]) -> Any:
+    """How much two candidates have in common, [P, N, K] from 0 to 1: of everything, the compression, each setting, and all of
+    these together."""
+    shape = len(first), len(second)
+    parts = [np.ones(shape), _table([c.compression for c in first], [c.compression for c in second])]
+    columns = zip(*(c.settings for c in (*first, *second)), strict=True)
+    for column in columns:
+        values = [value for _, value in column]
+        parts.append(_table(values[: len(first)], values[len(first) :]))
+    return np.stack([*parts, np.prod(parts[1:], axis=0)])
+
+
+def _table(first: Sequence[Any], second: Sequence[Any]) -> Any:
+    """`_alike` of each pair; there are few different values."""
+    rows, columns = list(dict.fromkeys(first)), list(dict.fromkeys(second))
+    small = np.array([[_alike(x, y) for y in columns] for x in rows]).reshape(len(rows), len(columns))
+    return small[np.ix_([rows.index(x) for x in first], [columns.index(y) for y in second])]
 
 
 def _alike(x: Any, y: Any) -> float:

@@ -36,6 +36,10 @@ SURE = 1.96
 """Standard errors: a limit is kept if the upper end of the 95 % interval is below it."""
 
 LIMITS = ("kl", "perplexity")
+WITHOUT_FILES = ("ngram", "suffix", "mtp")
+HEADS = ("eagle3", "medusa", "eagle", "peagle", "dflash")
+"""Methods of drafts: those that need no checkpoint besides the model's, and those of draft heads, which are one."""
+
 WORKER = (sys.executable, "-m", "slipstream.optimize.worker")
 NOT_MEASURED = "random weights: quality is not measured"
 
@@ -144,14 +148,30 @@ def check_compressions(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_drafts(names: Sequence[str]) -> tuple[str | None, ...]:
-    """`none`, `ngram`, `suffix`, or the folder of a draft model, as `speculative_model` takes them."""
+    """`none`, `ngram`, `suffix`, `mtp`, METHOD:FOLDER of a draft head, or the folder of a draft model."""
     for name in names:
-        if name not in ("none", "ngram", "suffix") and not Path(name).expanduser().exists():
-            what = f"drafts: {name!r} is none of none, ngram and suffix, and no checkpoint of a draft model"
+        path = None if name == "none" else draft_path(name)
+        if path is not None and not path.exists():
+            known = ", ".join(("none", *WITHOUT_FILES, *(f"{method}:FOLDER" for method in HEADS)))
+            what = f"drafts: {name!r} is none of {known}, and no checkpoint of a draft model"
             raise ConfigError(what, field="drafts")
     if not names or len(set(names)) < len(names):
         raise ConfigError("drafts must be named, each once", field="drafts")
     return tuple(None if name == "none" else name for name in names)
+
+
+def draft_path(name: str) -> Path | None:
+    """The checkpoint of a draft model or head; None of what has none."""
+    method, _, path = name.partition(":")
+    return None if name in WITHOUT_FILES else Path(path if method in HEADS else name).expanduser()
+
+
+def draft_settings(name: str) -> dict[str, Any]:
+    """The engine's settings for it."""
+    method, path = name.partition(":")[0], draft_path(name)
+    if method in HEADS:
+        return {"speculative_config": {"method": method, "model": str(path)}}
+    return {"speculative_config": {"method": "mtp"}} if name == "mtp" else {"speculative_model": name}
 
 
 def check_parallel(text: str) -> None:
@@ -210,16 +230,21 @@ class Measurer:
         return self._run({"kind": "speed", "args": given, "traffic": self.traffic, "objectives": dict(self.objectives)})
 
     def folder_args(self, candidate: Candidate) -> tuple[EngineArgs, dict[str, Any]]:
-        """The settings that a folder of the candidate keeps, and those that each start has to give: a draft model stays out."""
-        args = EngineArgs(**self.args_of(candidate))
-        if args.speculative_model in (None, "ngram", "suffix"):
+        """The settings that a folder of the candidate keeps, and those that each start has to give: a draft model or
+        head stays out."""
+        args, draft = EngineArgs(**self.args_of(candidate)), dict(candidate.settings).get("speculative_model")
+        if draft is None or draft_path(draft) is None:
             return args, {}
-        return dataclasses.replace(args, speculative_model=None), {"speculative_model": str(args.speculative_model)}
+        at_start = draft_settings(draft)
+        left_out: dict[str, Any] = dict.fromkeys(at_start)
+        return dataclasses.replace(args, **left_out), at_start
 
     def args_of(self, candidate: Candidate) -> dict[str, Any]:
         """The settings of an engine for a candidate, its compression made first if it is a checkpoint."""
         given = dataclasses.asdict(self.base)
-        given |= {name: value for name, value in candidate.settings if value is not None}
+        settings = {name: value for name, value in candidate.settings if value is not None}
+        draft = settings.pop("speculative_model", None)
+        given |= settings | ({} if draft is None else draft_settings(draft))
         if candidate.compression in SCHEMES:
             given["quantization"] = candidate.compression
         elif candidate.compression != "none":
@@ -308,7 +333,7 @@ class Measurer:
             left, most_s = self.deadline - time.monotonic(), min(self.timeout_s, most_s)
             out, said = process.communicate(given, timeout=max(0.0, min(most_s, left)))
         except subprocess.TimeoutExpired:
-            over = "the budget ended before it did" if left < most_s else f"it took more than {most_s:g} s"
+            over = "the budget ended before it did" if left < most_s else f"it took more than {most_s:.1f} s"
             raise EngineError(f"{what} was stopped: {over}") from None
         finally:
             if process.poll() is None:

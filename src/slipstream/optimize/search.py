@@ -106,9 +106,8 @@ class Search:
         if not waiting:
             self.why_ended = "every candidate was measured, or shares the fault of one that was"
             return None
-        points, gains = self.points(), self._gains(waiting)
+        points, (gains, volume) = self.points(), self._gains(waiting)
         best = int(np.argmax(gains))
-        volume = hypervolume(points, self._reference()) if points else 0.0
         if len(points) >= LEAST_MEASURED and gains[best] <= LEAST_GAIN * volume:
             self.why_ended = "no candidate is expected to move the front"
             return None
@@ -163,28 +162,40 @@ class Search:
                 return known[keys[0]][0] - known[keys[1]][0]
         return self._prior(candidate).kl - self._prior(other).kl
 
-    def _reference(self) -> tuple[float, float, float]:
+    def _believed(self, known: Corrected) -> list[tuple[float, float, float]]:
+        """Where measured points are without the noise of measuring. A figure that noise made too good would hide the
+        candidates behind it."""
+        found = [r for r in self.results if r.point is not None]
+        if not found:
+            return []
+        mean, _ = known.at([r.candidate for r in found])
+        return [
+            (float(a), float(b), r.kl) if r.kl is not None and self._prior(r.candidate) != NOTHING else r.point
+            for r, (a, b) in zip(found, mean, strict=True)
+            if r.point is not None
+        ]
+
+    def _reference(self, known: Corrected, points: list[tuple[float, float, float]]) -> tuple[float, float, float]:
         """Beyond all that was measured, and all that is expected of the others."""
-        points = self.points()
         planned = [c for c in self.waiting() if self._prior(c) != NOTHING]
-        if planned:
-            mean, _ = Corrected(self._prior, self.results).at(planned)
-            points += [(float(a), float(b), 0.0) for a, b in mean]
-        worst = [max(p[i] for p in points) for i in (0, 1, 2)]
+        mean = known.at(planned)[0] if planned else []
+        all_points = [*points, *((float(a), float(b), 0.0) for a, b in mean)]
+        worst = [max(p[i] for p in all_points) for i in (0, 1, 2)]
         return worst[0] + 0.1, worst[1] + 0.1, max(self._kl_limit, worst[2]) * 1.1 + 1e-9
 
-    def _gains(self, waiting: Sequence[Candidate]) -> Any:
-        """The hypervolume [N] that each is expected to add."""
-        mean, deviation = Corrected(self._prior, self.results).at(waiting)
+    def _gains(self, waiting: Sequence[Candidate]) -> tuple[Any, float]:
+        """The hypervolume [N] that each is expected to add, and the front's own."""
+        known = Corrected(self._prior, self.results)
+        mean, deviation = known.at(waiting)
         kl, spread = np.array([self._kl(c) for c in waiting]).T
-        points = self.points()
+        points = self._believed(known)
         if not points:  # no front yet: the original as it is, or what is nearest to it, with the most throughput
-            return np.where(kl == kl.min(), -mean[:, 0], -math.inf)
-        reference, gains = self._reference(), np.zeros(len(waiting))
+            return np.where(kl == kl.min(), -mean[:, 0], -math.inf), 0.0
+        reference, gains = self._reference(known, points), np.zeros(len(waiting))
         for place, weight in QUADRATURE:
             here = kl * np.exp(place * spread)
             gains += weight * (here <= self._kl_limit) * expected_gain(points, reference, mean, deviation, here)
-        return gains
+        return gains, hypervolume(points, reference)
 
 
 def load_optuna() -> Any:

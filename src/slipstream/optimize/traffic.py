@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.bench.load import parse_arrivals
 from slipstream.bench.workload import Length, Workload, from_lengths, read_lengths
 from slipstream.errors import ConfigError
+from slipstream.files import parse_json
 
 TRACE_COLUMNS = (
     ("ContextTokens", "GeneratedTokens"),
@@ -67,10 +67,10 @@ def read_trace(path: Path) -> list[Length]:
         return read_lengths(path)
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            rows = [*map(json.loads, filter(str.strip, file))] if path.suffix == ".jsonl" else list(csv.DictReader(file))
+            rows = [*map(parse_json, filter(str.strip, file))] if path.suffix == ".jsonl" else list(csv.DictReader(file))
         names = next(pair for pair in TRACE_COLUMNS if rows and set(pair) <= rows[0].keys())
         lengths = [(int(row[names[0]]), int(row[names[1]])) for row in rows]
-    except (OSError, ValueError, TypeError, AttributeError, StopIteration):
+    except (OSError, ValueError, OverflowError, TypeError, AttributeError, StopIteration):
         known = ", ".join("/".join(pair) for pair in TRACE_COLUMNS)
         raise ConfigError(
             f"{path} is no trace with columns of input and output tokens ({known})", field="traffic"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import NamedTuple
 from slipstream.bench.load import Arrivals, ClosedLoop, Poisson, send_times
 from slipstream.bench.workload import read_lengths
 from slipstream.errors import ConfigError
+from slipstream.files import parse_json
 
 PREFIX_TOKENS = 512
 """Tokens of a hashed block of Mooncake's traces."""
@@ -147,10 +147,10 @@ def read_trace(path: Path) -> Workload:
             if is_csv:
                 found.extend(map(_of_azure, csv.DictReader(file)))
             else:
-                found.extend(map(_of_mooncake, map(json.loads, filter(str.strip, file))))
+                found.extend(map(_of_mooncake, map(parse_json, filter(str.strip, file))))
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror}", field="workload") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(
             f"{path}, line {len(found) + 1 + is_csv}: {type(error).__name__}: {error}; a trace is Azure's CSV (TIMESTAMP, "
             "ContextTokens, GeneratedTokens) or Mooncake's JSON lines (timestamp, input_length, output_length, hash_ids)",

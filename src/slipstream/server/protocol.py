@@ -18,7 +18,9 @@ import msgspec
 import msgspec.structs
 from msgspec import Meta, Raw, Struct
 
-from slipstream.sampling_params import TRUNCATING
+from slipstream.arguments import likely_value
+from slipstream.engine.tools import ROLES
+from slipstream.sampling_params import MAX_LOGPROBS, TRUNCATING
 from slipstream.server import beams
 from slipstream.server.errors import FIELDS, bad_request
 from slipstream.server.field_hints import allowed_values, likely_name
@@ -292,6 +294,8 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
             raise bad_request(message, "continue_final_message")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise bad_request(f"top_logprobs must be from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}", "top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise bad_request("max_tokens and max_completion_tokens disagree; give one", "max_completion_tokens")
 
@@ -386,9 +390,9 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 def message_dict(message: Message, path: str, pictures: list[PicturePart] | None = None) -> dict[str, Any]:
     """The message as chat templates take it. `developer` is OpenAI's newer word for `system`, which templates know. Pictures
     are appended to `pictures`; without such a list only text is taken."""
-    roles = ("system", "developer", "user", "assistant", "tool")
-    if message.role not in roles:
-        raise bad_request(f"role {message.role!r} is not supported; use one of {', '.join(roles)}", f"{path}.role")
+    if message.role not in ROLES:
+        what = f"role {message.role!r} is not supported; use one of {', '.join(ROLES)}{likely_value(message.role, ROLES)}"
+        raise bad_request(what, f"{path}.role")
     refuse_unless_off(message, _MESSAGE_OFF, path + ".")
     for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
         if getattr(message, name) is not None and message.role != role:

@@ -58,7 +58,7 @@ class Latency(msgspec.Struct, kw_only=True):
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """`findings`: None if nobody looks for any. `responses` by status, since the start. `autoscale`: by model, of a door whose
+    """`findings`: None if nobody looks for any. `responses` by status, since the start. `autoscale`: by pool, of a door whose
     replicas come and go by themselves."""
 
     version: str

@@ -46,7 +46,8 @@ _REFUSED = {
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal")
 """Ways to begin training that leave the base weights as they are. Others (PiSSA, OLoRA, CorDA, LoftQ) change them."""
 
-_HEAVY = re.compile(r"\)[*+?{]|\(\?")
+_HEAVY = re.compile(r"\)[*+?{]|\(\?|([*+?{].*){4}")
+"""Groups that are repeated or special, and more than three repeats: with each, a match takes a name's length times longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +122,12 @@ def _pattern(c: ConfigReader, key: str, kind: type[Any]) -> tuple[tuple[str, Any
     values = c.take(key, dict, {})
     inner = ConfigReader(values, CONFIG_NAME, prefix=f"{key}.")
     for pattern in values:
+        if len(pattern) > MAX_PATTERN or _HEAVY.search(pattern):
+            what = "is a regular expression with a repeated or special group, more than three repeats, or very long"
+            raise inner.unsupported(pattern, what)
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise inner.unsupported(pattern, f"is no regular expression ({error})") from error
-        if len(pattern) > MAX_PATTERN or _HEAVY.search(pattern):
-            raise inner.unsupported(pattern, "is a regular expression with a repeated or special group, or very long")
         found.append((pattern, inner.size(pattern) if kind is int else inner.take(pattern, kind)))
     return tuple(found)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from slipstream.errors import ConfigError
+from slipstream.files import parse_json, write_whole
 
 Tile: TypeAlias = tuple[int, ...]
 Key: TypeAlias = tuple[str, str, tuple[int, ...]]
@@ -147,7 +147,7 @@ def read_tiles(path: Path, device: str) -> TileTable:
     """A file's table. ConfigError if it is damaged, of another format, or for another device."""
     remedy = "delete it, and run `slipstream tune` for a new one"
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_bytes())
         table = _table(value)
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
@@ -161,7 +161,7 @@ def read_tiles(path: Path, device: str) -> TileTable:
 
 
 def write_tiles(table: TileTable, path: Path) -> None:
-    """Write a table atomically: readers see the old file or the new one, even if this process dies."""
+    """Write a table for `load_tiles`."""
     entries = [
         {
             "op": op,
@@ -177,19 +177,7 @@ def write_tiles(table: TileTable, path: Path) -> None:
     head = json.dumps({"format": FORMAT, "device": table.device, "made_by": table.made_by})[:-1]
     text = f'{head}, "entries": [\n  {lines}\n]}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
-    import tempfile
-
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(path, text)
 
 
 def _table(value: Any) -> TileTable:

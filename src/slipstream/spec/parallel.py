@@ -162,7 +162,7 @@ def _filled(part: Range, size: int, offset: int = 0) -> tuple[Range, ...]:
 # --- Which heads ------------------------------------------------------------------------------------------------------
 
 
-class Heads(NamedTuple):
+class RankHeads(NamedTuple):
     """A rank's heads: query heads [first, last) and the kv heads that they read, in their order. It holds `num_heads` and
     `num_kv_heads`; those beyond the model's own are zeros. Each kv head is held `copies` times in all."""
 
@@ -189,10 +189,10 @@ class Heads(NamedTuple):
         return (*found, (-missing, 0)) if missing else tuple(found)
 
 
-def heads_of(a: AttentionKind, shard: Shard) -> Heads:
+def heads_of(a: AttentionKind, shard: Shard) -> RankHeads:
     """The heads of a rank."""
     if not shard.tensor or shard.size == 1:
-        return Heads((0, a.num_heads), tuple(range(a.num_kv_heads)), a.num_heads, a.num_kv_heads, 1)
+        return RankHeads((0, a.num_heads), tuple(range(a.num_kv_heads)), a.num_heads, a.num_kv_heads, 1)
     latent = isinstance(a, LatentAttentionSpec)
     width = a.value_dim if isinstance(a, LatentAttentionSpec) else a.head_dim
     slots, group = _slots(a.num_heads, 1 if latent else a.num_kv_heads, width, shard.size, shard.units.attention)
@@ -205,8 +205,8 @@ def heads_of(a: AttentionKind, shard: Shard) -> Heads:
         last = min(end // per_kv * whole + (end % per_kv + 1) * group, (end // per_kv + 1) * whole)
     query = (first, last) if own else (a.num_heads, a.num_heads)
     if latent:
-        return Heads(query, (0,), slots * group, 1, shard.size)
-    return Heads(query, tuple(slot // per_kv for slot in own), slots * group, slots, per_kv)
+        return RankHeads(query, (0,), slots * group, 1, shard.size)
+    return RankHeads(query, tuple(slot // per_kv for slot in own), slots * group, slots, per_kv)
 
 
 @lru_cache(maxsize=1024)

@@ -10,13 +10,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import CheckpointError, UnsupportedModelError
+from slipstream.files import parse_json
 
 CONFIG_KEYS = frozenset(
     ("is_matryoshka", "matryoshka_dimensions", "sbert_ce_default_activation_function", "sentence_transformers")
@@ -55,13 +55,16 @@ def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> 
     if modules:
         normalize = False
         for module in modules:
-            name = str(module.get("type", "")).rsplit(".", 1)[-1]
+            name, folder = str(module.get("type", "")).rsplit(".", 1)[-1], Path(str(module.get("path", "")))
+            if folder.is_absolute() or ".." in folder.parts:
+                what = f"modules.json: the path {str(folder)!r} is outside the model's folder"
+                raise CheckpointError(what, field="modules.json")
             if name == "Pooling":
-                kind = _kind(_json(path / str(module.get("path", "")) / "config.json", {}))
+                kind = _kind(_json(path / folder / "config.json", {}))
             elif name == "Normalize":
                 normalize = True
             elif name == "LogitScore" and not is_encoder:
-                kind, score_tokens = "last", _score_tokens(_json(path / str(module.get("path", "")) / "config.json", {}))
+                kind, score_tokens = "last", _score_tokens(_json(path / folder / "config.json", {}))
             elif name != "Transformer":
                 raise UnsupportedModelError(f"modules.json: the step {name!r} is not supported", field="modules.json")
     limits = _json(path / "sentence_bert_config.json", {})
@@ -139,7 +142,7 @@ def _json(path: Path, default: Any) -> Any:
     if not path.is_file():
         return default
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} can't be read: {error}", field=path.name) from error
     if not isinstance(value, type(default)):

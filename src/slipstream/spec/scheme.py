@@ -60,11 +60,15 @@ class Scheme:
 
     def weight_bytes(self, rows: int, inner: int, *, on_cpu: bool = False) -> int:
         """Bytes of a weight [rows, inner] with its scales. A CPU's kernels have a scale and a minimum for each group of
-        `int4`, in float16 or (of 128 inputs) float32, and store the exponent of an `mxfp4` scale."""
+        `int4`, in float16 or (of 128 inputs) float32, and store the exponent of an `mxfp4` scale. So do a GPU's, which
+        fill up a row's inputs to a multiple of 128."""
+        if self.name == "mxfp4":
+            inner = inner if on_cpu else -(-inner // 128) * 128
+            return rows * inner * 17 // 32
         groups = 1 if self.group_size is None else inner // self.group_size
         scale_bytes = 4 if self.inputs is not None else 2
         if on_cpu and self.inputs is None:
-            scale_bytes = 1 if self.name == "mxfp4" else 8 if self.group_size == 128 else 4
+            scale_bytes = 8 if self.group_size == 128 else 4
         return rows * inner * self.weight_bits // 8 + -(-rows // self.block_rows) * groups * scale_bytes
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
+from slipstream.files import parse_json
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.stats import CanaryResult
 
@@ -161,7 +162,7 @@ def read_canary(model: Path, vocab_size: int) -> Canary | None:
     if not path.is_file():
         return None
     try:
-        given = json.loads(path.read_text("utf-8"))
+        given = parse_json(path.read_bytes())
         if given.pop("format") != 1:
             raise ValueError("its format is not 1")
         canary = Canary(

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.ops import OpSet
+from slipstream.kernels.host_ops import HostOps
+from slipstream.platform import Platform, platform_of
+from slipstream.worker.host_runner import HostRunner
+from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.roofline import measure_ceilings
 
 SIDE = 8192
@@ -23,55 +27,59 @@ NUM_SMALL = 200
 """Operators in the graph that measures their least time."""
 
 
-def device_ceilings(ops: OpSet, device: torch.device) -> dict[str, float]:
+def device_ceilings(runner: ModelRunner | HostRunner) -> dict[str, float]:
     """`read` in bytes a second, products in operations a second by type, and `op_s` on a GPU. What can't be measured is
     left out."""
-    if device.type == "cpu":
-        if not isinstance(ops, NativeOps):
-            return {}
+    ops: object = runner.ops
+    if isinstance(ops, NativeOps | HostOps):
         found = measure_ceilings(ops.pool)
         rates = ("read", "float32", "bfloat16", "int8")
         return {name: getattr(found, name) for name in rates if getattr(found, name) > 0}
-    return _gpu_ceilings(device)
+    assert isinstance(runner, ModelRunner)
+    return {} if runner.device.type == "cpu" else _gpu_ceilings(runner.device)
 
 
 def _gpu_ceilings(device: torch.device) -> dict[str, float]:
+    platform = platform_of(device)
+    seconds = partial(_seconds, platform)
     data = torch.zeros(READ_BYTES // 4, dtype=torch.float32, device=device)
-    found = {"read": READ_BYTES / _seconds(data.sum)}
+    found = {"read": READ_BYTES / seconds(data.sum)}
     del data
     for dtype in (torch.bfloat16, torch.float32):
         a = torch.randn(SIDE, SIDE, device=device, dtype=dtype)
-        found[str(dtype).removeprefix("torch.")] = 2 * SIDE**3 / _seconds(lambda a=a: a @ a)  # type: ignore[misc]
-    if torch.cuda.get_device_capability(device) >= (8, 9):
+        found[str(dtype).removeprefix("torch.")] = 2 * SIDE**3 / seconds(lambda a=a: a @ a)  # type: ignore[misc]
+    if platform.arch.fp8:
         x = torch.randn(SIDE, SIDE, device=device).to(torch.float8_e4m3fn)
         rows, columns = torch.ones(SIDE, 1, device=device), torch.ones(1, SIDE, device=device)
 
         def scaled() -> Tensor:
             return torch._scaled_mm(x, x.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-        found["fp8"] = 2 * SIDE**3 / _seconds(scaled)
+        found["fp8"] = 2 * SIDE**3 / seconds(scaled)
     i = torch.randint(-9, 9, (SIDE, SIDE), device=device, dtype=torch.int8)
-    found["int8"] = 2 * SIDE**3 / _seconds(lambda: torch._int_mm(i, i.t()))
+    found["int8"] = 2 * SIDE**3 / seconds(lambda: torch._int_mm(i, i.t()))
     small = torch.zeros(4096, device=device)
-    graph = torch.cuda.CUDAGraph()
-    small.add_(1)
-    with torch.cuda.graph(graph):
+
+    def many() -> Tensor:
         for _ in range(NUM_SMALL):
             small.add_(1)
-    found["op_s"] = _seconds(graph.replay) / NUM_SMALL
+        return small
+
+    graph, _ = platform.graphs().capture(many)
+    found["op_s"] = seconds(graph.replay) / NUM_SMALL
     return found
 
 
-def _seconds(run: Callable[[], object], rounds: int = 5) -> float:
+def _seconds(platform: Platform, run: Callable[[], object], rounds: int = 5) -> float:
     """The best of some rounds: neighbours only ever add."""
     run()
-    torch.cuda.synchronize()
+    platform.synchronize()
     best = float("inf")
     for _ in range(rounds):
         begin = time.perf_counter()
         for _ in range(4):
             run()
-        torch.cuda.synchronize()
+        platform.synchronize()
         best = min(best, (time.perf_counter() - begin) / 4)
     return best
 

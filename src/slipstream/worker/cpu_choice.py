@@ -93,14 +93,17 @@ class CpuChoice:
         return max(t.num_threads for t in self.timings)
 
 
-def choose_cpu(folder: Path, *, measure: bool = False) -> CpuChoice:
-    """The choice that was measured before on this machine. If there is none, or with `measure`, it is measured now."""
+def choose_cpu(folder: Path, *, measure: bool = False, measuring: Callable[[], None] = lambda: None) -> CpuChoice:
+    """The choice that was measured before on this machine. If there is none, or with `measure`, it is measured now, and
+    `measuring` called before. It can't wait until after the first answer: the weights' type follows from it, and so the
+    answer."""
     path = folder / f"cpu-{_identity()}.json"
     known = None if measure else _read(path)
     if known is None:
         with _exclusive(folder):
             known = None if measure else _read(path)  # another process may have measured while we waited
             if known is None:
+                measuring()
                 known = measure_cpu()
                 _write(known, path)
     return known

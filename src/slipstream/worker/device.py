@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.config import DeviceInfo
@@ -13,16 +14,22 @@ from slipstream.worker.cpu_choice import choose_cpu
 
 
 def detect(
-    requested: str, folder: Path, *, num_threads: int | None = None, rank: int = 0, num_ranks: int = 1
+    requested: str,
+    folder: Path,
+    *,
+    num_threads: int | None = None,
+    rank: int = 0,
+    num_ranks: int = 1,
+    measuring: Callable[[], None] = lambda: None,
 ) -> DeviceInfo:
     """The device `requested`: auto (a GPU if there is one), cpu, cuda, or cuda:N; of several ranks, one's. `folder` keeps the
-    measurements of this machine's CPU. `num_threads` is the user's choice; None: the fastest. ConfigError: there is no such
-    device, not one for each rank, or fewer cores than threads."""
+    measurements of this machine's CPU; `measuring` is called if they are made now. `num_threads` is the user's choice; None:
+    the fastest. ConfigError: there is no such device, not one for each rank, or fewer cores than threads."""
     kind, _, index = requested.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ConfigError(f"device={requested!r} is not one of auto, cpu, cuda, cuda:N", field="device")
     if kind == "cpu" or (kind == "auto" and not driver_sees_gpu()):
-        return _cpu(folder, num_threads)
+        return _cpu(folder, num_threads, measuring)
     try:
         from slipstream.platform import gpu_platform, has_gpu, num_gpus  # torch is not needed before
     except ModuleNotFoundError as error:
@@ -69,17 +76,17 @@ def detect(
             best_dtype="bfloat16" if gpu.arch.bfloat16 else "float16",
             compute_capability=gpu.capability,
         )
-    return _cpu(folder, num_threads)
+    return _cpu(folder, num_threads, measuring)
 
 
-def _cpu(folder: Path, num_threads: int | None) -> DeviceInfo:
+def _cpu(folder: Path, num_threads: int | None, measuring: Callable[[], None]) -> DeviceInfo:
     if num_threads is not None and num_threads > (cores := available_cores()):
         raise ConfigError(
             f"num_threads={num_threads}, and this process may use {cores} cores: threads that share a core wait for each other "
             f"in every operator. Use {cores} at most, or leave it out for the number that was measured as the fastest",
             field="num_threads",
         )
-    choice = choose_cpu(folder)
+    choice = choose_cpu(folder, measuring=measuring)
     total, free = host_memory()
     return DeviceInfo(
         device="cpu",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config.settings import CacheConfig
-from slipstream.kernels.metadata import LayerKV, cache_tensors
+from slipstream.kernels.metadata import LayerKV, cache_tensors, shared_caches
 from slipstream.kernels.ops import OpSet
 from slipstream.platform import Platform
 from slipstream.spec.model import ModelSpec
@@ -33,14 +33,9 @@ class DeviceCache:
     config: CacheConfig
 
     def shared(self, num_blocks: int, scales: Sequence[tuple[Tensor, Tensor]] | None) -> list[LayerKV]:
-        """Zeros for the layers' keys and values, and an 8-bit cache's `scales`. Layers at the same place in different groups
-        share a tensor."""
-        places = {i: self.spec.cache_places[i] for i in self.spec.held}
+        """Zeros for the layers' keys and values, and an 8-bit cache's `scales` (`shared_caches`)."""
         dtype = TORCH_DTYPES[self.config.dtype]
-        made = {place: self._layer(i, num_blocks, dtype) for i, place in reversed(places.items())}
-        if scales is None:
-            return [LayerKV(*made[place]) for place in places.values()]
-        return [LayerKV(*made[place], *own) for place, own in zip(places.values(), scales, strict=True)]
+        return shared_caches(self.spec.held, self.spec.cache_places, lambda i: self._layer(i, num_blocks, dtype), scales)
 
     def of_each_layer(self, num_blocks: int, dtype: torch.dtype) -> list[LayerKV]:
         """The same without scales, a tensor for each layer."""

@@ -11,7 +11,7 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.ops import OpSet
 from slipstream.model.decoder import Decoder
-from slipstream.model.draft_heads import ChainHead, LoadedHead
+from slipstream.model.draft_heads import LayeredHead, LoadedHead
 from slipstream.model.draft_loader import load_head
 from slipstream.platform import platform_of
 from slipstream.spec.draft_heads import HeadDescription
@@ -19,7 +19,7 @@ from slipstream.types import FROM_MODEL, ScheduledRequest, StepPlan
 from slipstream.worker.chain_graphs import DEPTHS, FIRST_SIZES, ChainGraphs
 from slipstream.worker.draft_memory import DeviceMemory
 from slipstream.worker.forward import StateCache
-from slipstream.worker.head_drafter import HeadChain, HeadOfPlaces
+from slipstream.worker.head_drafter import HeadBlock, HeadChain, HeadDrafter, HeadOfPlaces
 from slipstream.worker.host_chain import check_num_drafts, head_scheme
 from slipstream.worker.rows import RowTable
 
@@ -29,10 +29,10 @@ class ChainDrafter(HeadChain):
     num_graphs = len(DEPTHS) * len(FIRST_SIZES)
 
     def __init__(self, config: EngineConfig, loaded: LoadedHead, memory: DeviceMemory, states: StateCache) -> None:
-        super().__init__(config, loaded, memory, states, memory.ops.sample)
         rows, device = config.scheduling.max_num_seqs + 1, memory.platform.device
         dtype = torch.float32 if device.type == "cpu" else memory.dtype
-        self.ends = torch.zeros(rows, self.hidden_size, dtype=dtype).to(device)
+        ends = torch.zeros(rows, loaded.head.spec.hidden_size, dtype=dtype).to(device)
+        super().__init__(config, loaded, memory, states, memory.ops.sample, ends)
         self.graphs: ChainGraphs | None = None
 
     def release(self) -> None:
@@ -80,30 +80,21 @@ class ChainDrafter(HeadChain):
         hidden, following = self.head.forward(token_ids, states, self.kv, meta)
         return hidden, following.to(self.ends.dtype)
 
-    def logits(self, hidden: Tensor, place: int) -> Tensor:
-        return self.head.logits(hidden).float()
 
-    def greedy(self, hidden: Tensor, place: int) -> Tensor:
-        return self.head.greedy(hidden)
-
-
-class MedusaDrafter(HeadOfPlaces):
+class BlockDrafter(HeadBlock):
     states: StateCache
 
-    def __init__(self, config: EngineConfig, loaded: LoadedHead, memory: DeviceMemory, states: StateCache) -> None:
-        super().__init__(config, loaded, memory, states, memory.ops.sample)
-        self.ops = memory.ops
-
-    def logits(self, hidden: Tensor, place: int) -> Tensor:
-        return self.head.logits(hidden, place).float()
-
-    def greedy(self, hidden: Tensor, place: int) -> Tensor:
-        return self.ops.argmax(self.head.logits(hidden, place))
+    def probe(self, token_ids: Tensor, meta: AttentionMetadata) -> None:
+        kv, spec = self.make_cache(1), self.head.spec
+        states = torch.zeros(len(token_ids), spec.hidden_size, dtype=self.states.dtype, device=token_ids.device)
+        if spec.join == "context":
+            self.head.remember(states, kv, meta)
+        self.head.forward(token_ids, None if spec.join == "context" else states, kv, meta)
 
 
 def load_drafter(
     config: EngineConfig, description: HeadDescription, decoder: Decoder, *, device: torch.device, dtype: torch.dtype
-) -> ChainDrafter | MedusaDrafter:
+) -> HeadDrafter:
     """ConfigError if more drafts are wanted than the head has."""
     check_num_drafts(config, description)
     loaded = load_head(
@@ -115,9 +106,13 @@ def load_drafter(
         load_format="dummy" if config.model.load_format == "dummy" else "auto",
         seed=config.model.seed,
     )
-    kind = ChainDrafter if isinstance(loaded.head, ChainHead) else MedusaDrafter
     states = StateCache(config.cache.block_size, loaded.head.spec.hidden_size, dtype)
-    return kind(config, loaded, DeviceMemory(decoder.ops, device, dtype), states)
+    memory = DeviceMemory(decoder.ops, device, dtype)
+    if not isinstance(loaded.head, LayeredHead):
+        return HeadOfPlaces(config, loaded, memory, states, memory.ops.sample)
+    if loaded.head.spec.mask_token is not None:
+        return BlockDrafter(config, loaded, memory, states, memory.ops.sample)
+    return ChainDrafter(config, loaded, memory, states)
 
 
 def _default_scheme(ops: OpSet, device: torch.device) -> str | None:

@@ -16,7 +16,7 @@ Nothing here imports torch: what runs a drafter gives it tensors or arrays.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -56,6 +56,8 @@ class Drafter(ABC):
     """The layers whose keys and values it keeps."""
     num_graphs = 0
     """The number of graphs that it captures at the start."""
+    first = 0
+    """The first token of a request that it computes."""
 
     def __init__(self, config: EngineConfig, memory: DraftMemory) -> None:
         self.memory = memory
@@ -121,12 +123,28 @@ class Drafter(ABC):
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         """Write as many tokens behind each request's last one as it has `drafts`."""
 
+    def unseen(
+        self, drafted: Sequence[ScheduledRequest], rows: RowTable, counts: Sequence[int]
+    ) -> Iterator[list[ScheduledRequest]]:
+        """Steps over the tokens that it has not computed. They end with as many as `counts` says, of which a request's last
+        token is the first; behind each of these a token is drawn."""
+        begins = {s.request_id: max(self.first, rows.rows[s.request_id].num_drafted) for s in drafted}
+        while True:
+            room, shares = self.max_tokens, []
+            for s, own in zip(drafted, counts, strict=True):
+                begin, last = begins[s.request_id], s.num_computed_tokens
+                if count := min(last + own - begin, room):
+                    shares.append(ScheduledRequest(s.request_id, begin, count, max(0, begin + count - max(begin, last))))
+                    begins[s.request_id] += count
+                    room -= count
+            if not shares:
+                return
+            yield sorted(shares, key=lambda s: s.num_tokens > 1)
+
 
 class Chain(Drafter):
     """Proposes token by token, each from the ones before it."""
 
-    first = 0
-    """The first token of a request that it computes."""
     keeps_drafts = True
     """Whether its state of a draft stays valid if the draft was right."""
 
@@ -144,18 +162,8 @@ class Chain(Drafter):
 
     def catch_up(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         """Compute the tokens of the requests that it has not seen, and draw each one's first draft."""
-        begins = {s.request_id: max(self.first, rows.rows[s.request_id].num_drafted) for s in drafted}
-        while True:
-            room, shares = self.max_tokens, []
-            for s in drafted:
-                begin, end = begins[s.request_id], s.num_computed_tokens + 1
-                if count := min(end - begin, room):
-                    shares.append(ScheduledRequest(s.request_id, begin, count, int(begin + count == end)))
-                    begins[s.request_id] += count
-                    room -= count
-            if not shares:
-                return
-            self.step(sorted(shares, key=lambda s: s.num_tokens > 1), rows)
+        for shares in self.unseen(drafted, rows, [1] * len(drafted)):
+            self.step(shares, rows)
 
     @abstractmethod
     def step(self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False) -> None:

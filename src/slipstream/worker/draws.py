@@ -74,6 +74,17 @@ def draw(
     return drawn
 
 
+def completed_prompts(rows: RowTable, plan: StepPlan) -> tuple[tuple[str, ...], list[int]]:
+    """The pooled requests whose last prompt token is in the step, and the index of that token among the step's."""
+    wanted, end = rows.wanting["vector"], 0
+    found: dict[str, int] = {}
+    for s in plan.scheduled if wanted else ():
+        end += s.num_tokens
+        if s.request_id in wanted and s.num_computed_tokens + s.num_tokens == rows.rows[s.request_id].num_prompt_tokens:
+            found[s.request_id] = end - 1
+    return tuple(found), list(found.values())
+
+
 def prompt_logprobs(
     by: Sampler, rows: RowTable, plan: StepPlan, logits_of: Callable[[int, int, int], Any]
 ) -> list[PromptLogprobs]:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
@@ -32,6 +33,7 @@ from slipstream.worker.canary import CANARY_NAME, log_no_canary, read_canary, ru
 from slipstream.worker.constrained import AwaitingMask
 from slipstream.worker.device import detect
 from slipstream.worker.host_runner import HostRunner, host_refusal
+from slipstream.worker.rows import rows_bytes
 from slipstream.worker.tiers import open_tiers
 
 if TYPE_CHECKING:
@@ -179,7 +181,7 @@ def load_runner(
     `runner.config`. `by_torch`: see `LocalExecutor.build`. `device`: the one to use, if it was looked up and chosen already.
     ConfigError if it is to be split and there are no `ranks`."""
     size = 1 if ranks is None else ranks.size
-    on_host = {} if ranks is None else {"rank": ranks.local_rank, "num_ranks": ranks.local_size}
+    rank, num_local = (0, 1) if ranks is None else (ranks.local_rank, ranks.local_size)
     if size != num_ranks(args):
         field = split_setting(args)
         raise ConfigError(f"this works on one device: leave {field} at 1", field=field)
@@ -188,7 +190,9 @@ def load_runner(
     path = resolve_model(args.model, download_dir=args.download_dir)
     description = read_spec(path).taking_images(args.max_images)
     progress("device")
-    info = device or detect(args.device, machine_folder(), num_threads=args.num_threads, **on_host)
+    once = partial(progress, "how fast this CPU is, once a machine")
+    folder, threads = machine_folder(), args.num_threads
+    info = device or detect(args.device, folder, num_threads=threads, rank=rank, num_ranks=num_local, measuring=once)
     config = resolve(args, description, info)
     if ranks is None or (info.is_cuda and not ranks.mixed):  # who started the others has looked
         check_weights_fit(config, description)
@@ -201,9 +205,9 @@ def load_runner(
             return
         progress("draft model")
         folder = path if speculation.model is None else resolve_model(speculation.model, download_dir=args.download_dir)
-        if speculation.method not in ("eagle3", "medusa", "mtp"):
+        if speculation.method == "draft":
             runner.load_draft(read_spec(folder), weights_folder(args.download_dir))
-        else:
+        elif speculation.method != "ngram" and speculation.method != "suffix":
             runner.load_head(_read_head(speculation.method, folder, description))
 
     if not by_torch and (host := _host_runner(config, description, kept, load_draft)) is not None:
@@ -271,7 +275,7 @@ def _fit(config: EngineConfig, runner: Runner, activation_bytes: int) -> tuple[E
     """Size the KV cache by what is left, allocate it, and account for all of it."""
     spec, ranks = runner.model.spec, runner.partition
     one_block = block_bytes(spec, config.cache.block_size, DTYPE_BYTES[config.cache.dtype])
-    weights, rows = runner.model.weights_bytes, runner.rows_bytes()
+    weights, rows = runner.model.weights_bytes, 0 if spec.is_encoder else rows_bytes(config)
     if runner.adapters is not None:
         weights += runner.adapters.num_bytes
     if runner.draft is not None:

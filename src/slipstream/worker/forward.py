@@ -283,8 +283,8 @@ class Program(Eager):
         return self.program.greedy(hidden)
 
 
-class Beside(Eager):
-    """A way for some steps beside `base`, which makes the logits."""
+class Variant(Eager):
+    """The layers with something more, for steps that need it. `base`, which runs the other steps, makes the logits."""
 
     def __init__(self, base: Eager) -> None:
         super().__init__(base.decoder, base.states)
@@ -310,7 +310,7 @@ def adapters_of(batch: InputBatch) -> LoRATokens:
     return tokens_of(table.adapters_of(plan.scheduled).repeat([s.num_tokens for s in plan.scheduled]), device)
 
 
-class Adapted(Beside):
+class Adapted(Variant):
     """Steps of requests with adapters."""
 
     name = "adapters"
@@ -332,7 +332,7 @@ class Adapted(Beside):
         return Eager(self.decoder.with_ops(ops), self.states)._hidden(token_ids, kv, meta)
 
 
-class WithImages(Beside):
+class WithImages(Variant):
     """Steps in which embeddings of pictures stand in the place of some tokens', with the adapters of the step's requests."""
 
     name = "images"
@@ -384,6 +384,7 @@ class Forwards:
     def take_images(self, encoder: ImageEncoder) -> None:
         """From now on requests may have pictures."""
         self.images = encoder
+        self._build()
 
     @property
     def adapted(self) -> Adapted:
@@ -414,6 +415,8 @@ class Forwards:
                 self.paths = [OneToken(self.decoder, kernel, self.states), self.base]
         if self.adapters is not None:
             self.paths.append(self.adapted)
+        if self.images is not None:
+            self.paths.insert(0, WithImages(self.base, self.images, self.adapters))
 
     def _refuse(self, name: str, reason: Reason) -> None:
         if name not in self.refused and reason.notable:
@@ -421,13 +424,10 @@ class Forwards:
         self.refused[name] = reason
 
     def add(self, path: Forward) -> None:
-        """Ask `path` before all others."""
-        self.paths.insert(0, path)
+        """Ask `path` before all others but the one for images."""
+        self.paths.insert(self.images is not None, path)
 
     def run(self, batch: InputBatch) -> Output:
-        if batch.has_images:
-            assert self.images is not None
-            return WithImages(self.base, self.images, self.adapters).run(batch)
         for path in self.paths:
             reason = path.covers(batch)
             if reason is None:

@@ -1,27 +1,29 @@
-"""Drafters with a trained head, with torch (`draft_head`) and without (`host_drafter`): what both do alike.
+"""Drafters with a trained head, with torch (`draft_head`) and without (`host_drafter`).
 
 1. The states of every token that the engine computes are kept, in the token's KV block. So prefix hits, preemption and copied
    blocks need no code here, and a head computes nothing while no drafts are wanted.
-2. A chain reads pairs of the state at position p and the token at p + 1. The pair's keys and values stand at position p of its
-   cache. So the last pair of a shared block depends on the token behind the block. Of requests that share a prefix and go on
-   differently, the last to draft writes its pair there. Only drafts depend on it, never answers.
+2. A head of layers reads pairs of the state at position p and the token at p + 1. The pair's keys and values stand at
+   position p of its cache. So the last pair of a shared block depends on the token behind the block. Of requests that share a
+   prefix and go on differently, the last to draft writes its pair there. Only drafts depend on it, never answers.
 
 Values are torch's tensors or NumPy's arrays.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.model.draft_heads import ChainHead, LoadedHead, MedusaHead
-from slipstream.types import ScheduledRequest
+from slipstream.model.draft_heads import LayeredHead, LoadedHead, MedusaHead
+from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.drafter import Chain, Drafter, DraftMemory
 from slipstream.worker.host_chain import HostChain
-from slipstream.worker.input_batch import SampledRows, gather_pairs
+from slipstream.worker.input_batch import SampledRows, gather, gather_pairs
 from slipstream.worker.rows import RowTable
 from slipstream.worker.sampler import sampling_tensors
 
@@ -35,6 +37,9 @@ class States(Protocol):
     kept: Any
     """[B · block_size, E]; None: they are not kept."""
 
+    def write(self, states: Any, where: Any, /) -> None:
+        """Keep the states [T, E] of a step's tokens. `where`: its metadata, or its slots."""
+
     def read(self, meta: AttentionMetadata) -> Any:
         """[T, E]"""
 
@@ -47,13 +52,24 @@ class States(Protocol):
 class HeadDrafter(Drafter):
     """The part that all heads share."""
 
+    head: LayeredHead | MedusaHead
+    states: Any
+    """`States`"""
+
     def __init__(
         self, config: EngineConfig, loaded: LoadedHead, memory: DraftMemory, states: States, sample: Sample
     ) -> None:
         super().__init__(config, memory)
+        self.head, self.layers = loaded.head, ()
+        if isinstance(self.head, LayeredHead):
+            self.layers = self.head.spec.layers
         self.target_ids, self.weights_bytes = loaded.target_ids, loaded.weights_bytes
         self.vocab_size, self.hidden_size = loaded.head.spec.vocab_size, loaded.head.spec.hidden_size
         self.states, self.sample = states, sample
+
+    @property
+    def token_bytes(self) -> int:
+        return self.head.token_bytes if isinstance(self.head, LayeredHead) else 0
 
     @property
     def block_bytes(self) -> int:
@@ -75,20 +91,12 @@ class HeadDrafter(Drafter):
         """The model's tokens for those of the head's vocabulary."""
         return tokens if self.target_ids is None else self.target_ids[tokens]
 
-    @abstractmethod
-    def logits(self, hidden: Any, place: int) -> Any:
-        """[N, E] → float32 [N, the head's vocabulary]"""
-
-    @abstractmethod
-    def greedy(self, hidden: Any, place: int) -> Any:
-        """[N, E] → int64 [N], the head's tokens whose logits are largest."""
-
     def write(self, hidden: Any, sampled: SampledRows, rows: RowTable, place: int = 0) -> None:
         """Draw a token of each of `sampled`, and put it where it belongs."""
         if rows.is_greedy(sampled.names):
-            tokens = self.own_tokens(self.greedy(hidden, place))
+            tokens = self.own_tokens(self.head.greedy(hidden, place))
         else:
-            logits = self.logits(hidden, place)
+            logits = self.head.logits(hidden, place)
             if self.target_ids is not None:
                 wide = self.memory.lowest((len(logits), self.vocab_size))
                 wide[:, self.target_ids] = logits
@@ -98,23 +106,17 @@ class HeadDrafter(Drafter):
 
 
 class HeadChain(Chain, HeadDrafter):
-    """EAGLE-3 and MTP. `ends` has for each row the state for the pair behind its last one."""
+    """EAGLE and MTP. `ends` has for each row the state for the pair behind its last one."""
 
     first, keeps_drafts = 1, False
-    ends: Any
-    head: ChainHead
+    head: LayeredHead
 
     def __init__(
-        self, config: EngineConfig, loaded: LoadedHead, memory: DraftMemory, states: States, sample: Sample
+        self, config: EngineConfig, loaded: LoadedHead, memory: DraftMemory, states: States, sample: Sample, ends: Any
     ) -> None:
-        assert isinstance(loaded.head, ChainHead)
         super().__init__(config, loaded, memory, states, sample)
-        self.head, self.layers = loaded.head, (loaded.head.spec.layer,)
+        self.ends = ends
         self.host = HostChain(self) if self.head.is_compiled else None
-
-    @property
-    def token_bytes(self) -> int:
-        return self.head.token_bytes
 
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         if self.host is not None and self.host.covers(drafted, rows):
@@ -137,23 +139,91 @@ class HeadChain(Chain, HeadDrafter):
         self.ends[sampled.rows] = following
         self.write(hidden, sampled, rows)
 
-    @abstractmethod
     def passed(self, token_ids: Any, states: Any, meta: AttentionMetadata) -> tuple[Any, Any]:
-        """`ChainHead.forward`. The states for the next pairs are of the type of `ends`."""
+        """`LayeredHead.forward`. The states for the next pairs are of the type of `ends`."""
+        return self.head.forward(token_ids, states, self.kv, meta)
+
+
+class HeadBlock(HeadDrafter):
+    """P-EAGLE and DFlash: all places in one pass, with a mask in the place of each token that is not known.
+
+    1. P-EAGLE: behind the pairs of known tokens stand pairs of masks. Each looks at those before it.
+    2. DFlash: the states before the last token are a context. That token and a mask for each place look at the context and at
+       each other, and each mask stands where the token does that is drawn from it.
+    """
+
+    first = 1
+    head: LayeredHead
+
+    def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        spec, counts = self.head.spec, [len(s.drafts) for s in drafted]
+        if spec.join == "context":
+            for shares in self.unseen(drafted, rows, [1] * len(drafted)):
+                meta = gather_pairs(rows, shares).meta
+                self.head.remember(self.states.read(meta), self.kv, meta)
+            self._draw_block(drafted, rows)
+        else:
+            last = {s.request_id: s.num_computed_tokens for s in drafted}
+            for shares in self.unseen(drafted, rows, counts):
+                self._draw_pairs(shares, [last[s.request_id] for s in shares], rows)
+        for s in drafted:
+            rows.rows[s.request_id].num_drafted = s.num_computed_tokens + 1
+
+    def _draw_pairs(self, shares: Sequence[ScheduledRequest], last: Sequence[int], rows: RowTable) -> None:
+        """A pass over pairs, of which those of tokens behind the `last` ones are masks."""
+        given = gather_pairs(rows, shares)
+        sampled, index = given.sampled, given.sample_index
+        assert sampled is not None
+        states, ends = self.states.read(given.meta), np.cumsum([s.num_tokens for s in shares])
+        known = [min(max(p + 1 - s.num_computed_tokens, 0), s.num_tokens) for s, p in zip(shares, last, strict=True)]
+        masks = [np.arange(end - s.num_tokens + n, end) for s, end, n in zip(shares, ends, known, strict=True)]
+        token_ids = self._masked(given.token_ids, masks, states, rows)
+        hidden, _ = self.head.forward(token_ids, states, self.kv, given.meta)
+        if sampled.requests:
+            self.write(hidden if index is None else hidden[index], sampled, rows)
+
+    def _draw_block(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        """A pass over the last tokens and the masks behind them. Each is a decode of all that its request has, so that the
+        tokens of a request see each other."""
+        shares = [ScheduledRequest(s.request_id, s.num_computed_tokens, n := len(s.drafts) + 1, n - 1) for s in drafted]
+        given, lengths = gather(rows, StepPlan(0, tuple(shares))), np.array([s.num_tokens for s in shares])
+        sampled, index, meta = given.sampled, given.sample_index, given.meta
+        assert sampled is not None
+        total, ends = int(lengths.sum()), lengths.cumsum()
+        token_ids = self._masked(
+            given.token_ids, [np.arange(end - n + 1, end) for end, n in zip(ends, lengths, strict=True)], None, rows
+        )
+        which = rows.upload(np.arange(len(shares)).repeat(lengths))
+        meta = dataclasses.replace(
+            meta,
+            query_start_loc=rows.upload(np.arange(total + 1, dtype=np.int32)),
+            seq_lens=meta.seq_lens[which],
+            block_table=meta.block_table[which],
+            num_decodes=total,
+            max_query_len=1,
+            groups=(),
+        )
+        hidden, _ = self.head.forward(token_ids, None, self.kv, meta)
+        self.write(hidden[index], dataclasses.replace(sampled, positions=sampled.positions - 1), rows)
+
+    def _masked(self, token_ids: Any, masks: Sequence[Any], states: Any, rows: RowTable) -> Any:
+        """The tokens with masks at these places, which have the state of masks in `states`."""
+        places = np.concatenate(masks)
+        if len(places):
+            where = rows.upload(places)
+            token_ids[where] = self.head.spec.mask_token
+            if states is not None:
+                states[where] = self._mask_state(states)
+        return token_ids
+
+    def _mask_state(self, states: Any) -> Any:
+        found = self.head.mask_state
+        return found if isinstance(states, np.ndarray) else found.to(states.dtype)
 
 
 class HeadOfPlaces(HeadDrafter):
     """Medusa. All places in one pass, from the state before the last token: what a place holds does not depend on those before
     it."""
-
-    layers = ()
-
-    def __init__(
-        self, config: EngineConfig, loaded: LoadedHead, memory: DraftMemory, states: States, sample: Sample
-    ) -> None:
-        assert isinstance(loaded.head, MedusaHead)
-        super().__init__(config, loaded, memory, states, sample)
-        self.head = loaded.head
 
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         last = [ScheduledRequest(s.request_id, s.num_computed_tokens, 1, 1) for s in drafted]

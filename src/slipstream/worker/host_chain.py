@@ -1,11 +1,11 @@
 """A draft head's whole chain on a CPU, for greedy requests.
 
-A pass of a small head takes a few hundred µs. With inputs gathered as a step's are (`gather_pairs`, torch's tensors) it took
-twice that. So:
+A pass of a small head takes a few hundred µs, and gathering its inputs as a step's are gathered (`gather_pairs`) takes as long
+again. So the chain gathers less:
 
-1. The places of all passes are found at once, by NumPy.
-2. The first pass computes the pairs that the head has not seen. Each further one is one call of the C++ program and its argmax,
-   whose buffers stay where they are.
+1. NumPy computes the rows, positions and slots of all passes at once.
+2. The first pass computes the pairs that the head has not seen. Each further pass is one call of the C++ program and one of its
+   argmax, over the same buffers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.draft_heads import Passes
-from slipstream.spec.draft_heads import HeadDescription, MTPSpec
+from slipstream.spec.draft_heads import HeadDescription
 from slipstream.spec.scheme import SCHEMES, Scheme
 from slipstream.types import ScheduledRequest
 from slipstream.worker.input_batch import laid_out
@@ -38,7 +38,7 @@ def check_num_drafts(config: EngineConfig, description: HeadDescription) -> None
     wanted, most = config.speculation.num_speculative_tokens, description.spec.most_drafts
     if most is not None and wanted is not None and wanted > most:
         raise ConfigError(
-            f"speculative_config: num_speculative_tokens={wanted}, but {description.path} has {most} heads; lower it",
+            f"speculative_config: num_speculative_tokens={wanted}, but {description.path} guesses {most}; lower it",
             field="speculative_config",
         )
 
@@ -50,7 +50,7 @@ def head_scheme(config: EngineConfig, description: HeadDescription, default: str
     spec, chosen = description.spec, config.speculation.quantization
     if chosen is not None:
         return SCHEMES.get(chosen)
-    if default is None or isinstance(spec, MTPSpec):
+    if default is None or description.method == "mtp":
         return None
     scheme = SCHEMES[default]
     fits = all(shape[-1] % scheme.multiple == 0 for shape in spec.shapes.values() if len(shape) > 1)
@@ -58,7 +58,7 @@ def head_scheme(config: EngineConfig, description: HeadDescription, default: str
 
 
 class HostChain:
-    """For a head whose pass and argmax are C++ programs (`ChainHead.is_compiled`)."""
+    """For a head whose pass and argmax are C++ programs (`LayeredHead.is_compiled`)."""
 
     def __init__(self, drafter: HeadChain) -> None:
         self.drafter, self.head, self.size = drafter, drafter.head, drafter.block_size
@@ -88,9 +88,9 @@ class HostChain:
         given |= {"num_decodes": int((unseen == 1).sum()), "max_query_len": int(unseen.max()), "max_seq_len": int(last.max())}
         meta = AttentionMetadata(**given)
         states = self.drafter.states.read_array(slots)
-        hidden, states = self.head.run(tokens[token_rows, positions + 1], states, self.drafter.kv, meta)
+        hidden, states = self.head.forward(tokens[token_rows, positions + 1], states, self.drafter.kv, meta)
         ends = starts[1:] - 1
-        found, states = self._own(self.head.argmax(hidden[ends])), states[ends]
+        found, states = self._own(self.head.greedy(hidden[ends])), states[ends]
         tokens[which, last + 1] = found
 
         if wanted.max() > 1:

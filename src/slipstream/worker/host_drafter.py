@@ -11,10 +11,9 @@ import numpy.typing as npt
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.host_ops import HostOps
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
-from slipstream.kernels.programs import LinearProgram
+from slipstream.kernels.metadata import LayerKV, cache_tensors
 from slipstream.model.decoder import Decoder
-from slipstream.model.draft_heads import ChainHead, LoadedHead
+from slipstream.model.draft_heads import LayeredHead
 from slipstream.model.host_head import load_host_head
 from slipstream.model.host_model import load_host_model
 from slipstream.model.step_program import compile_step
@@ -26,7 +25,7 @@ from slipstream.spec.reason import NotCovered, Reason
 from slipstream.spec.scheme import SCHEMES
 from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.drafter import Chain
-from slipstream.worker.head_drafter import HeadChain, HeadOfPlaces, Sample
+from slipstream.worker.head_drafter import HeadBlock, HeadChain, HeadDrafter, HeadOfPlaces, Sample
 from slipstream.worker.host_chain import check_num_drafts, head_scheme
 from slipstream.worker.input_batch import gather
 from slipstream.worker.rows import RowTable
@@ -134,59 +133,9 @@ class HostStates:
         blocks[target] = blocks[source]
 
 
-class HostChainDrafter(HeadChain):
-    """NotCovered if a pass is no program."""
-
-    states: HostStates
-
-    def __init__(self, config: EngineConfig, loaded: LoadedHead, sample: Sample) -> None:
-        assert isinstance(loaded.head, ChainHead)
-        if isinstance(loaded.head.program, Reason):
-            raise NotCovered(loaded.head.program)
-        super().__init__(config, loaded, HostMemory(config.model.dtype), HostStates(config.cache.block_size), sample)
-        self.ends = np.zeros((config.scheduling.max_num_seqs + 1, self.hidden_size), np.float32)
-
-    def passed(self, token_ids: Array, states: Floats, meta: AttentionMetadata) -> tuple[Floats, Floats]:
-        return self.head.run(token_ids, states, self.kv, meta)
-
-    def logits(self, hidden: Floats, place: int) -> Floats:
-        return self.head.logits_of(hidden)
-
-    def greedy(self, hidden: Floats, place: int) -> npt.NDArray[np.int64]:
-        if self.head.is_compiled:
-            return self.head.argmax(hidden)
-        found: npt.NDArray[np.int64] = self.head.logits_of(hidden).argmax(-1)
-        return found
-
-
-class HostMedusaDrafter(HeadOfPlaces):
-    states: HostStates
-
-    def __init__(self, config: EngineConfig, loaded: LoadedHead, sample: Sample, ops: HostOps) -> None:
-        super().__init__(config, loaded, HostMemory(config.model.dtype), HostStates(config.cache.block_size), sample)
-        made = dict[int, LinearProgram]()
-
-        def product(w: Any) -> LinearProgram:
-            return made.setdefault(id(w), LinearProgram(ops.pool, w))  # the model's head is every place's
-
-        self._blocks = [[product(w) for w in place] for place in self.head.blocks]
-        self._heads = [product(w) for w in self.head.heads]
-
-    def logits(self, hidden: Floats, place: int) -> Floats:
-        x = hidden
-        for block in self._blocks[place]:
-            y = block(x)
-            x = np.asarray(x + y / (np.float32(1.0) + np.exp(-y)), np.float32)  # SiLU
-        return self._heads[place](x)
-
-    def greedy(self, hidden: Floats, place: int) -> npt.NDArray[np.int64]:
-        found: npt.NDArray[np.int64] = self.logits(hidden, place).argmax(-1)
-        return found
-
-
 def load_host_drafter(
     config: EngineConfig, description: HeadDescription, decoder: Decoder, ops: HostOps, sample: Sample
-) -> HostChainDrafter | HostMedusaDrafter:
+) -> HeadDrafter:
     """`draft_head.load_drafter`. NotCovered if the head is no program."""
     check_num_drafts(config, description)
     loaded = load_host_head(
@@ -198,6 +147,12 @@ def load_host_drafter(
         load_format="dummy" if config.model.load_format == "dummy" else "auto",
         seed=config.model.seed,
     )
-    if isinstance(loaded.head, ChainHead):
-        return HostChainDrafter(config, loaded, sample)
-    return HostMedusaDrafter(config, loaded, sample, ops)
+    head, memory, states = loaded.head, HostMemory(config.model.dtype), HostStates(config.cache.block_size)
+    if not isinstance(head, LayeredHead):
+        return HeadOfPlaces(config, loaded, memory, states, sample)
+    if isinstance(head.program, Reason):
+        raise NotCovered(head.program)
+    if head.spec.mask_token is not None:
+        return HeadBlock(config, loaded, memory, states, sample)
+    ends = np.zeros((config.scheduling.max_num_seqs + 1, head.spec.hidden_size), np.float32)
+    return HeadChain(config, loaded, memory, states, sample, ends)

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.config import MOST_DRAFTS, EngineConfig
+from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels import sampling
 from slipstream.kernels.host_ops import HostOps
 from slipstream.kernels.host_texts import HostTextOps
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors, shared_caches
 from slipstream.kernels.native import CACHES, ThreadPool, has_cpu_kernels
 from slipstream.kernels.programs import Argmax
 from slipstream.model.decoder import Decoder
@@ -41,7 +41,7 @@ from slipstream.types import Extra, Plan, StepPlan, TextsPlan, TokenMask
 from slipstream.worker.block_store import BlockStore, block_arrays
 from slipstream.worker.constrained import AwaitingMask, mask_bits
 from slipstream.worker.disk_tier import DiskTier
-from slipstream.worker.draws import Sampler, draw, prompt_logprobs
+from slipstream.worker.draws import Sampler, completed_prompts, draw, prompt_logprobs
 from slipstream.worker.in_flight import RUN_AHEAD, InFlightStep
 from slipstream.worker.input_batch import GatheredInputs, SampledRows, encoder_batch, gather, text_batch
 from slipstream.worker.rows import RowTable
@@ -200,9 +200,7 @@ class HostRunner:
             self.draft = head = load_host_drafter(self.config, description, self.model.decoder, self.ops, self._sampler.sample)
             self._kept_states, self.model.decoder.tap = head.states, head.head.tap
             self._compile()
-            if self.config.speculation is not None and (most := description.spec.most_drafts) is not None:
-                speculation = dataclasses.replace(self.config.speculation, most_drafts=min(most, MOST_DRAFTS))
-                self.config = dataclasses.replace(self.config, speculation=speculation)
+            self.config = self.config.with_most_drafts(description.spec.most_drafts)
 
     def load_draft(self, description: ModelDescription, weights_folder: Path) -> None:
         """`ModelRunner.load_draft`"""
@@ -232,29 +230,20 @@ class HostRunner:
         per_token = self.program.token_bytes + (0 if self.draft is None else self.draft.token_bytes)
         return config.scheduling.max_num_batched_tokens * per_token + 4 * sampled
 
-    def rows_bytes(self) -> int:
-        """What `allocate` takes beside the cache."""
-        if self.model.spec.is_encoder:
-            return 0
-        tables = len(self.config.cache.groups) * self.config.max_blocks_per_seq
-        per_row = (self.config.model.max_model_len + 1 + tables) * 4
-        return (self.config.scheduling.max_num_seqs + 1) * per_row
-
     def graph_reserve_bytes(self, activation_bytes: int) -> int:
         return 0
 
     def allocate(self, config: EngineConfig, num_blocks: int) -> int:
         """The KV cache of `num_blocks` blocks (block 0 is the null block), and the rows. 0: there are no graphs. `config` is
         the engine's final one: its context may have been lowered to what fits."""
-        self.config, cache = config, config.cache
+        self.config = config
         try:
             with self._phase("cache"):
                 self.kv = self._make_cache(num_blocks)
                 if self.draft is not None:
                     self.draft.allocate(num_blocks)
-                sizes = config.scheduling.max_num_seqs, config.model.max_model_len, cache.block_size
                 if not self.model.spec.is_encoder:
-                    self.rows = RowTable(*sizes, None, None, config.model.seed, groups=cache.groups)
+                    self.rows = RowTable.of(config, None, None)
         except MemoryError as error:
             raise OutOfMemoryError(f"the KV cache of {num_blocks} blocks does not fit: {error}") from error
         return 0
@@ -280,13 +269,9 @@ class HostRunner:
         return False
 
     def _make_cache(self, num_blocks: int) -> list[LayerKV]:
-        """The layers' keys and values, of zeros, whose pages take no memory before they are written. Layers at one place of
-        different groups share arrays."""
-        places = self.model.spec.cache_places
-        made = {place: self._layer_cache(i, num_blocks, self.config.cache.dtype) for i, place in reversed([*enumerate(places)])}
-        if self.kv_scales is None:
-            return [LayerKV(*made[place]) for place in places]
-        return [LayerKV(*made[place], *own) for place, own in zip(places, self.kv_scales, strict=True)]  # type: ignore[arg-type]
+        """The layers' keys and values, of zeros (`shared_caches`). Their memory is taken when it is first written."""
+        spec, dtype, scales = self.model.spec, self.config.cache.dtype, self.kv_scales
+        return shared_caches(spec.held, spec.cache_places, lambda i: self._layer_cache(i, num_blocks, dtype), scales)  # type: ignore[arg-type]
 
     def _layer_cache(self, layer: int, num_blocks: int, dtype: str) -> tuple[Any, Any]:
         attention, size = self.model.spec.layers[layer].attention, self.config.cache.block_size
@@ -427,20 +412,13 @@ class HostRunner:
         )
 
     def _pooled(self, plan: StepPlan, hidden: Array) -> tuple[tuple[str, ...], Any] | None:
-        """The vectors (or scores) of pooled sequences whose last token is in this step: its state stands for the whole."""
+        """`ModelRunner._pool`"""
         assert self.rows is not None
-        rows, wanted, end = self.rows.rows, self.rows.wanting["vector"], 0
-        ends, ids = [], []
-        for s in plan.scheduled if wanted else ():
-            end += s.num_tokens
-            whole = s.num_computed_tokens + s.num_tokens
-            if s.request_id in wanted and whole == rows[s.request_id].num_prompt_tokens:
-                ends.append(end - 1)
-                ids.append(s.request_id)
+        ids, ends = completed_prompts(self.rows, plan)
         if not ids:
             return None
         starts = np.arange(len(ids) + 1)
-        return tuple(ids), self.forwards.vectors(hidden[ends], starts, self.model.description.pooling)
+        return ids, self.forwards.vectors(hidden[ends], starts, self.model.description.pooling)
 
     def expert_load(self) -> ExpertTokens:
         """Tokens by expert since the start, of each layer with experts."""

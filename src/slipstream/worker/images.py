@@ -1,7 +1,7 @@
-"""Pictures in the worker: their embeddings, kept within a bound, and what is different in a step that has some.
+"""Pictures in the worker: a cache of their embeddings, and the op set of steps with placeholders of pictures.
 
-1. `ImageEncoder` gives a picture's embeddings, from its cache or from the image encoder. A picture that two chunks of a prompt
-   share is encoded once, unless the cache let it go in between.
+1. `ImageEncoder` gives a picture's embeddings, from its cache or from the image encoder. The cache is bounded. A picture whose
+   placeholders are in two chunks of a prompt is encoded once, unless the cache has dropped it in between.
 2. `step_images` says where the placeholders of a step are.
 3. `ImageOps` is the op set of such a step: rotations by three positions (M-RoPE), and attention among a picture's tokens.
 """

@@ -149,7 +149,7 @@ def shared_prefixes(shared: Sequence[SharedPrefix], num_decodes: int) -> IntArra
 def _gather_inputs_after_upload(
     table: RowTable, arrays: list[LongArray], **sizes: Any
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
-    """`gather_inputs`, whose `sizes` are given."""
+    """`gather_inputs` of host arrays, after one upload of all of them. `sizes`: its other parameters."""
     token_rows, positions, starts, seq_lens, rows, *more = _upload_together(arrays, table.device)
     token_ids, meta = gather_inputs(
         table, token_rows=token_rows, positions=positions, rows=rows, query_start_loc=starts, seq_lens=seq_lens, **sizes

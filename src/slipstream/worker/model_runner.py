@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.config import MOST_DRAFTS, EngineConfig
+from slipstream.config import EngineConfig
 from slipstream.errors import AdapterError, ConfigError, OutOfMemoryError
 from slipstream.kernels.arrays import to_array
 from slipstream.kernels.build import remedy
@@ -49,14 +49,15 @@ from slipstream.worker.block_store import BlockStore, block_arrays
 from slipstream.worker.constrained import AwaitingMask, apply_mask
 from slipstream.worker.device_cache import TORCH_DTYPES, DeviceCache
 from slipstream.worker.disk_tier import DiskTier
-from slipstream.worker.draft_head import ChainDrafter, MedusaDrafter, load_drafter
+from slipstream.worker.draft_head import load_drafter
 from slipstream.worker.draft_model import DraftModel
 from slipstream.worker.drafter import Drafter
-from slipstream.worker.draws import Sampler, draw, prompt_logprobs
+from slipstream.worker.draws import Sampler, completed_prompts, draw, prompt_logprobs
 from slipstream.worker.dummy_steps import CALIBRATION_TOKENS, calibrated_scales, dummy_prefill, dummy_sampling
 from slipstream.worker.expert_load import ExpertLoad
 from slipstream.worker.forward import Forwards, InputBatch, Output
 from slipstream.worker.graphs import AdapterGraphs, SharedPrefixGraphs, StepGraphs
+from slipstream.worker.head_drafter import HeadDrafter
 from slipstream.worker.host_experts import LoadFollower, settle_experts, with_host_experts
 from slipstream.worker.images import ImageEncoder
 from slipstream.worker.in_flight import RUN_AHEAD, InFlightStep
@@ -170,9 +171,7 @@ class ModelRunner:
         with self._phase("draft head"):
             self.draft = head = load_drafter(self.config, description, self.model.decoder, device=self.device, dtype=self.dtype)
             self.forwards.keep_states(head.states, head.head.tap)
-            if self.config.speculation is not None and (most := description.spec.most_drafts) is not None:
-                speculation = dataclasses.replace(self.config.speculation, most_drafts=min(most, MOST_DRAFTS))
-                self.config = dataclasses.replace(self.config, speculation=speculation)
+            self.config = self.config.with_most_drafts(description.spec.most_drafts)
 
     def load_draft(self, description: ModelDescription, weights_folder: Path) -> None:
         """The model that proposes tokens."""
@@ -292,15 +291,6 @@ class ModelRunner:
                 self.forwards.add(self.adapter_graphs)
             if self.draft is not None and self.platform.is_asynchronous:
                 self.draft.make_graphs(self.rows, config)
-
-    def rows_bytes(self) -> int:
-        """Bytes of the rows."""
-        if self.model.spec.is_encoder:
-            return 0
-        model = self.config.model
-        tables = len(self.config.cache.groups) * self.config.max_blocks_per_seq
-        per_row = (model.max_model_len + 1 + tables) * 4
-        return (self.config.scheduling.max_num_seqs + 1) * per_row
 
     def graph_reserve_bytes(self, activation_bytes: int) -> int:
         """Bytes kept free for graphs: their hidden states or vectors, the largest graph's activations, and the driver's
@@ -488,7 +478,7 @@ class ModelRunner:
             assert output.sampled is not None
             output.running.synchronize()
             self.rows.write(output.sampled.rows, output.sampled.positions, output.tokens)
-            if output.states is not None and isinstance(self.draft, ChainDrafter | MedusaDrafter):
+            if output.states is not None and isinstance(self.draft, HeadDrafter):
                 self.draft.states.write(*output.states)
 
     def forget_rows(self) -> None:
@@ -503,22 +493,13 @@ class ModelRunner:
         state."""
         assert self.rows is not None
         assert output.hidden is not None
-        rows, wanted, end = self.rows.rows, self.rows.wanting["vector"], 0
-        if not wanted:
-            return None
-        ends, ids = [], []
-        for s in plan.scheduled:
-            end += s.num_tokens
-            whole = s.num_computed_tokens + s.num_tokens
-            if s.request_id in wanted and whole == rows[s.request_id].num_prompt_tokens:
-                ends.append(output.row(end - 1))
-                ids.append(s.request_id)
+        ids, ends = completed_prompts(self.rows, plan)
         if not ids:
             return None
-        last = output.hidden[self.platform.upload(np.array(ends, np.int64))]
+        last = output.hidden[self.platform.upload(np.array([output.row(token) for token in ends], np.int64))]
         starts = torch.arange(len(ids) + 1, device=self.device)
         vectors = vectors_of(self.forwards, self.model.description.pooling, last, starts)
-        return tuple(ids), self.platform.to_host(vectors)
+        return ids, self.platform.to_host(vectors)
 
     def expert_load(self) -> ExpertTokens:
         """Tokens by expert since the start, for each layer with experts."""
@@ -552,17 +533,8 @@ class ModelRunner:
         return any(isinstance(layer.attention, LatentAttentionSpec) for layer in self.model.spec.layers)
 
     def _make_rows(self) -> RowTable:
-        config = self.config
-        return RowTable(
-            config.scheduling.max_num_seqs,
-            config.model.max_model_len,
-            config.cache.block_size,
-            self.ops,
-            self.device,
-            config.model.seed,
-            groups=config.cache.groups,
-            sectioned=any(getattr(x.attention.position, "sections", None) for x in self.model.spec.layers),
-        )
+        sectioned = any(getattr(layer.attention.position, "sections", None) for layer in self.model.spec.layers)
+        return RowTable.of(self.config, self.ops, self.device, sectioned=sectioned)
 
     @property
     def warms_up(self) -> bool:

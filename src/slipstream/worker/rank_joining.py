@@ -67,7 +67,7 @@ def accept_ranks(address: str, size: int, count: int, *, wait_s: float = JOIN_S)
 
 
 def _greet(connection: socket.socket, size: int) -> tuple[Link, Join] | None:
-    """The link to who has come; None: it was sent away."""
+    """The link to the rank that has connected. None: it was turned away."""
     connection.settimeout(HELLO_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
@@ -77,7 +77,7 @@ def _greet(connection: socket.socket, size: int) -> tuple[Link, Join] | None:
         return None
     connection.settimeout(None)
     link = Link(Connection(connection.detach()), FromRank)
-    late = threading.Timer(HELLO_S, link.cut)  # who says only the beginning is not waited for
+    late = threading.Timer(HELLO_S, link.cut)  # ends the wait for a rank that says only half a message
     late.daemon = True
     late.start()
     try:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import NO_ADAPTER
 from slipstream.kernels.positions import sectioned_positions
 from slipstream.spec.model import CacheGroup
@@ -135,6 +136,13 @@ class RowTable:
         self.wanting: dict[Want, set[str]] = {want: set() for want in get_args(Want)}
         self._free = list(range(capacity - 1, -1, -1))
         self._seed = seed
+
+    @classmethod
+    def of(cls, config: EngineConfig, ops: OpSet | None, device: torch.device | None, *, sectioned: bool = False) -> RowTable:
+        """As many rows as `config` lets sequences run."""
+        model, cache = config.model, config.cache
+        sizes = config.scheduling.max_num_seqs, model.max_model_len, cache.block_size
+        return cls(*sizes, ops, device, model.seed, groups=cache.groups, sectioned=sectioned)
 
     @cached_property
     def _seeds(self) -> np.random.Generator:
@@ -268,7 +276,7 @@ class RowTable:
             self.ops.write_tokens(table, rows, columns, tokens)
 
     def columns(self, table: Tensor, which: Tensor) -> Tensor:
-        """Of `table` [n, C + 1] those of the rows `which` [N]: [n, N]"""
+        """The columns `which` [N] of `table` [n, C + 1], as [n, N]; a column is a row's."""
         return table[:, which] if self.device is None else table.index_select(1, which)
 
     def history(self, which: Tensor, longest: int) -> Tensor:
@@ -276,7 +284,7 @@ class RowTable:
         return self.of_rows(self.tokens[:, :longest], which)
 
     def of_rows(self, table: Tensor, which: Tensor) -> Tensor:
-        """Of `table` [C + 1, n] the rows `which` [N]: [N, n]"""
+        """The rows `which` [N] of `table` [C + 1, n], as [N, n]."""
         return table[which] if self.device is None else table.index_select(0, which)
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
@@ -291,11 +299,17 @@ class RowTable:
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
 
     def _put(self, into: Any, where: LongArray, values: npt.NDArray[Any]) -> None:
-        """To the places `where` of what lies flat."""
+        """Write `values` [n] to the indices `where` [n] of `into`, seen as flat."""
         if self.device is None:
             into.reshape(-1)[where] = values
         else:
             into.view(-1).index_copy_(0, self.upload(where), self.upload(values))
+
+
+def rows_bytes(config: EngineConfig) -> int:
+    """Bytes of the tokens and block tables of `RowTable.of(config)`; the rest is small."""
+    per_row = config.model.max_model_len + 1 + len(config.cache.groups) * config.max_blocks_per_seq
+    return 4 * (config.scheduling.max_num_seqs + 1) * per_row
 
 
 def upload(array: npt.NDArray[Any], device: torch.device | None) -> Tensor:

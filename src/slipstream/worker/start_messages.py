@@ -1,5 +1,6 @@
-"""What a process that runs a model, or a part of one, says as it starts and when it fails: an engine core to who started it,
-a rank to its executor. No torch."""
+"""Messages of a process that runs a model, or a rank's part of one, as it starts and when it fails. No torch.
+
+An engine core sends them to the process that started it, a rank to its executor."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from slipstream.config import EngineConfig
@@ -86,25 +87,32 @@ def measure_steps(
     rounds: int = ROUNDS,
     least_s: float = LEAST_S,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[MeasuredStep]:
-    """The times of `steps`. ConfigError if the model is no decoder, or a step does not fit into the cache or the context."""
+    """The times of `steps` by `clock`. ConfigError if the model is no decoder, or a step does not fit into the cache or the
+    context."""
     spec, config = executor.description.spec, executor.config
     if not spec.generates or spec.encoder is not None:
         raise ConfigError(f"steps are measured of a decoder, and {config.model.model} is {spec.kind}", field="model")
     most = 1 + max(_num_blocks(step, config) for step in steps)
     for layer in executor.runner.kv:  # memory that was never written is one page of zeros, which a cache holds
         for held in (layer.k[:most], layer.v[:most]):
-            if held.element_size() == 1:
-                held.view(torch.uint8).fill_(ONE_IN_8_BITS)
-            else:
-                held.fill_(1)
-    clock = _Clock(executor)
+            _fill(held)
+    timer = _Timer(executor, clock)
     found: list[list[float]] = [[] for _ in steps]
     for done, (_, (i, step)) in enumerate(itertools.product(range(rounds), enumerate(steps))):
-        found[i].append(clock.seconds(step, least_s))
+        found[i].append(timer.seconds(step, least_s))
         progress(done + 1, rounds * len(steps))
     executor.runner.reset_expert_load()
     return [MeasuredStep(step.shape, statistics.median(times)) for step, times in zip(steps, found, strict=True)]
+
+
+def _fill(held: Any) -> None:
+    """With ones. `held` is a tensor, or an array of a runner without torch."""
+    if held.itemsize == 1:
+        held.view(np.uint8 if isinstance(held, np.ndarray) else torch.uint8)[...] = ONE_IN_8_BITS
+    else:
+        held[...] = 1
 
 
 def _num_blocks(step: Step, config: EngineConfig) -> int:
@@ -112,9 +120,9 @@ def _num_blocks(step: Step, config: EngineConfig) -> int:
     return len(config.cache.groups) * sum(-(-length // config.cache.block_size) for length in lengths)
 
 
-class _Clock:
-    def __init__(self, executor: LocalExecutor) -> None:
-        self.executor = executor
+class _Timer:
+    def __init__(self, executor: LocalExecutor, clock: Callable[[], float]) -> None:
+        self.executor, self._clock = executor, clock
         self._ids = itertools.count()
 
     def seconds(self, step: Step, least_s: float) -> float:
@@ -123,13 +131,13 @@ class _Clock:
         first = StepPlan(next(self._ids), scheduled, new)
         self.executor.launch(first).result()  # captures its graph and compiles its kernels
         again = tuple(s._replace(table_updates=()) for s in scheduled)
-        begin = time.perf_counter()
+        begin = self._clock()
         self._run(again, 1)
-        once = time.perf_counter() - begin
+        once = self._clock() - begin
         count = max(2, int(least_s / max(once, 1e-6)))
-        begin = time.perf_counter()
+        begin = self._clock()
         self._run(again, count)
-        seconds = (time.perf_counter() - begin) / count
+        seconds = (self._clock() - begin) / count
         self.executor.forget()
         return seconds
 

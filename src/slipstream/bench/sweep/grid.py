@@ -37,6 +37,7 @@ from slipstream.files import digest
 from slipstream.spec.scheme import SCHEMES
 
 T = TypeVar("T")
+MOST_ROWS = 100_000
 _PARALLEL = re.compile(r"(?:tp(\d+))?(?:pp(\d+))?")
 
 
@@ -101,7 +102,8 @@ class Grid:
 
     @property
     def num_rows(self) -> int:
-        return sum(len(cases) for _, cases in self.jobs())
+        setups = sum(len(e.models) * len(e.schemes) * len(e.parallel) for e in self.engines)
+        return setups * len(self.lengths) * len(self.batch_sizes) * self.repeats
 
     def setups(self) -> Iterator[SetupSpec]:
         for engine in self.engines:
@@ -143,7 +145,9 @@ def read_grid(path: Path) -> Grid:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the sweep {path}: {error.strerror}", field="file") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"the sweep {path} can't be read as TOML: it is nested too deeply", field="file") from None
+    except ValueError as error:  # also what is no UTF-8, no date, and a number of too many digits
         raise ConfigError(f"the sweep {path} can't be read as TOML: {error}", field="file") from None
     return parse_grid(data, name=path.stem)
 
@@ -168,7 +172,7 @@ def parse_grid(data: Mapping[str, Any], *, name: str) -> Grid:
     vocab_size = data.get("vocab_size")
     if vocab_size is not None:
         vocab_size = _number(data, "vocab_size", int, 0, least=2)
-    return Grid(
+    grid = Grid(
         name=_typed(data.get("name", name), str, "name"),
         engines=engines,
         lengths=lengths,
@@ -182,6 +186,10 @@ def parse_grid(data: Mapping[str, Any], *, name: str) -> Grid:
         vocab_size=vocab_size,
         objectives=_objectives(data.get("objectives", {})),
     )
+    if grid.num_rows > MOST_ROWS:
+        what = f"the axes make {grid.num_rows:,} rows, and {MOST_ROWS:,} are the most; give fewer of each"
+        raise ConfigError(what, field="repeats")
+    return grid
 
 
 def _engine(given: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> EngineSpec:

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 from slipstream.bench.metrics import DISTRIBUTIONS, PERCENTILES, Summary
 from slipstream.bench.power import Energy
 from slipstream.errors import ConfigError
+from slipstream.files import write_whole
 
 Kind: TypeAlias = Literal["text", "int", "float"]
 Row: TypeAlias = dict[str, Any]
@@ -108,15 +109,15 @@ def pyarrow() -> Any:
 
 
 def write_parquet(rows: Iterable[Row], path: Path, meta: Mapping[str, Any]) -> None:
-    """Atomic; a column that a row lacks is null there."""
+    """A column that a row lacks is null there."""
     arrow = pyarrow()
     types = {"text": arrow.string(), "int": arrow.int64(), "float": arrow.float64()}
     schema = arrow.schema([(name, types[kind]) for name, kind in COLUMNS.items()])
     table = arrow.Table.from_pylist(list(rows), schema=schema)
     table = table.replace_schema_metadata({META_KEY: json.dumps(meta, ensure_ascii=False)})
-    partial = path.with_name(f".{path.name}.partial")
-    arrow.parquet.write_table(table, partial, compression="zstd")
-    os.replace(partial, path)
+    file = arrow.BufferOutputStream()
+    arrow.parquet.write_table(table, file, compression="zstd")
+    write_whole(path, file.getvalue().to_pybytes())
 
 
 def read_parquet(path: Path) -> tuple[list[Row], dict[str, Any]]:

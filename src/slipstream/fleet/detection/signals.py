@@ -3,7 +3,7 @@
 Each series becomes a residual in units of its own noise, z:
 
 1. A baseline (level, and noise) is learned while nothing is wrong. It follows over about an hour, so the hours of a day are no
-   change. An observation counts for it as at most `CLIP` deviations. The noise is never taken as less than the series' `floor`,
+   change. An observation counts as at most `CLIP` deviations. The noise is never taken as less than the series' `floor`,
    which is the least change that matters. Means over n requests have the noise of one, over √n.
 2. Page and Hinkley's test (Page 1954), river's, adds up what of z is beyond `ALLOWANCE`. At `THRESHOLD` the level has changed.
    For a series without memory and of Gaussian noise that is one false alarm in e^(2·ALLOWANCE·THRESHOLD) observations; a change
@@ -28,9 +28,20 @@ from typing import Literal
 
 from river.drift import PageHinkley
 
+from slipstream.fleet.detection.causes import FULL
 from slipstream.fleet.detection.observation import Observation
 
 CLIP = 6.0
+STEP_CLIP = 10.0
+"""Of steps' time: one such observation is not enough, but with a second one that is a third of it soon after. A neighbour comes
+and goes."""
+
+ERROR_CLIP = 8.0
+"""Of errors, which are independent of each other and have a likelihood ratio: two such observations are enough."""
+
+BLOCKED = 2.0
+"""Waiting for room in a full cache counts as so many times waiting for one's turn: a queue for a turn may be a burst."""
+
 ALLOWANCE = 1.0
 THRESHOLD = 11.0
 CALM = 6
@@ -57,7 +68,8 @@ Value = tuple[float, float]
 class Signal:
     """`read` gives the series' value of an observation, None where it says nothing. `floor` is the least noise, in the series'
     unit; `spread` the least of one request, as a share of the level. `matters`: the least change to be found, as a share of
-    the level. `is_share`: the value is the share of requests of which something is true."""
+    the level. `is_share`: the value is the share of requests of which something is true. `clip`: the most deviations that one
+    observation counts; `allowance`: what of them is usual."""
 
     name: str
     what: str
@@ -67,6 +79,8 @@ class Signal:
     spread: float = 0.0
     matters: float = 0.0
     is_share: bool = False
+    clip: float = CLIP
+    allowance: float = ALLOWANCE
 
 
 def _slowness(seen: Observation) -> Value | None:
@@ -91,7 +105,7 @@ def _orphans(seen: Observation) -> Value | None:
 def _queue(seen: Observation) -> Value | None:
     if seen.num_waiting is None or seen.num_running is None:
         return None
-    return math.log1p(seen.num_waiting), 1.0
+    return math.log1p(seen.num_waiting) * (BLOCKED if (seen.kv_cache_usage or 0.0) >= FULL else 1.0), 1.0
 
 
 def _hit_rate(seen: Observation) -> Value | None:
@@ -119,9 +133,10 @@ def _log(value: float | None) -> Value | None:
 
 
 SIGNALS = (
-    Signal(name="step_time", what="steps take longer than predicted", read=_slowness, direction="up", floor=0.06),
+    Signal(name="step_time", what="steps take longer than predicted", read=_slowness, direction="up", floor=0.06,
+           clip=STEP_CLIP),
     Signal(name="step_age", what="no step ends", read=_step_age, direction="up", floor=0.4),
-    Signal(name="orphans", what="sequences that nobody waits for", read=_orphans, direction="up", floor=0.8),
+    Signal(name="orphans", what="sequences that nobody waits for", read=_orphans, direction="up", floor=0.6),
     Signal(name="queue", what="requests wait", read=_queue, direction="up", floor=0.8),
     Signal(name="hit_rate", what="fewer prompt tokens are in the cache", read=_hit_rate, direction="down", floor=0.08),
     Signal(name="preemptions", what="sequences lose their blocks", direction="up", floor=0.7,
@@ -131,7 +146,7 @@ SIGNALS = (
     Signal(name="answer_length", what="longer answers", direction="up", floor=40.0, spread=1.2, matters=1.0,
            read=lambda o: _mean(o.finished_output_tokens, o.num_finished)),
     Signal(name="ends", what="fewer tokens end an answer", read=_ends, direction="down", floor=1e-6, is_share=True),
-    Signal(name="errors", what="requests fail", direction="up", floor=0.005, is_share=True,
+    Signal(name="errors", what="requests fail", direction="up", floor=0.005, is_share=True, clip=ERROR_CLIP, allowance=0.5,
            read=lambda o: _mean(o.num_errors, o.num_responses)),
     Signal(name="write_stall", what="clients do not read their answers", direction="up", floor=0.1,
            read=lambda o: None if o.write_stall_s is None else (o.write_stall_s / o.interval_s, 1.0)),
@@ -161,7 +176,8 @@ class Baseline:
         return max(self._signal.floor, one / math.sqrt(count))
 
     def z(self, value: Value) -> float:
-        return max(-CLIP, min(CLIP, (value[0] - self.level) / self.noise(value[1])))
+        clip = self._signal.clip
+        return max(-clip, min(clip, (value[0] - self.level) / self.noise(value[1])))
 
     def beyond(self, value: Value) -> float:
         """What the test adds up: z, and less of it where only a change that `matters` is to be found. That is never below 0:
@@ -169,7 +185,7 @@ class Baseline:
         if not (matters := self._signal.matters):
             return self.z(value)
         far = abs(value[0] - self.level) - 0.5 * matters * abs(self.level)
-        return min(CLIP, max(0.0, far / self.noise(value[1]))) * math.copysign(1.0, value[0] - self.level)
+        return min(self._signal.clip, max(0.0, far / self.noise(value[1]))) * math.copysign(1.0, value[0] - self.level)
 
     def learn(self, value: Value) -> None:
         if not self.is_ready:
@@ -210,7 +226,7 @@ class ShareBaseline(Baseline):
         is_up = self._signal.direction == "up"
         other = min(max(self.MATTERS, self.TIMES * usual), (1 + usual) / 2) if is_up else usual / self.TIMES
         ratio = share * math.log(other / usual) + (1 - share) * math.log((1 - other) / (1 - usual))
-        return max(-CLIP, min(CLIP, count * ratio)) * (1 if is_up else -1)
+        return max(-self._signal.clip, min(self._signal.clip, count * ratio)) * (1 if is_up else -1)
 
     def beyond(self, value: Value) -> float:
         z = self.z(value)
@@ -263,10 +279,9 @@ class Watch:
         self.value = 0.0
         self.since: float | None = None  # when the change was seen
 
-    @staticmethod
-    def _new_test() -> PageHinkley:
+    def _new_test(self) -> PageHinkley:
         # Its forgetting factor would eat up the allowance: what is added to the sum is the allowance, on average.
-        return PageHinkley(min_instances=2, delta=ALLOWANCE, threshold=THRESHOLD, alpha=1.0, mode="up")
+        return PageHinkley(min_instances=2, delta=self.signal.allowance, threshold=THRESHOLD, alpha=1.0, mode="up")
 
     @property
     def is_active(self) -> bool:

@@ -20,6 +20,7 @@ from slipstream.kernels.triton import (
     lora,
     mla_prefill,
     moe,
+    mxfp4,
     one_token,
     pointwise,
     rank_sums,
@@ -91,6 +92,15 @@ class TritonOps(OpSet):
         if isinstance(w, GroupedLinear) and self.dense_copies:
             return dataclasses.replace(w, dense=int4_groupwise.dequantize_int4(w, w.scales.dtype))
         return self._sparse(w) if isinstance(w, ScaledLinear) else w
+
+    def pack_experts(self, w: Linear, *, num_experts: int) -> Linear:
+        return mxfp4.pack_mxfp4(w) if isinstance(w, GroupedLinear) and w.codes == "e2m1" else w
+
+    def quantize_experts(
+        self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
+    ) -> Linear:
+        made = super().quantize_experts(weight, scheme, bias, num_experts=num_experts)
+        return self.pack_experts(made, num_experts=num_experts)
 
     def _sparse(self, w: Linear) -> Linear:
         """`w` with a 2:4 copy if that is faster. It sums in another order, so `deterministic` has none."""

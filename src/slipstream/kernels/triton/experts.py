@@ -7,7 +7,7 @@ expert's pairs with BLOCK_N rows of its weight. Weights of all experts are stack
 | --- | --- |
 | dense, fp8, int8 | BLOCK_K at a time (for many pairs `grouped_gemm.py` is faster) |
 | fp8-block | 128 at a time; the sum over an FP8 tile is scaled before it is added |
-| int4, mxfp4 | a chunk at a time; codes are converted to the model's type first |"""
+| int4 | a chunk at a time; codes are converted to the model's type first |"""
 
 from __future__ import annotations
 
@@ -25,18 +25,10 @@ from slipstream.spec.scheme import FP8_TILE
 
 
 @triton.jit
-def _e2m1(code):
-    """The value of a 4-bit float code, / 2^14. Its sign, two exponent bits and mantissa bit are moved to float16's
-    places; codes without an exponent stay subnormal."""
-    code = code.to(tl.uint16, bitcast=True)
-    return ((code & 7) << 9 | (code & 8) << 12).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
 def _expert_gemm_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, zero_ptr, bias_ptr, y_ptr, order_ptr, starts_ptr, ends_ptr, N, K, X,
     TOP_K: tl.constexpr, GATHER: tl.constexpr, SCALED: tl.constexpr, FP8_TILES: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, E2M1: tl.constexpr, GROUP_SIZE: tl.constexpr, CHUNK: tl.constexpr, ACC: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GROUP_SIZE: tl.constexpr, CHUNK: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_X: tl.constexpr,
     UNSORTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -85,11 +77,7 @@ def _expert_gemm_kernel(
                     zero = 8.0
                     if HAS_ZEROS:
                         zero = tl.load(zero_ptr + scales, mask=n < N, other=0.0).to(tl.float32)[:, None]
-                    code = (words >> (4 * i)) & 0xF
-                    if E2M1:
-                        w = _e2m1(code) * (scale * 16384.0)
-                    else:
-                        w = (code.to(tl.float32) - zero) * scale
+                    w = (((words >> (4 * i)) & 0xF).to(tl.float32) - zero) * scale
                     k = chunk * CHUNK + i * QUARTER + js
                     x = tl.load(x_ptr + source[None, :] * K + k[:, None], mask=live[None, :], other=0.0)
                     acc = tl.dot(w.to(x.dtype), x, acc, input_precision=PRECISION)
@@ -124,7 +112,9 @@ def expert_gemm(
     y = torch.empty(tiles.order.numel(), num_rows, dtype=dtype, device=values.device)
     usual = _default_tile(tiles.tile_m, values.element_size(), packed=packed, fp8_tiles=fp8_tiles)
     block_n, block_k, warps, stages = tile or usual
-    if isinstance(w, GroupedLinear):  # the four quarters of a chunk's inputs are in flight at once
+    if isinstance(w, GroupedLinear):
+        assert w.codes == "int4"
+        # the four quarters of a chunk's inputs are in flight at once
         weight_bytes, input_bytes = block_n * w.chunk, tiles.tile_m * w.chunk * values.element_size()
         stages = max(1, min(stages, (platform_of(values.device).shared_bytes - weight_bytes) // input_bytes))
     _expert_gemm_kernel[(triton.cdiv(num_rows, block_n), tiles.max_tiles)](
@@ -132,7 +122,7 @@ def expert_gemm(
         values if w.bias is None else w.bias, y, tiles.order, tiles.starts, tiles.tile_ends, num_rows, inner,
         spec.num_held,
         TOP_K=spec.num_experts_per_token, GATHER=gather, SCALED=scaled, FP8_TILES=fp8_tiles, HAS_ZEROS=zeros is not None,
-        HAS_BIAS=w.bias is not None, E2M1=isinstance(w, GroupedLinear) and w.codes == "e2m1",
+        HAS_BIAS=w.bias is not None,
         GROUP_SIZE=w.group_size if isinstance(w, GroupedLinear) else 1,
         CHUNK=w.chunk if isinstance(w, GroupedLinear) else 0, ACC=tl.int32 if w.inputs == "int8" else tl.float32,
         PRECISION="ieee" if dtype == torch.float32 else "tf32", BLOCK_M=tiles.tile_m, BLOCK_N=block_n, BLOCK_K=block_k,

@@ -126,7 +126,7 @@ DEVICE u64 evict_normal_policy() {
 }
 
 // --- counters in memory
-DEVICE void release_add(u32* counter) {  // who acquires the new count sees this thread's earlier writes
+DEVICE void release_add(u32* counter) {  // a thread that acquires the new count sees this thread's earlier writes
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 DEVICE u32 load_acquire(const u32* counter) {

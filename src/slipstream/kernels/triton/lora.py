@@ -1,8 +1,10 @@
-"""Adapters of low rank: two kernels a product. A *shrink* kernel multiplies the tiles' tokens with their adapters' `down`, and
-an *expand* kernel adds what `up` makes of that to the product's result. A thread block has a tile of tokens of one adapter. An
-empty tile costs a thread block that reads nothing, so that a graph may have room for more tiles than a step has.
+"""Adapters of low rank: y += (x · downᵀ) · upᵀ, with each token's own adapter, in two kernels for each product.
 
-1. Decodes have few tokens an adapter, and reading the adapters once is all that there is to do. `_shrink_few_kernel` and
+A *shrink* kernel computes x · downᵀ. An *expand* kernel multiplies that by upᵀ and adds it to the product's result. A
+thread block has a tile of tokens of one adapter. An empty tile costs a thread block that reads nothing, so a graph may
+have room for more tiles than a step needs.
+
+1. Decodes have few tokens for each adapter, and are bound by reading the adapters once. `_shrink_few_kernel` and
    `_expand_few_kernel` load a piece of an adapter into registers before they wait for anything, and multiply the tile's
    tokens one by one. Where the product allows it (`starts_next_behind_inputs`), `shrink` runs beside it.
 2. Prompts have many: `_shrink_kernel` and `_expand_kernel` multiply tiles of 64 tokens on tensor cores.

@@ -4,7 +4,7 @@ A *pair* is a token and one of its experts; there are T · k. Steps: route, sort
 experts' two products, weighted sum. One launch covers all experts, whatever their load:
 
 1. many pairs: TMA-fed products of rows in sorted order (`grouped_gemm`);
-2. else: products that gather rows (`experts`, all weight formats);
+2. else: products that gather rows (`experts`, all weight formats but MXFP4, which `mxfp4` has);
 3. so few pairs that experts are hardly shared: nothing is sorted; dense weights go to `moe_small_batch`.
 
 All sums have a fixed order."""
@@ -22,6 +22,7 @@ from slipstream.kernels.triton import grouped_gemm
 from slipstream.kernels.triton.experts import expert_gemm
 from slipstream.kernels.triton.moe_permute import sort_pairs, unsorted_pairs
 from slipstream.kernels.triton.moe_small_batch import moe_small_batch
+from slipstream.kernels.triton.mxfp4 import Mxfp4Linear, mxfp4_mlp
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import activation, quantize
 from slipstream.kernels.weights import Activations, Linear
@@ -62,6 +63,9 @@ def moe_of_choice(
         return y if added is None else y + added
     # Pairs of experts that are not here come behind all others, and are no one's.
     num_bins = spec.num_held + (spec.held is not None)
+    if isinstance(up, Mxfp4Linear) and isinstance(down, Mxfp4Linear):
+        y, inverse = mxfp4_mlp(x.contiguous(), up, down, chosen, spec, num_bins, small_batch=small_batch)
+        return combine(y, weights, inverse, added, x.dtype)
     tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, num_bins)
     inputs: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
     if grouped_gemm.covers(inputs, up, down, tiles):
@@ -197,7 +201,7 @@ def route(
 @triton.jit
 def _combine_kernel(
     y_ptr, weights_ptr, inverse_ptr, added_ptr, out_ptr, size,
-    TOP_K: tl.constexpr, SORTED: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    TOP_K: tl.constexpr, PARTS: tl.constexpr, SORTED: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         pdl_wait()
@@ -214,18 +218,24 @@ def _combine_kernel(
         weight = tl.load(weights_ptr + pair)
         # What an expert on another rank would have given was not written.
         end = tl.where(weight != 0.0, size, 0)
-        y = tl.load(y_ptr + position * size + at, mask=at < end, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + position * PARTS * size + at, mask=at < end, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            y += tl.load(y_ptr + (position * PARTS + part) * size + at, mask=at < end, other=0.0)
         total += y * weight
     tl.store(out_ptr + token * size + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
 
 
-def combine(y: Tensor, weights: Tensor, inverse: Tensor | None, added: Tensor | None = None) -> Tensor:
-    """y [T · k, E] with pair i in row inverse[i] (None: i), weights [T, k], added [T, E] → [T, E]."""
+def combine(
+    y: Tensor, weights: Tensor, inverse: Tensor | None, added: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """y [T · k, E] with pair i in row inverse[i] (None: i), weights [T, k], added [T, E] → [T, E]. Or y is [T · k · parts, E]
+    in float32, a row for each part of a sum, and the result of `dtype`."""
     (num_tokens, top_k), size = weights.shape, y.shape[1]
-    out = torch.empty(num_tokens, size, dtype=y.dtype, device=y.device)
+    out = torch.empty(num_tokens, size, dtype=dtype or y.dtype, device=y.device)
     block = min(1024, triton.next_power_of_2(size))
     _combine_kernel[(num_tokens, triton.cdiv(size, block))](
         y, weights, weights if inverse is None else inverse, out if added is None else added, out, size,
-        TOP_K=top_k, SORTED=inverse is not None, ADDED=added is not None, BLOCK=block, **pdl_options(y),
+        TOP_K=top_k, PARTS=len(y) // weights.numel(), SORTED=inverse is not None, ADDED=added is not None, BLOCK=block,
+        **pdl_options(y),
     )  # fmt: skip
     return out

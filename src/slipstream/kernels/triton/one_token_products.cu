@@ -70,10 +70,10 @@ DEVICE float activate(float x) {
 
 // --- ranks. With tensor parallelism a product into the residual gives a part of a sum (`num_sums` counts such products).
 // Each rank has shared memory that all ranks can write: parts [2, RANKS, E], float32, then a counter of the other ranks'
-// thread blocks that have put theirs there. The residual in memory lacks the last sum, which who reads it adds; the next
-// product into the residual writes both. Parts alternate between two places:
+// thread blocks that have put theirs there. The residual in memory lacks the last sum: a thread that reads the residual
+// adds the sum's parts, and the next product into the residual writes both. Parts alternate between two places:
 //
-// 1. Who writes part n + 2 has waited for all parts n + 1.
+// 1. A thread block that writes part n + 2 has waited for all parts n + 1.
 // 2. A thread block arrives with its part n + 1 after it has read part n for the last time.
 //
 // The counter is never reset, since another rank may be a step ahead; counter 3 says where this step's count begins.
