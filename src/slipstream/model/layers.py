@@ -353,8 +353,8 @@ def _norm(
 
 
 def _sum(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
-    whole = whole(ops, pending)
-    return whole if residual is None else whole + residual
+    h = whole(ops, pending)
+    return h if residual is None else h + residual
 
 
 def _of_ranks(h: Tensor, ranks: Group | None) -> Pending:
