@@ -136,8 +136,8 @@ def run_engine(task: dict[str, Any]) -> Any:
     from slipstream import LLM, SamplingParams
 
     begin = time.perf_counter()
-    how = dict(load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False)
-    with LLM(**how, **task["settings"]) as llm:
+    how = {**task["settings"], "load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": False}
+    with LLM(**how) as llm:
         start_s = time.perf_counter() - begin
         rng = random.Random(0)
 
@@ -357,11 +357,11 @@ def reduce_on_rank(rank: int, ports: Any, answers: Any) -> None:
     ops, sums = TritonOps(), group.sums
     norm = NormParams(kind="rms", weight=torch.ones(ROW, dtype=torch.bfloat16, device=device), eps=1e-5, bias=None)
 
-    def normed_by_two(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return ops.norm(group.library_sum(x), norm, residual=residual, inputs="fp8")[0].values  # type: ignore[union-attr]
+    def normed_by_two(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        return ops.norm(group.library_sum(x), norm, residual=residual, inputs="fp8")[0].values
 
-    def normed_by_one(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return ops.all_reduce_norm(x, norm, group=group, residual=residual, inputs="fp8")[0].values  # type: ignore[union-attr]
+    def normed_by_one(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        return ops.all_reduce_norm(x, norm, group=group, residual=residual, inputs="fp8")[0].values
 
     ways: dict[str, Any] = {"NCCL": lambda x, _: group.library_sum(x), "NCCL, with its norm": normed_by_two}
     if isinstance(sums, RankSums):

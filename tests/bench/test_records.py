@@ -46,7 +46,7 @@ def test_each_script_and_case_is_named_with_its_command():
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
     for case in CASES:
         script, _, choice = case.stem.partition("_")
-        wanted, option = f"python benchmarks/{script}.py", f"--study {choice}"
+        wanted, option = f"python benchmarks/{script}.py", f"--study {choice.replace('_', '-')}"
         if script == "kernels":
             device, _, choice = choice.partition("_")
             wanted, option = f"{wanted} --device {device}", f"--op {choice.replace('_', '-')}"

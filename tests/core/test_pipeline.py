@@ -34,6 +34,8 @@ def run(scheduler: Scheduler, num_stages: int, abort_at: dict[int, str]) -> tupl
             flying.append(plan)
             if len(flying) < num_stages:
                 continue
+        if not flying:  # who was aborted was the last
+            continue
         counts.append(len(flying))
         plan = flying.popleft()
         for output in scheduler.update(plan, StepResult(plan.step_id, [plan.step_id] * len(sampling(plan)))):

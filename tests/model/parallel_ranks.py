@@ -27,6 +27,8 @@ T = TypeVar("T")
 class ThreadPipe:
     """`platform.Pipe`: `queues[i]` is what the stages of a pipeline with one rank each send from stage i."""
 
+    through_host = False
+
     def __init__(self, stage: int, queues: list[queue.Queue[Tensor]]) -> None:
         self._stage, self._queues = stage, queues
 

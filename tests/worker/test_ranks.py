@@ -77,9 +77,9 @@ def test_a_type_is_chosen_once_for_all_ranks(tiny_model, monkeypatch):
 
     measured = []
 
-    def choose(folder):
+    def choose(folder, **how):
         measured.append(folder)
-        return dataclasses.replace(real(folder), dtype="float32")
+        return dataclasses.replace(real(folder, **how), dtype="float32")
 
     real = device.choose_cpu
     monkeypatch.setattr(device, "choose_cpu", choose)

@@ -24,6 +24,7 @@ from slipstream.evals.perplexity import Progress, check_windows, scored, token_n
 from slipstream.evals.scorer import STEP_TOKENS, Scorer
 from slipstream.evals.text import Window
 from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.model.layers import whole
 
 TOP = 5
 LAYER_WINDOWS = 4
@@ -226,7 +227,8 @@ def _after(scorer: Scorer, layer: int, state: Tensor, meta: AttentionMetadata) -
     """The residual after a layer that reads `state` [T, E], which is not changed."""
     decoder = scorer.decoder
     pending, residual = decoder.layers[layer](decoder.ops, state.clone(), None, scorer.kv[layer], meta)
-    return pending.clone() if residual is None else pending + residual
+    made = whole(decoder.ops, pending)
+    return made.clone() if residual is None else made + residual
 
 
 def _distinct(windows: Sequence[Window], kls: Sequence[Tensor], order: Sequence[int]) -> list[int]:

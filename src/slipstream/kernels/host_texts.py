@@ -47,7 +47,9 @@ class HostTextOps:
     def linear(self, x: Floats, w: NativeLinear) -> Floats:
         return LinearProgram(self._pool, w)(np.ascontiguousarray(x))
 
-    def norm(self, x: Floats, norm: NormParams, residual: None = None) -> tuple[Floats, Floats]:
+    def norm(
+        self, x: Floats, norm: NormParams, *, residual: None = None, inputs: None = None
+    ) -> tuple[Floats, Floats]:
         program = Program(self._pool)
         given, out = program.bound(x), np.empty_like(x)
         add_norm(program, given, -1, program.bound(out), FORM_F32, x.shape[1], norm)

@@ -24,7 +24,7 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Layer, finished, run_layers
+from slipstream.model.layers import Layer, Part, finished, run_layers, whole
 from slipstream.model.loaded import LoadedModel
 from slipstream.model.loader import load_model
 from slipstream.model.program import CpuProgram, compile_program
@@ -122,8 +122,9 @@ def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
     def through(layers: Sequence[Layer], kv: Sequence[LayerKV], meta: AttentionMetadata, name: str) -> Any:
         """Returns the residual before the final norm, and writes the states by name to `found`."""
 
-        def before(i: int, h: Tensor, residual: Tensor | None) -> None:
+        def before(i: int, pending: Tensor | Part, residual: Tensor | None) -> None:
             where = f"{name}layer {i - 1}" if i else f"{name}embeddings"
+            h = whole(decoder.ops, pending)
             found[where] = h.clone() if residual is None else h + residual
 
         return run_layers(decoder.ops, layers, decoder.embedded(ids, meta), kv, meta, before)

@@ -24,7 +24,7 @@ from slipstream.kernels.programs import LinearArgmax, LinearProgram
 from slipstream.kernels.recording import TOKENS, RecordingOps, TracedKV, TracedMeta
 from slipstream.kernels.weights import Linear
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Attention, Layer, Tap, build_layer, build_linear, build_norm
+from slipstream.model.layers import Attention, Layer, Tap, build_layer, build_linear, build_norm, whole
 from slipstream.model.step_program import CompiledOps, Floats, compiled
 from slipstream.spec.draft_heads import HeadDescription, HeadSpec, LayeredSpec, MedusaSpec
 from slipstream.spec.reason import Reason
@@ -59,7 +59,8 @@ class HeadLayers:
             h, residual = self._first(ops, embedded, state, kv[0], meta)
             layers, kv = layers[1:], kv[1:]
         for layer, cache in zip(layers, kv, strict=True):
-            h, residual = layer(ops, h, residual, cache, meta)
+            pending, residual = layer(ops, h, residual, cache, meta)
+            h = whole(ops, pending)
         if "final_norm" in self.norms:
             return ops.norm(h, self.norms["final_norm"], residual=residual)
         total = h if residual is None else h + residual

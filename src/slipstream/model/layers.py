@@ -270,7 +270,7 @@ class Layer:
             if self.attention_ranks is self.mlp_ranks and not shared:  # one sum for both
                 both = self.attention(ops, rows, kv, meta) + self._fed(ops, for_mlp, kv, meta)
                 return _scaled(ops, _of_ranks(both, self.mlp_ranks), scale), residual
-            return _scaled(ops, _whole(ops, attend(rows)) + _whole(ops, feed(for_mlp)), scale), residual
+            return _scaled(ops, whole(ops, attend(rows)) + whole(ops, feed(for_mlp)), scale), residual
         rows, residual = self._before("pre_attention", ops, pending, residual, to_attention)
         h = self._after("post_attention", ops, attend(rows))
         if self.cross is not None:
@@ -353,20 +353,21 @@ def _norm(
 
 
 def _sum(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
-    whole = _whole(ops, pending)
-    return whole if residual is None else whole + residual
+    h = whole(ops, pending)
+    return h if residual is None else h + residual
 
 
 def _of_ranks(h: Tensor, ranks: Group | None) -> Pending:
     return h if ranks is None else Part(h, ranks)
 
 
-def _whole(ops: OpSet, h: Pending) -> Tensor:
+def whole(ops: OpSet, h: Pending) -> Tensor:
+    """The sum over ranks, if `h` is one's part."""
     return ops.all_reduce(h.x, group=h.group) if isinstance(h, Part) else h
 
 
 def _scaled(ops: OpSet, x: Pending, scale: float) -> Pending:
-    return x if scale == 1.0 else _whole(ops, x) * scale
+    return x if scale == 1.0 else whole(ops, x) * scale
 
 
 # --- Building -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.positions import PositionTables
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Layer, build_layer
+from slipstream.model.layers import Layer, build_layer, whole
 from slipstream.spec.model import AttentionSpec, LayerSpec, ModelSpec
 
 
@@ -84,7 +84,8 @@ def run_layer(
     """`Layer` over whole sequences: (the output that is to be added, the residual)."""
     kind = pending.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else pending.dtype
-    return layer(ops, pending, residual, batch.flat_cache(attention_of(layer.spec), dtype), batch.meta)
+    made, residual = layer(ops, pending, residual, batch.flat_cache(attention_of(layer.spec), dtype), batch.meta)
+    return whole(ops, made), residual
 
 
 def layer_output(layer: Layer, ops: OpSet, x: Tensor, batch: SequenceBatch) -> Tensor:
