@@ -37,7 +37,7 @@ void in_pieces(ss_engine* engine, int64_t count, Pack pack) {
 bool always() { return true; }
 
 Kernels with_tiles(Kernels base, const Kernels& tiles) {
-    base.name = tiles.name, base.linear = tiles.linear, base.gated = tiles.gated, base.linear_scratch = tiles.linear_scratch;
+    base.name = tiles.name, base.linear = tiles.linear, base.gated = tiles.gated;
     base.ceiling = tiles.ceiling, base.ceiling_macs = tiles.ceiling_macs;
     return base;
 }
@@ -104,7 +104,7 @@ bool may_use_tiles() {
 }
 bool has_amx() {
     unsigned a, b, c, d = 0;
-    constexpr unsigned bf16 = 1u << 22, tile = 1u << 24, int8 = 1u << 25, all = bf16 | tile | int8;
+    constexpr unsigned bf16 = 1u << 22, tile = 1u << 24, all = bf16 | tile;
     return has_bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & all) == all && may_use_tiles();
 }
 #endif

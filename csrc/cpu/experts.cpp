@@ -173,7 +173,7 @@ struct ExpertLinear : Op {
         per_chunk = (count + MAX_CHUNKS - 1) / MAX_CHUNKS;
         return (int)((count + per_chunk - 1) / per_chunk);
     }
-    int64_t scratch_floats(Program& p) override { return p.kernels().linear_scratch(args.linear); }
+    int64_t scratch_floats(Program&) override { return linear_scratch(args.linear); }
     void run(Program& p, int chunk, int thread) override {
         const int64_t end = std::min<int64_t>((int64_t)tasks.size(), (chunk + 1) * per_chunk);
         for (int64_t i = chunk * per_chunk; i < end; i++) {

@@ -9,7 +9,7 @@
     const Kernels* function() {                                                                                         \
         static const Kernels table = {label, ISA::linear, ISA::gated, ISA::norm, ISA::activation, ISA::convert,         \
                                       ISA::rope_and_cache, ISA::latent_row, ISA::decode, ISA::prefill, ISA::largest,    \
-                                      ISA::argmax, ISA::ceiling, ISA::ceiling_macs, ISA::linear_scratch,                \
-                                      ISA::decode_scratch, ISA::prefill_scratch};                                                            \
+                                      ISA::argmax, ISA::ceiling, ISA::ceiling_macs, ISA::decode_scratch,                \
+                                      ISA::prefill_scratch};                                                            \
         return &table;                                                                                                  \
     }

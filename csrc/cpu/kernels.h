@@ -102,7 +102,7 @@ struct KeyRange {  // keys of a sequence and kv head that a decode task reads
 
 struct Kernels {
     const char* name;
-    // scratch: `linear_scratch` floats from a multiple of 64 bytes
+    // scratch: linear_scratch() floats from a multiple of 64 bytes
     void (*linear)(const LinearArgs&, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1, float* scratch);
     void (*gated)(const GatedArgs&, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1, float* scratch);
     void (*norm)(const NormArgs&, int64_t row, float* scratch);
@@ -116,10 +116,14 @@ struct Kernels {
     int64_t (*argmax)(const float* x, int64_t size);
     float (*ceiling)(int32_t what, const uint8_t* data, int64_t bytes, int64_t rounds);
     int64_t (*ceiling_macs)(int32_t what);
-    int64_t (*linear_scratch)(const LinearArgs&);     // floats; of `gated` as well
-    int64_t (*decode_scratch)(const AttentionArgs&);  // the same
+    int64_t (*decode_scratch)(const AttentionArgs&);  // floats
     int64_t (*prefill_scratch)(const AttentionArgs&, int64_t tokens);
 };
+
+// Room for two pairs of panels of S8, unpacked to I8 for many tokens.
+static inline int64_t linear_scratch(const LinearArgs& a) {
+    return a.kind == KIND_S8 ? 2 * Layout(KIND_I8, 2 * PANEL, a.inner).bytes / 4 : 0;
+}
 
 constexpr int64_t KEY_TILE = 64;
 

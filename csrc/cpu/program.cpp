@@ -141,10 +141,10 @@ struct Linear : Op {
         tokens_per_chunk = std::max<int64_t>(1, round_up((tokens + cuts - 1) / cuts, 12));
         return (int)(pair_chunks * ((tokens + tokens_per_chunk - 1) / tokens_per_chunk));
     }
-    int64_t scratch_floats(Program& p) override {
+    int64_t scratch_floats(Program&) override {
         LinearArgs largest = args.linear;
         largest.kind = kind;
-        return p.kernels().linear_scratch(largest);
+        return linear_scratch(largest);
     }
     void weights(const LinearArgs& of, const void* as_dense, int64_t from) {
         args.linear = of, kind = of.kind, packed = of.packed, dense = (const uint8_t*)as_dense, dense_from = from;
@@ -189,7 +189,7 @@ struct LinearArgmax : Op {
         left.store(num_chunks, std::memory_order_relaxed);
         return (int)num_chunks;
     }
-    int64_t scratch_floats(Program& p) override { return TOKENS * COLUMNS + p.kernels().linear_scratch(args); }
+    int64_t scratch_floats(Program&) override { return TOKENS * COLUMNS + linear_scratch(args); }
 
     void run(Program& p, int claimed, int thread) override {
         const int64_t chunk = in_turns(claimed, num_chunks, p.threads());

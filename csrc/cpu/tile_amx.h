@@ -1,6 +1,6 @@
 // The tile registers of AMX. tile_portable.h defines the same names, so that the products over them are written once. There are
 // eight registers of up to 16 rows of 64 bytes:
-//   0 … 3  C  results: `rows` tokens × 16 panel rows of int32 or float32
+//   0 … 3  C  results: `rows` tokens × 16 panel rows of float32
 //   4, 5   A  activations: `rows` tokens × `bytes` of their inputs
 //   6, 7   B  weights: bytes / 4 lines of a panel, each with 4 bytes for each of 16 panel rows
 // The instructions stand as assembly, since intrinsics take no template argument, and since gcc's tell it of no memory that they
@@ -9,8 +9,6 @@
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
-
-#define UNROLLED _Pragma("GCC unroll 16")  // so that accumulators are registers
 
 namespace ISA {
 
@@ -48,12 +46,8 @@ public:
         __asm__ volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(R), "r"(to), "r"(stride) : "memory");
     }
     template <int C, int A, int B>
-    static inline void add_int8() { __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
-    template <int C, int A, int B>
     static inline void add_bf16() { __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
 };
 
-static inline I load_int(const int32_t* p) { return {_mm512_load_si512(p)}; }
-static inline B less(B a, uint8_t b) { return {_mm512_sub_epi8(a.v, _mm512_set1_epi8((char)b))}; }  // bytes, modulo 256
 
 }  // namespace ISA

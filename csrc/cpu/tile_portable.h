@@ -3,8 +3,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#define UNROLLED _Pragma("GCC unroll 1")  // unrolled, sixteen lanes of sixteen tokens take minutes to compile
-
 namespace ISA {
 
 // A register's rows beyond its shape are 0, as in the processor. Using a register that has no shape would be a fault there.
@@ -24,18 +22,6 @@ public:
     template <int R>
     static void write(void* to, int64_t stride) {
         for (int i = 0; i < current()->height(R); i++) memcpy((uint8_t*)to + i * stride, current()->data_[R][i], current()->width(R));
-    }
-    template <int C, int A, int B>
-    static void add_int8() {
-        Tiles& t = *current();
-        for (int m = 0; m < t.rows_; m++) {
-            int32_t c[16];
-            memcpy(c, t.data_[C][m], 64);
-            for (int k = 0; k < t.bytes_ / 4; k++)
-                for (int n = 0; n < 16; n++)
-                    for (int i = 0; i < 4; i++) c[n] += (int8_t)t.data_[A][m][4 * k + i] * (int8_t)t.data_[B][k][4 * n + i];
-            memcpy(t.data_[C][m], c, 64);
-        }
     }
     // Even and odd inputs are summed apart, then together, then added. (The processor takes subnormal numbers for 0.)
     template <int C, int A, int B>
@@ -69,7 +55,5 @@ private:
     uint8_t data_[8][16][64];
 };
 
-static inline I load_int(const int32_t* p) { I r; memcpy(r.v, p, 64); return r; }
-static inline B less(B a, uint8_t b) { for (uint8_t& x : a.v) x = (uint8_t)(x - b); return a; }
 
 }  // namespace ISA
