@@ -1,5 +1,5 @@
-"""Products of bfloat16 by tile registers (AMX) beside those of the same machine without: the same for a token whatever number of
-others there is. Other products are the base set's. On a machine without AMX its registers are emulated."""
+"""Products of bfloat16 by tile registers (AMX) beside those of the same machine without: the same for a token whatever number
+of others there is. Other products are the base set's. On a machine without AMX its registers are emulated."""
 
 from __future__ import annotations
 

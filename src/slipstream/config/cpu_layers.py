@@ -60,7 +60,7 @@ def stage_args(args: EngineArgs, config: EngineConfig, num_threads: int) -> tupl
         max_num_mixed_tokens=config.scheduling.max_num_mixed_tokens,
         num_threads=None,
     )
-    gpu = dataclasses.replace(common, device="cuda")
+    gpu = dataclasses.replace(common, device="cuda", enforce_eager=True)  # graphs of this stage were not tried on a GPU
     of_cpu = dict(gpu_memory_utilization=None, kv_cache_bytes=None, tile_table="auto", num_threads=num_threads)
     return dataclasses.replace(common, device="cpu", **of_cpu), gpu  # type: ignore[arg-type]
 
