@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), help="rows x inputs")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 8, 16, 64, 512])
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
-    parser.add_argument("--model", type=Path, default=common.HERE / "configs" / "smollm2-135m")
+    parser.add_argument("--model", type=Path, default=common.HERE / "configs" / "smollm2")
     parser.add_argument("--loads", nargs="*", default=list(LOADS), choices=list(LOADS))
     parser.add_argument("--answers", type=int, default=128, help="tokens of an answer with 16 and 64 requests")
     parser.add_argument("--rounds", type=int, default=5)

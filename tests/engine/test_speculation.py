@@ -268,7 +268,7 @@ def test_a_draft_model_that_does_not_fit(path, tmp_path, changes, message):
     [
         ({"speculative_config": {}}, "speculative_config", "method=None is not one of ngram, suffix, draft"),
         ({"speculative_config": {"method": []}}, "speculative_config", r"method=\[\] is not one of ngram"),
-        ({"speculative_config": {"method": "eagle"}}, "speculative_config", "'eagle' is not one of"),
+        ({"speculative_config": {"method": "eagle9"}}, "speculative_config", "'eagle9' is not one of"),
         (
             {"speculative_config": {"method": "ngram", "prompt_lookup_mx": 3}},
             "speculative_config",

@@ -91,7 +91,7 @@ def test_stages_have_what_the_gpu_chose(tmp_path):
     assert on_cpu.model.dtype == on_gpu.model.dtype == "bfloat16"
     assert on_cpu.cache.dtype == on_gpu.cache.dtype
     assert on_cpu.scheduling == dataclasses.replace(on_gpu.scheduling, pipeline_steps=2) == config.scheduling
-    assert not on_gpu.device.enforce_eager  # what it receives comes before a graph's replay
+    assert on_gpu.device.enforce_eager  # graphs of this stage were not tried on a GPU
     assert on_cpu.parallel.stages == on_gpu.parallel.stages == (3, 1)
     assert on_cpu.device.num_threads == 7
     assert on_gpu.cache.gpu_memory_utilization == 0.5
