@@ -9,20 +9,15 @@ does not go with.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING
 
-from slipstream.config.settings import DTYPE_BYTES, GPU_MEMORY_SHARE, DeviceInfo, EngineArgs, EngineConfig
+from slipstream.config.host_experts import room_for_weights, weight_sizes
+from slipstream.config.settings import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig
 from slipstream.errors import ConfigError
-from slipstream.spec.native_formats import rounds
 from slipstream.spec.scheme import HELD_PRODUCTS, SCHEMES
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
-
-CACHE_SHARE = 0.2
-"""Of a GPU's memory, which "auto" leaves to the cache and activations."""
-
 
 def with_cpu_layers(args: EngineArgs, model: ModelDescription, device: DeviceInfo, stored: str | None) -> EngineArgs:
     """The settings with a number of layers from 1 on, or None where "auto" finds that all layers fit on the GPU. `stored`: the
@@ -94,24 +89,16 @@ def _check(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quanti
 
 
 def _least(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None) -> int:
-    """As few as leave room on the GPU for the other layers and `CACHE_SHARE`: a GPU reads and computes a layer several times
-    faster than the host, whatever the number of tokens."""
-    size = DTYPE_BYTES.get(args.dtype, DTYPE_BYTES[device.best_dtype])
-    scheme = None if quantization is None else SCHEMES[quantization]
-    formats = model.held_formats(HELD_PRODUCTS["triton"])
-    on_gpu = 0
-    of_layer = [0] * model.spec.num_layers
-    for name, shape in model.shapes.items():
-        if scheme is not None and rounds(scheme, name):
-            held = scheme.weight_bytes(*shape)
-        else:
-            held = math.prod(shape) * (formats[name].bits if name in formats else 8 * size) // 8
+    """As few as leave room on the GPU for the other layers and the cache: a GPU reads and computes a layer several times faster
+    than the host, whatever the number of tokens."""
+    on_gpu, of_layer = 0, [0] * model.spec.num_layers
+    element = DTYPE_BYTES.get(args.dtype, DTYPE_BYTES[device.best_dtype])
+    for name, size in weight_sizes(model, quantization, element).items():
         if name.startswith("layers."):
-            of_layer[int(name.split(".")[1])] += held
+            of_layer[int(name.split(".")[1])] += size
         else:
-            on_gpu += held
-    share = args.gpu_memory_utilization or GPU_MEMORY_SHARE
-    room = int((share - CACHE_SHARE) * device.memory_bytes) - (device.memory_bytes - device.free_bytes)
+            on_gpu += size
+    room = room_for_weights(args, device)
     for number in range(model.spec.num_layers - 1):
         if on_gpu + sum(of_layer[number:]) <= room:
             return number

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from slipstream.config.settings import GPU_MEMORY_SHARE, DeviceInfo, EngineArgs, num_ranks, split_setting
 from slipstream.errors import ConfigError
 from slipstream.spec.host_experts import host_weights, mixtures
 from slipstream.spec.model import MoESpec, OwnActivation
-from slipstream.spec.native_formats import rounds
+from slipstream.spec.native_formats import held_weight_bytes
 from slipstream.spec.scheme import HELD_PRODUCTS, SCHEMES
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
 
 CACHE_SHARE = 0.2
-"""Of a GPU's memory, which "auto" leaves to the cache, activations and graphs."""
+"""Of a GPU's memory, which "auto" leaves to the cache, activations and graphs. For `cpu_layers` too."""
 
 
 def host_experts(
@@ -72,20 +71,26 @@ def _least(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None, dtype_bytes: int
 ) -> int:
     """As few as leave room on the GPU for the rest of the model and `CACHE_SHARE`."""
-    scheme = None if quantization is None else SCHEMES[quantization]
-    sizes = {
-        name: math.prod(shape) * dtype_bytes if scheme is None or not rounds(scheme, name) else scheme.weight_bytes(*shape)
-        for name, shape in model.shapes.items()
-    }
-    share = args.gpu_memory_utilization or GPU_MEMORY_SHARE
-    room = int((share - CACHE_SHARE) * device.memory_bytes) - (device.memory_bytes - device.free_bytes)
-    room -= args.hot_expert_bytes or 0
+    sizes = weight_sizes(model, quantization, dtype_bytes)
+    room = room_for_weights(args, device) - (args.hot_expert_bytes or 0)
     count = len(mixtures(model.spec))
     for number in range(count):
         there = host_weights(model.spec, number)
         if sum(size for name, size in sizes.items() if name not in there) <= room:
             return number
     return count
+
+
+def weight_sizes(model: ModelDescription, quantization: str | None, dtype_bytes: int) -> dict[str, int]:
+    """Bytes of each parameter, as a GPU holds it."""
+    scheme, formats = None if quantization is None else SCHEMES[quantization], model.held_formats(HELD_PRODUCTS["triton"])
+    return {name: held_weight_bytes(name, shape, scheme, formats, dtype_bytes) for name, shape in model.shapes.items()}
+
+
+def room_for_weights(args: EngineArgs, device: DeviceInfo) -> int:
+    """Bytes of a GPU that weights may take, if `CACHE_SHARE` of its memory is left to the cache, activations and graphs."""
+    share = args.gpu_memory_utilization or GPU_MEMORY_SHARE
+    return int((share - CACHE_SHARE) * device.memory_bytes) - (device.memory_bytes - device.free_bytes)
 
 
 def _refused(why: str) -> ConfigError:

@@ -11,6 +11,7 @@ from slipstream.config.settings import (
     ParallelConfig,
     SpeculationConfig,
     num_ranks,
+    num_stages,
     split_setting,
 )
 from slipstream.errors import ConfigError
@@ -70,6 +71,12 @@ def parallel_section(
     check_split(model.spec, tensor=tensor, experts=experts)
     stages, units = _stages(args, model.spec), _units(args, model, device, quantization)
     return ParallelConfig(tensor=tensor, experts=experts, stages=stages, sequence=args.sequence_parallel, units=units)
+
+
+def pipeline_steps(args: EngineArgs, device: DeviceInfo) -> int:
+    """A step for each stage. On GPUs there is one more, since a step's tokens take a way over the host to the next one's, and
+    no stage is to wait meanwhile. Beside a CPU, which is the slower stage, the GPU's tokens are back in time."""
+    return num_stages(args) + (1 if device.is_cuda and args.pipeline_parallel_size > 1 else 0)
 
 
 def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_origin,
 from slipstream.config.cpu_layers import with_cpu_layers
 from slipstream.config.host_experts import host_experts
 from slipstream.config.offload import check_offload
-from slipstream.config.parallel import held_products, parallel_section
+from slipstream.config.parallel import held_products, parallel_section, pipeline_steps
 from slipstream.config.settings import (
     BATCH_WINDOW_S,
     DTYPE_BYTES,
@@ -27,7 +27,6 @@ from slipstream.config.settings import (
     SchedulingConfig,
     SpeculationConfig,
     num_ranks,
-    num_stages,
     one_of,
     split_setting,
 )
@@ -282,7 +281,7 @@ def _scheduling_section(
         batch_window_s=window,
         max_queue=args.max_queue,
         target_itl_ms=args.target_itl_ms,
-        pipeline_steps=_pipeline_steps(args, device),
+        pipeline_steps=pipeline_steps(args, device),
     )
     return config, chosen.origins
 
@@ -378,12 +377,6 @@ def _device_section(
         fixed_threads=args.num_threads is not None,
     )
     return config, chosen.origins
-
-
-def _pipeline_steps(args: EngineArgs, device: DeviceInfo) -> int:
-    """A step for each stage. On GPUs there is one more, since a step's tokens take a way over the host to the next one's, and
-    no stage is to wait meanwhile. Beside a CPU, which is the slower stage, the GPU's tokens are back in time."""
-    return num_stages(args) + (1 if device.is_cuda and args.pipeline_parallel_size > 1 else 0)
 
 
 def _lora_section(args: EngineArgs, spec: ModelSpec) -> LoRASettings | None:

@@ -13,7 +13,7 @@ from slipstream.plan.memory import MemoryLedger, block_bytes, held_bytes, size_c
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.drafts import check_draft_model
 from slipstream.spec.host_experts import host_weights
-from slipstream.spec.native_formats import rounds
+from slipstream.spec.native_formats import held_weight_bytes
 from slipstream.spec.parallel import Shard, split_shapes, split_spec
 from slipstream.spec.scheme import SCHEMES
 
@@ -134,11 +134,7 @@ def host_expert_bytes(config: EngineConfig, description: ModelDescription, *, on
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
     total = 0
     for name in host_weights(description.spec, config.model.host_experts):
-        rows, inner = description.shapes[name]
-        if scheme is not None and rounds(scheme, name):
-            total += scheme.weight_bytes(rows, inner, on_cpu=on_cpu)
-        else:
-            total += rows * inner * (formats[name].bits if name in formats else 8 * size) // 8
+        total += held_weight_bytes(name, description.shapes[name], scheme, formats, size, on_cpu=on_cpu)
     return total
 
 

@@ -3,6 +3,7 @@ both ask here. No torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from slipstream.spec.parameters import Placement, Shape
@@ -23,6 +24,21 @@ def rounds(scheme: Scheme, target: str) -> bool:
     if target == "head.weight":
         return scheme.head
     return is_product(target) and (".experts." in target or not scheme.experts_only)
+
+
+def held_weight_bytes(
+    target: str,
+    shape: Shape,
+    scheme: Scheme | None,
+    formats: Mapping[str, WeightFormat],
+    element_bytes: int,
+    *,
+    on_cpu: bool = False,
+) -> int:
+    """Bytes of one parameter: rounded by `scheme`, in its own format of `held_formats` (without its scales), or dense."""
+    if scheme is not None and rounds(scheme, target):
+        return scheme.weight_bytes(*shape, on_cpu=on_cpu)
+    return math.prod(shape) * (formats[target].bits if target in formats else 8 * element_bytes) // 8
 
 
 def is_expandable(target: str) -> bool:
