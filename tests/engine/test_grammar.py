@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from threading import Event
+from threading import Event, get_ident
 
 import numpy as np
 import pytest
@@ -317,6 +317,23 @@ def test_one_compilation_for_all_who_ask_for_it(tokenizer):
     for i in range(grammar.CACHED_GRAMMARS):
         begin(grammars, StructuredOutputsParams(regex=f"y{i}"), f"y{i}")
     assert not grammars.begin(request(params, "4"))
+
+
+def test_the_first_mask_is_made_by_the_compiling_thread(tokenizer, monkeypatch):
+    """A regular expression may compile soon, and its first mask take seconds, for which all others would wait."""
+    library, made_by = grammar._library, []
+
+    def noted(call, *args, **options):
+        if getattr(call, "__name__", "") == "compute_bitmask":
+            made_by.append(get_ident())
+        return library(call, *args, **options)
+
+    monkeypatch.setattr(grammar, "_library", noted)
+    grammars = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
+    state = begin(grammars, StructuredOutputsParams(regex="[ab]{3,6}"))
+    assert made_by
+    assert get_ident() not in made_by
+    assert allowed(state)
 
 
 @pytest.fixture
