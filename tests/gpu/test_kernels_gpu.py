@@ -404,12 +404,14 @@ def test_mixtures_of_experts(ops, name, num_tokens):
         spec = MoESpec(num_experts=num_experts, num_experts_per_token=top, expert=expert, normalize=True)
         shapes = (num_experts * 2 * size, hidden), (num_experts * hidden, size)
         weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for n, k in shapes]
-        up, down = (ops.quantize_experts(w, SCHEMES[name] if name else None, num_experts=num_experts) for w in weights)
+        scheme = SCHEMES[name] if name else None
+        up, down = (ops.quantize_experts(w, scheme, num_experts=num_experts) for w in weights)
+        reference = (REFERENCE.quantize_experts(w, scheme, num_experts=num_experts) for w in weights)
         inputs = down.inputs
         x = torch.randn(num_tokens, hidden, device="cuda", dtype=torch.bfloat16)
         logits = torch.randn(num_tokens, num_experts, device="cuda", dtype=torch.bfloat16).float()
         logits += torch.arange(num_experts, device="cuda") * 1e-4  # no ties, which each may break otherwise
-        theirs = REFERENCE.moe(x, logits, Experts(up, down, spec))
+        theirs = REFERENCE.moe(x, logits, Experts(*reference, spec))
         ours = ops.moe(x, logits, Experts(up, down, spec))
         assert error(ours, theirs) < (FP8_MOE_ERROR if inputs == "fp8" else 2e-2), (num_experts, size)
         assert torch.equal(ours, ops.moe(x, logits, Experts(up, down, spec)))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import CpuOps, NativeOps
-from slipstream.kernels.metadata import LayerKV, SharedPrefixes, by_dim
+from slipstream.kernels.metadata import LayerKV, SamplingTensors, SharedPrefixes, by_dim
 from slipstream.kernels.ops import AttentionParams, MLAParams, QKVLayout
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.reference import (
@@ -693,6 +693,16 @@ def test_the_likeliest_token(num_rows, vocab):
         assert torch.equal(sampling.argmax(logits.bfloat16(), block=64), logits.bfloat16().argmax(-1))
     none = sampling.argmax(torch.full((num_rows, vocab), float("nan")), block=64)
     assert ((none >= 0) & (none < vocab)).all()
+
+
+def test_a_draw_from_nan_is_a_token():
+    """Drafts of a head whose states overflow must not be read from beyond the embeddings."""
+    rows, vocab = 2, 100
+    floats = {name: torch.full((rows,), x) for name, x in (("temperature", 0.5), ("top_p", 0.9), ("min_p", 0.0))}
+    ints = {name: torch.full((rows,), 5, dtype=torch.int32) for name in ("top_k", "history_lens")}
+    params = SamplingTensors(**floats, **ints, seeds=torch.arange(rows), any_top_k=True, any_top_p=True)
+    chosen = OURS.sample(torch.full((rows, vocab), torch.nan), params)
+    assert ((chosen >= 0) & (chosen < vocab)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

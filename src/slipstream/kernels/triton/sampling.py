@@ -161,7 +161,7 @@ def _sample_kernel(
                     running += tl.sum(tl.where(kept, w, 0.0).to(tl.float64), 0)
         if found >= 0:
             chosen = found
-    tl.store(out_ptr + row, chosen.to(tl.int64))
+    tl.store(out_ptr + row, tl.minimum(chosen, vocab - 1).to(tl.int64))  # min: a valid token even if the row is NaN
 
 
 def sample(logits: Tensor, u: Tensor, params: SamplingTensors, *, block: int = 4096) -> Tensor:
