@@ -4,8 +4,9 @@ r"""Pictures a second: slipstream against transformers, in one run.
 
 Weights are random, of the true shapes. Each request has one picture of its own, drawn at random, and an answer of a fixed
 length. Both engines do everything from the PIL image on: scaling, encoding, prefill, decoding. transformers gets its requests
-in one batch, or, with --one-by-one, each alone. Rounds take turns; a ratio is the median over rounds. `text_s` is how long
-eight text requests take alone and with pictures beside them.
+in one batch, or, with --one-by-one, each alone. Rounds take turns behind one that is not counted; a ratio is the median over
+rounds. `text_s` is how long eight text requests take where the model is served without its encoder (`max_images=0`), with it,
+and with the pictures of a round beside them; medians of as many rounds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +121,12 @@ def pictures(count: int, seed: int) -> list[Image.Image]:
 
 
 class Ours:
-    def __init__(self, folder: Path, config: dict[str, Any], args: Any) -> None:
-        more = {} if args.device == "cuda" else {"num_threads": args.threads}
+    def __init__(self, folder: Path, config: dict[str, Any], args: Any, **more: Any) -> None:
+        more |= {"kv_cache_bytes": 2**33} if args.device == "cuda" else {"num_threads": args.threads}
+        more |= {} if more.get("max_images") == 0 else {"image_cache_bytes": 0}
         self.llm = LLM(
             str(folder), load_format="dummy", skip_tokenizer_init=True, dtype=args.dtype, device=args.device,
-            max_model_len=4096, max_num_seqs=max(16, args.pictures), image_cache_bytes=0, enable_prefix_caching=False, **more,
+            max_model_len=4096, max_num_seqs=max(16, args.pictures), enable_prefix_caching=False, **more,
         )  # fmt: skip
         self.token = config["image_token_id"]
 
@@ -197,6 +200,27 @@ def seconds(work: Any) -> float:
     return time.perf_counter() - begin
 
 
+def texts(ours: Ours, without: Ours, args: argparse.Namespace) -> dict[str, float]:
+    """Medians of the seconds that eight text requests take."""
+    words = [{"prompt_token_ids": [11 + i, 12, 13, 14]} for i in range(8)]
+    sampling = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    few = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+    def beside(i: int) -> float:
+        shown = ours.prompts(pictures(args.pictures, 100 + i))
+        both = [sampling] * len(words) + [few] * len(shown)
+        return seconds(lambda: ours.llm.generate([*words, *shown], both, progress=False))
+
+    def alone(engine: Ours, i: int) -> float:
+        return seconds(lambda: engine.llm.generate(words, sampling, progress=False))
+
+    ways: dict[str, Callable[[int], float]] = {
+        "without_encoder": partial(alone, without), "alone": partial(alone, ours), "with_pictures": beside,
+    }  # fmt: skip
+    rounds = [{way: measure(i) for way, measure in ways.items()} for i in range(args.rounds + 1)]
+    return {way: statistics.median(r[way] for r in rounds[1:]) for way in ways}
+
+
 RECORD = "images"
 
 
@@ -220,21 +244,16 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "preprocessor_config.json").write_text(json.dumps(processing))
         ours, theirs = Ours(folder, config, args), Theirs(config, processing, args)
-        ours.answer(pictures(2, 99), 2), theirs.answer(pictures(2, 99), 2)
+        ways = {"slipstream": ours.answer, "transformers": theirs.answer}
         rounds = []
-        for i in range(args.rounds):
+        for i in range(args.rounds + 1):
             images = pictures(args.pictures, i)
-            ways = {"slipstream": ours.answer, "transformers": theirs.answer}
             order = list(ways)[:: 1 if i % 2 == 0 else -1]
             rounds.append({way: seconds(lambda way=way: ways[way](images, args.tokens)) for way in order})
-        words = [{"prompt_token_ids": [11 + i, 12, 13, 14]} for i in range(8)]
-        sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-        shown = ours.prompts(pictures(args.pictures, 7))
-        few = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        alone = seconds(lambda: ours.llm.generate(words, sampling, progress=False))
-        both = [sampling] * len(words) + [few] * len(shown)
-        beside = seconds(lambda: ours.llm.generate([*words, *shown], both, progress=False))
-        ours.llm.shutdown()
+        del rounds[0]
+        without = Ours(folder, config, args, max_images=0)
+        text_s = texts(ours, without, args)
+        ours.llm.shutdown(), without.llm.shutdown()
     ratios = [r["transformers"] / r["slipstream"] for r in rounds]
     result = {
         "shape": args.shape,
@@ -243,7 +262,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         "rounds_s": rounds,
         "pictures_per_s": {w: args.pictures / statistics.median(r[w] for r in rounds) for w in rounds[0]},
         "times_transformers": statistics.median(ratios),
-        "text_s": {"alone": alone, "with_pictures": beside},
+        "text_s": text_s,
         "load_average": os.getloadavg(),
     }
     print(json.dumps(result, indent=1))

@@ -389,13 +389,15 @@ class StepResult:
     """What came of a plan.
 
     `token_ids` are the new tokens of all requests that sample, in plan order; `num_tokens` says how many each of them got, at
-    least one and at most its `num_sampled` (None: one each).
+    least one and at most its `num_sampled` (None: one each). `is_cold`: the step captured a graph, ran op by op because its
+    graph is still to be captured, or caught up on tokens that its drafter had not seen. The next of its size takes less time.
     """
 
     step_id: int
     token_ids: Sequence[int] = ()
     num_tokens: Sequence[int] | None = None
     extras: tuple[Extra, ...] = ()
+    is_cold: bool = False
 
     @property
     def tokens_of_each(self) -> list[tuple[int, ...]]:

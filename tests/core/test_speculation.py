@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import SpeculationConfig
-from slipstream.core.proposer import Proposal, Proposer
+from slipstream.core.proposer import ModelDrafts, Proposal, Proposer
 from slipstream.core.request import Request
 from slipstream.core.speculation import (
     COUNTS,
@@ -132,6 +132,28 @@ def test_plain_steps_are_timed_behind_plain_ones_only():
     speculation.step_done(now + 1, 1, 1, only_decodes=True, idle=True)
     speculation.step_done(now + 9, 1, 5, only_decodes=True, idle=False)  # nobody knows since when it ran
     assert len(times[1, 5]) == 1
+
+
+def test_a_cold_step_is_not_timed():
+    """It captures a graph or catches up. Its time would keep its size from being tried again."""
+    speculation = auto()
+    for now, num_tokens, is_cold in ((1, 5, False), (9, 5, True), (10, 5, False)):
+        speculation.step_done(now, 1, num_tokens, only_decodes=True, idle=False, is_cold=is_cold)
+    assert list(speculation.costs._times[1, 5]) == [1.0]
+
+
+def test_a_models_drafts_have_a_rate_by_position():
+    """Two of five are always right: two are worth their time, a third is not, though it is tried as often as the second."""
+    speculation = Speculation(SpeculationConfig(method="eagle3", model="head"))
+    timed(speculation.costs, (1, 1, 1.0), (1, 6, 1.5))
+    request = decoding(ModelDrafts())
+    request.drafting = None
+    for _ in range(40):
+        speculation.choose([request])
+        assert request.drafting is not None
+        speculation.verified(request, 5, 2)
+    assert not speculation.choose([request])
+    assert len(request.drafts) == 2
 
 
 def test_old_times_are_forgotten():

@@ -166,6 +166,28 @@ def test_a_chain_ahead_proposes_what_it_would_have_behind_the_step(models, monke
     assert accepted > 0
 
 
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+def test_steps_that_catch_up_are_cold(models, kernels):
+    """A prompt that the head has not seen, and tokens of steps without drafts."""
+    config = {"method": "eagle3", "model": str(models / "head"), "num_speculative_tokens": 3}
+    with LLM(str(models / "model"), speculative_config=config, **{**SIZES, "kernels": kernels}) as llm:
+        scheduler, cold, rests = llm.core.scheduler, [], iter((False, False, False, *10 * (True,)))
+        update, choose = scheduler.update, scheduler.speculation.choose
+
+        def noted(plan, result):
+            cold.append((any(s.drafts for s in plan.scheduled), result.is_cold))
+            return update(plan, result)
+
+        scheduler.update = noted
+        scheduler.speculation.choose = lambda running: not next(rests, False) and choose(running)
+        llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    drafted = [is_cold for has_drafts, is_cold in cold if has_drafts]
+    assert not any(is_cold for has_drafts, is_cold in cold if not has_drafts)
+    assert drafted[0]
+    assert sum(drafted) == 2
+    assert len(drafted) > 5
+
+
 def test_no_chain_ahead_captures_a_graph(models):
     """Of two requests one has too few tokens for the chain; the graph for the other alone is not captured."""
     config = {"method": "eagle3", "model": str(models / "head"), "num_speculative_tokens": 3}

@@ -285,8 +285,8 @@ def test_the_inputs_of_a_mixed_step():
     for i, (computed, tokens, samples) in enumerate([(30, 1, 1), (7, 1, 1), (0, 5, 3), (16, 20, 0), (3, 2, 1)]):
         table.rows[str(i)] = SimpleNamespace(index=8 - i)
         scheduled.append(ScheduledRequest(str(i), computed, tokens, samples))
-    host, sampled, n = mixed_inputs(table, tuple(scheduled), size)
-    parts = MixedInputs(host, size)
+    host, sampled, n = mixed_inputs(table, tuple(scheduled), size, MIXED_PROMPTS)
+    parts = MixedInputs(host, size, MIXED_PROMPTS)
     assert [s.request_id for s in sampled] == ["0", "1", "2", "4"]
     assert parts.sample_rows[:n].tolist() == [8, 7, 6, 6, 6, 4]
     assert parts.sample_positions[:n].tolist() == [31, 8, 3, 4, 5, 5]

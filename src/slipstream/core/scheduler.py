@@ -539,7 +539,8 @@ class Scheduler:
         if self.speculation is not None:
             only_decodes = all(s.num_tokens == s.num_sampled for s in plan.scheduled)
             sizes = len(plan.scheduled), plan.num_tokens
-            self.speculation.step_done(self._clock(), *sizes, only_decodes=only_decodes, idle=not self.requests.running)
+            idle, now = not self.requests.running, self._clock()
+            self.speculation.step_done(now, *sizes, only_decodes=only_decodes, idle=idle, is_cold=result.is_cold)
         return outputs
 
     # --- Helpers ------------------------------------------------------------------------------------------------------

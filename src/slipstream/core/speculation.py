@@ -6,7 +6,8 @@ accepted if it equals the token sampled at the position before it. The first wro
 With `num_speculative_tokens="auto"` the choice maximises the tokens that a step is expected to yield per second:
 
 1. A draft survives with the product of the acceptance rates up to it. A rate is the request's own, shrunk towards the engine's
-   while the request has few drafts. Rates are kept by the length of the match, which grows along a proposal.
+   while the request has few drafts. Rates are kept by the length of the match, which grows along a proposal, and for drafts
+   of a model by position.
 2. The time of a step is measured, by its number of sequences and tokens (`StepCosts`).
 3. Drafts are added in the order of falling survival. The number with the most tokens per second is taken, if it beats a step
    without drafts.
@@ -27,15 +28,18 @@ from math import sqrt
 from statistics import median
 from typing import Any
 
-from slipstream.config import SpeculationConfig
+from slipstream.config import MOST_DRAFTS, SpeculationConfig
 from slipstream.core.proposer import LookUp, ModelDrafts, Proposal, Proposer, Traffic
 from slipstream.core.request import Request
 
 MOST_SALTS = 64
 """Salts whose recent answers are kept."""
 
-LEVELS = (3, 4, 5, 7, 9, 13, 17, 25)
+LEVELS: tuple[int, ...] = (3, 4, 5, 7, 9, 13, 17, 25)
 """Lengths of matches at which the next acceptance rate begins."""
+
+POSITIONS = tuple(range(ModelDrafts.MATCH + 1, ModelDrafts.MATCH + MOST_DRAFTS))
+"""`LEVELS` of drafts by a model: each position has a rate."""
 
 MARGIN = 1.05
 """A step with drafts must promise this many times the tokens per second of a plain one."""
@@ -65,15 +69,15 @@ COUNTS: tuple[int, ...] = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *
 class Acceptance:
     """The numbers of tried and accepted drafts, by the length of their match. Beyond `memory` tries both are halved."""
 
-    __slots__ = ("_accepted", "_memory", "_tried")
+    __slots__ = ("_accepted", "_memory", "_tried", "levels")
 
-    def __init__(self, memory: int) -> None:
-        self._memory = memory
-        self._tried, self._accepted = [0.0] * (len(LEVELS) + 1), [0.0] * (len(LEVELS) + 1)
+    def __init__(self, memory: int, levels: tuple[int, ...] = LEVELS) -> None:
+        self._memory, self.levels = memory, levels
+        self._tried, self._accepted = [0.0] * (len(levels) + 1), [0.0] * (len(levels) + 1)
 
     def add(self, match: int, num_drafts: int, num_accepted: int) -> None:
         for i in range(min(num_drafts, num_accepted + 1)):
-            level = bisect_right(LEVELS, match + i)
+            level = bisect_right(self.levels, match + i)
             self._tried[level] += 1
             self._accepted[level] += i < num_accepted
             if self._tried[level] > self._memory:
@@ -155,9 +159,9 @@ class Drafting:
 
     __slots__ = ("acceptance", "match", "proposer")
 
-    def __init__(self, proposer: Proposer) -> None:
+    def __init__(self, proposer: Proposer, levels: tuple[int, ...] = LEVELS) -> None:
         self.proposer = proposer
-        self.acceptance = Acceptance(memory=32)
+        self.acceptance = Acceptance(memory=32, levels=levels)
         self.match = 0  # length of the match whose drafts are being verified
 
 
@@ -167,7 +171,8 @@ class Speculation:
         self.costs = StepCosts()
         self.num_drafts = self.num_tokens = 0  # runs of drafts, and the tokens in them
         self.accepted_by_position: list[int] = []  # how often the i-th draft of a run was accepted
-        self._acceptance = Acceptance(memory=1024)  # over all requests
+        levels = POSITIONS if config.by_model else LEVELS
+        self._acceptance = Acceptance(memory=1024, levels=levels)  # over all requests
         self._traffic: dict[str, Traffic] = {}
         self._last: float | None = None  # when the last step ended; None if the engine was idle since
         self._was_plain = False
@@ -204,7 +209,7 @@ class Speculation:
         if request.spec.sampling.mirostat_mode:  # its state follows token by token
             return Proposal()
         if request.drafting is None:
-            request.drafting = Drafting(self._proposer(request))
+            request.drafting = Drafting(self._proposer(request), self._acceptance.levels)
         return request.drafting.proposer.propose(request.token_ids, most)
 
     def _proposer(self, request: Request) -> Proposer:
@@ -235,7 +240,7 @@ class Speculation:
             rate = request.drafting.acceptance.rate if request.drafting is not None else None
             for j, match in enumerate(range(proposal.match, proposal.match + len(proposal.tokens))):
                 if match not in of_all:
-                    level = bisect_right(LEVELS, match)
+                    level = bisect_right(self._acceptance.levels, match)
                     of_all[match] = level, self._acceptance.rate(level, match / (match + 2))
                 level, expected = of_all[match]
                 survival *= expected if rate is None else rate(level, expected)
@@ -280,11 +285,14 @@ class Speculation:
             for acceptance in (own.acceptance, self._acceptance):
                 acceptance.add(own.match, num_drafts, num_accepted)
 
-    def step_done(self, now: float, num_seqs: int, num_tokens: int, *, only_decodes: bool, idle: bool) -> None:
-        """A step's tokens came `now`. `idle`: no request is left to compute."""
+    def step_done(
+        self, now: float, num_seqs: int, num_tokens: int, *, only_decodes: bool, idle: bool, is_cold: bool = False
+    ) -> None:
+        """A step's tokens came `now`. `idle`: no request is left to compute. `is_cold`: as in `StepResult`. Such a step's time is
+        not kept, since it would keep later ones of its size from being tried."""
         is_plain = num_tokens == num_seqs
         # The first plain step behind one with drafts was not launched ahead.
-        if only_decodes and self._last is not None and (self._was_plain or not is_plain):
+        if only_decodes and not is_cold and self._last is not None and (self._was_plain or not is_plain):
             self.costs.add(num_seqs, num_tokens, now - self._last)
         self._last = None if idle else now
         self._was_plain = only_decodes and is_plain

@@ -11,6 +11,9 @@ from slipstream.spec.model import ModelSpec
 MIXED_PROMPTS = 64
 """Prompts that a mixed graph has room for, the padding's among them."""
 
+VERIFIED_PROMPTS = 256
+"""Of sequences with drafts a mixed graph has room for up to so many, and for the padding: it takes them for prompts."""
+
 MIXED_TOKENS = 4096
 """Prompt tokens of the largest mixed graph. A larger step keeps the GPU busy for longer than the host launches it."""
 
@@ -30,14 +33,18 @@ def ladder(max_num_seqs: int) -> list[int]:
     return sorted({*sizes, max_num_seqs})
 
 
-VERIFIED_ROWS = 64
-"""Rows of the largest decode graph, if there are fewer sequences and drafts are verified."""
+VERIFIED_ROWS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Where drafts are verified, decode graphs have so many rows, too, up to a token and all drafts of each sequence. They are few,
+since all are captured at the start."""
 
 
 def decode_rows(config: EngineConfig) -> list[int]:
     """Rows that decode graphs have room for: a sequence's token, or a token and each of its drafts."""
     most = config.scheduling.max_num_seqs
-    return ladder(most if config.speculation is None else max(most, min(VERIFIED_ROWS, config.max_num_sampled)))
+    if config.speculation is None:
+        return ladder(most)
+    largest = min(VERIFIED_ROWS[-1], config.max_num_sampled)
+    return sorted({*ladder(most), *(n for n in (*VERIFIED_ROWS, largest) if most < n <= largest)})
 
 
 def mixed_decodes(max_num_seqs: int) -> list[int]:
@@ -51,6 +58,13 @@ def mixed_prompts(config: EngineConfig, *, encoded: bool) -> list[int]:
     longest = min(config.scheduling.max_num_batched_tokens, config.model.max_model_len, MIXED_TOKENS)
     sizes = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
     return [] if encoded else [n for n in sizes if n <= longest]
+
+
+def mixed_sequences(config: EngineConfig) -> int:
+    """Prompts, or sequences with drafts, that a mixed graph has room for, the padding's among them."""
+    if config.speculation is None:
+        return MIXED_PROMPTS
+    return max(MIXED_PROMPTS, min(config.scheduling.max_num_seqs, VERIFIED_PROMPTS) + 1)
 
 
 def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> int:
@@ -71,11 +85,12 @@ def padding(config: EngineConfig, *, encoded: bool = False) -> Callable[[int, in
     those given where no graph holds it. All sizes are taken to be captured."""
     most = config.scheduling.max_num_seqs
     sizes, decode_sizes, prompt_sizes = ladder(most), mixed_decodes(most), mixed_prompts(config, encoded=encoded)
+    room = mixed_sequences(config)
 
     def padded(num_decodes: int, num_prompt_tokens: int, num_prompts: int) -> tuple[int, int]:
         if not num_prompt_tokens:
             return (sizes[bisect_left(sizes, num_decodes)] if num_decodes <= sizes[-1] else num_decodes), 0
-        beyond = not prompt_sizes or num_prompt_tokens > prompt_sizes[-1] or num_prompts >= MIXED_PROMPTS
+        beyond = not prompt_sizes or num_prompt_tokens > prompt_sizes[-1] or num_prompts >= room
         if beyond or num_decodes > decode_sizes[-1]:
             return num_decodes, num_prompt_tokens
         decodes = decode_sizes[bisect_left(decode_sizes, num_decodes)]

@@ -16,7 +16,6 @@ gave and launches the next.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -26,27 +25,29 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.plan.graph_sizes import ladder
 from slipstream.types import ScheduledRequest
-from slipstream.worker.graphs import PATIENCE, Captured, Graphs
+from slipstream.worker.graphs import Captured, Graphs
 from slipstream.worker.input_batch import gather_inputs
 from slipstream.worker.rows import RowTable
 
 if TYPE_CHECKING:
     from slipstream.worker.draft_head import ChainDrafter
 
-MOST_SEQS = 64
-"""Sequences of the largest graph. With more the GPU takes longer than the host's launches."""
+MOST_SEQS = 256
+"""Sequences of the largest graph."""
 
-DEPTHS = (1, 3, 5, 8)
+DEPTHS = (1, 2, 3, 5, 8)
 """Lengths of chains where the number of drafts is chosen at each step. A chain runs in the next longer graph, or op by op
 if there is none."""
 
-FIRST_SIZES = (1, 8)
-"""Numbers of sequences that are captured at the start. The others are captured when they are wanted."""
-
 _OF_SEQUENCE = ("seq_lens", "block_table", "positions", "slot_mapping")
 """What metadata has of each sequence of one token."""
+
+
+def chain_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of sequences that graphs have room for. They are few, since a head's layer costs little beside the model's."""
+    most = min(max_num_seqs, MOST_SEQS)
+    return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
 class ChainGraphs(Graphs):
@@ -59,20 +60,19 @@ class ChainGraphs(Graphs):
         super().__init__(rows.device)
         self.drafter, self.rows, self.max_model_len = drafter, rows, max_model_len
         self.depths = sorted(d for d in depths if 2 * d < max_model_len)
-        self.sizes = [n for n in ladder(max_num_seqs) if n <= MOST_SEQS]
-        self._wanted: Counter[tuple[int, int]] = Counter()
+        self.sizes = chain_sizes(max_num_seqs)
         # The drafts of each row's last chain [C + 1, K], which a step overwrites with what it draws.
         self._kept = torch.zeros(rows.capacity + 1, max(self.depths, default=1), dtype=torch.int32, device=rows.device)
 
     def capture(self) -> None:
-        """Capture the sizes of the start, the largest first."""
+        """Capture all sizes, the largest first. A step that is the first of its size would take so much longer that the choice
+        of the number of drafts would avoid its size."""
         for depth in reversed(self.depths):
-            for size in reversed(FIRST_SIZES):
-                if size in self.sizes:
-                    self._graph(size, depth)
+            for size in reversed(self.sizes):
+                self._graph(size, depth)
 
     def covers(self, drafted: Sequence[ScheduledRequest]) -> bool:
-        """Whether a graph can run these. It counts the sizes that are wanted and not captured."""
+        """Whether a graph can run these."""
         most = self._depth_for(drafted)
         if most is None or len(drafted) > self.sizes[-1]:
             return False
@@ -82,9 +82,7 @@ class ChainGraphs(Graphs):
             seen = max(1, self.rows.rows[s.request_id].num_drafted)
             if s.num_computed_tokens < most + 1 or s.num_computed_tokens + 1 - seen > most + 1:
                 return False
-        size = self._size_for(len(drafted)), most
-        self._wanted[size] += 1
-        return size in self._captured or self._wanted[size] >= PATIENCE
+        return True
 
     def run(self, drafted: Sequence[ScheduledRequest]) -> None:
         """Propose behind the requests' last tokens."""

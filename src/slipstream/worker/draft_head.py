@@ -16,7 +16,7 @@ from slipstream.model.draft_loader import load_head
 from slipstream.platform import platform_of
 from slipstream.spec.draft_heads import HeadDescription
 from slipstream.types import FROM_MODEL, ScheduledRequest, StepPlan
-from slipstream.worker.chain_graphs import DEPTHS, FIRST_SIZES, ChainGraphs
+from slipstream.worker.chain_graphs import DEPTHS, ChainGraphs, chain_sizes
 from slipstream.worker.draft_memory import DeviceMemory
 from slipstream.worker.forward import StateCache
 from slipstream.worker.head_drafter import HeadBlock, HeadChain, HeadDrafter, HeadOfPlaces
@@ -26,14 +26,13 @@ from slipstream.worker.rows import RowTable
 
 class ChainDrafter(HeadChain):
     states: StateCache
-    num_graphs = len(DEPTHS) * len(FIRST_SIZES)
-
     def __init__(self, config: EngineConfig, loaded: LoadedHead, memory: DeviceMemory, states: StateCache) -> None:
         rows, device = config.scheduling.max_num_seqs + 1, memory.platform.device
         dtype = torch.float32 if device.type == "cpu" else memory.dtype
         ends = torch.zeros(rows, loaded.head.spec.hidden_size, dtype=dtype).to(device)
         super().__init__(config, loaded, memory, states, memory.ops.sample, ends)
         self.graphs: ChainGraphs | None = None
+        self.num_graphs = len(DEPTHS) * len(chain_sizes(config.scheduling.max_num_seqs))
 
     def release(self) -> None:
         super().release()

@@ -58,6 +58,10 @@ class Drafter(ABC):
     """The number of graphs that it captures at the start."""
     first = 0
     """The first token of a request that it computes."""
+    computes_all = True
+    """Whether it computes every token of a request, so that after steps without drafts it has some to catch up on."""
+    num_cold = 0
+    """How many proposals began with catching up on more tokens than a step with drafts adds. As `Forward.num_cold`."""
 
     def __init__(self, config: EngineConfig, memory: DraftMemory) -> None:
         self.memory = memory
@@ -108,6 +112,10 @@ class Drafter(ABC):
         drafted = [s for s in plan.scheduled if FROM_MODEL in s.drafts]
         if not drafted:
             return None
+        if self.computes_all:
+            added = 1 + max(len(s.drafts) for s in drafted)
+            seen = (max(self.first, rows.rows[s.request_id].num_drafted) for s in drafted)
+            self.num_cold += any(s.num_computed_tokens - n > added for s, n in zip(drafted, seen, strict=True))
         self.draft(drafted, rows)
         where: list[int] = []
         width = rows.tokens.shape[1]

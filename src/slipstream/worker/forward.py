@@ -180,6 +180,8 @@ class Output:
 
 class Forward(ABC):
     name: str
+    num_cold = 0
+    """How many steps captured a graph, or ran op by op because theirs is still to be captured."""
 
     @abstractmethod
     def covers(self, batch: InputBatch) -> Reason | None:
@@ -426,6 +428,10 @@ class Forwards:
     def add(self, path: Forward) -> None:
         """Ask `path` before all others but the one for images."""
         self.paths.insert(self.images is not None, path)
+
+    @property
+    def num_cold(self) -> int:
+        return sum(path.num_cold for path in self.paths)
 
     def run(self, batch: InputBatch) -> Output:
         for path in self.paths:

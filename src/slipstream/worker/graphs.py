@@ -32,7 +32,7 @@ from torch import Tensor
 from slipstream.config import EngineConfig
 from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
 from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
-from slipstream.plan.graph_sizes import MIXED_PROMPTS, decode_rows, mixed_decodes, mixed_prompts
+from slipstream.plan.graph_sizes import decode_rows, mixed_decodes, mixed_prompts, mixed_sequences
 from slipstream.platform import Graph, Pipe, platform_of
 from slipstream.spec.reason import Reason
 from slipstream.types import ScheduledRequest, StepPlan
@@ -72,6 +72,7 @@ class Graphs:
         self.platform = platform_of(device)
         self._recorder = self.platform.graphs() if device.type != "cpu" else None
         self._captured: dict[Size, Captured] = {}
+        self.num_cold = 0
 
     def _capture(self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]) -> Captured:
         """`idle`: inputs of a step of nothing but padding."""
@@ -79,6 +80,7 @@ class Graphs:
         inputs = torch.from_numpy(idle).to(self.platform.device)
         graph, output = self._recorder.capture(lambda: forward(inputs))
         captured = self._captured[size] = Captured(graph, inputs, output)
+        self.num_cold += 1
         return captured
 
 
@@ -109,9 +111,10 @@ class StepGraphs(Graphs, Forward):
         self.kv = kv
         self.rows = rows
         self.max_model_len = config.model.max_model_len
-        self.sizes = decode_rows(config)
+        self.sizes, self._max_num_seqs = decode_rows(config), config.scheduling.max_num_seqs
         self.decode_sizes = mixed_decodes(config.scheduling.max_num_seqs)
         self.prompt_sizes = mixed_prompts(config, encoded=rows.cross is not None)
+        self.most_prompts = mixed_sequences(config)
         largest = max(self.sizes[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
         decoder = forwards.decoder
         # All graphs share one buffer. None is read after the next replay, and a buffer of their own would never be freed.
@@ -126,7 +129,7 @@ class StepGraphs(Graphs, Forward):
         """Capture some decodes, the largest first, so that the others fit into its memory. `capture_next` captures the
         rest, or the first step that wants one, which then takes some tens of milliseconds longer."""
         for size in reversed(self.sizes):
-            if size == self.sizes[-1] or size.bit_count() == 1:
+            if size == self.sizes[-1] or size.bit_count() == 1 or size > self._max_num_seqs:
                 self._decode_graph(size)
         # Small sizes come first: they are the commonest, and a capture delays a small step the most.
         wanted = [(n, 0) for n in self.sizes] + [(d, p) for d in self.decode_sizes for p in self.prompt_sizes]
@@ -155,7 +158,7 @@ class StepGraphs(Graphs, Forward):
         num_decodes = num_leading_decodes(scheduled)
         if not self.prompt_sizes or batch.num_tokens - num_decodes > self.prompt_sizes[-1]:
             return Reason("more prompt tokens than a graph holds")
-        if num_decodes > self.decode_sizes[-1] or len(scheduled) - num_decodes >= MIXED_PROMPTS:
+        if num_decodes > self.decode_sizes[-1] or len(scheduled) - num_decodes >= self.most_prompts:
             return Reason("more sequences than a mixed graph holds")
         size = self._mixed_size_for(num_decodes, batch.num_tokens - num_decodes)
         if size not in self._captured and self._wanted[size] + 1 < PATIENCE:
@@ -170,6 +173,7 @@ class StepGraphs(Graphs, Forward):
         size = self._mixed_size_for(num_decodes, batch.num_tokens - num_decodes)
         self._wanted[size] += 1
         self._ahead.append(size)
+        self.num_cold += 1
 
     def run(self, batch: InputBatch) -> Output:
         assert batch.plan is not None
@@ -292,21 +296,22 @@ class StepGraphs(Graphs, Forward):
         num_decodes = num_leading_decodes(scheduled)
         size = self._mixed_size_for(num_decodes, num_tokens - num_decodes)
         captured = self._graph(size)
-        host, sequences, n = mixed_inputs(self.rows, scheduled, size)
+        host, sequences, n = mixed_inputs(self.rows, scheduled, size, self.most_prompts)
         captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
         self._before_replay(size, plan)
         self._replay(captured, num_decodes, num_tokens - num_decodes, size[0])
-        parts = MixedInputs(captured.inputs, size)
+        parts = MixedInputs(captured.inputs, size, self.most_prompts)
         sampled = SampledRows(requests=sequences, rows=parts.sample_rows[:n], positions=parts.sample_positions[:n])
         index, padding = parts.sample_index[:n], size[0] - num_decodes
         return Output(self, captured.output, sampled, index, num_decodes=num_decodes, padding=padding)
 
     def _mixed_graph(self, size: Size) -> Captured:
-        idle, _, _ = mixed_inputs(self.rows, (), size)
+        idle, _, _ = mixed_inputs(self.rows, (), size, self.most_prompts)
         return self._capture(size, idle, lambda inputs: self._mixed(inputs, size))
 
     def _mixed(self, inputs: Tensor, size: Size) -> Tensor:
-        return self._kept(self._forward(size, *mixed_step(self.rows, self.kv, inputs, size, self.max_model_len)))
+        given = MixedInputs(inputs, size, self.most_prompts)
+        return self._kept(self._forward(size, *mixed_step(self.rows, self.kv, given, size, self.max_model_len)))
 
     # --- What is captured ---------------------------------------------------------------------------------------------
 
@@ -443,30 +448,32 @@ def num_leading_decodes(scheduled: Sequence[ScheduledRequest]) -> int:
 
 class MixedInputs:
     """The parts of a mixed step's inputs (an array or a tensor), with room for D decodes and P prompt tokens: T = D + P
-    tokens of S = D + MIXED_PROMPTS sequences. Each part begins at a multiple of 16 bytes."""
+    tokens of S = D + `most_prompts` sequences. Each part begins at a multiple of 16 bytes."""
 
-    def __init__(self, inputs: Any, size: Size) -> None:
-        num_tokens, num_seqs = sum(size), size[0] + MIXED_PROMPTS
-        ends = np.cumsum([*(5 * [num_tokens]), num_seqs, num_seqs, num_seqs + 1]).tolist()
+    def __init__(self, inputs: Any, size: Size, most_prompts: int) -> None:
+        num_tokens, num_seqs = sum(size), size[0] + most_prompts
+        room = _room(num_seqs)
+        ends = np.cumsum([*(5 * [num_tokens]), room, room, num_seqs + 1]).tolist()
         parts = [inputs[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
         self.token_rows, self.positions = parts[:2]  # [T]
         self.sample_index, self.sample_rows, self.sample_positions = parts[2:5]  # [T]: sampled tokens, and where theirs go
-        self.seq_lens, self.rows = parts[5:7]  # [S]
+        self.seq_lens, self.rows = (part[:num_seqs] for part in parts[5:7])  # [S]
         self.starts = parts[7]  # [S + 1]: where sequences begin
 
     @staticmethod
-    def length(size: Size) -> int:
-        return 5 * sum(size) + 3 * (size[0] + MIXED_PROMPTS) + 1
+    def length(size: Size, most_prompts: int) -> int:
+        num_seqs = size[0] + most_prompts
+        return 5 * sum(size) + 2 * _room(num_seqs) + num_seqs + 1
 
 
 def mixed_inputs(
-    table: RowTable, scheduled: Sequence[ScheduledRequest], size: Size
+    table: RowTable, scheduled: Sequence[ScheduledRequest], size: Size, most_prompts: int
 ) -> tuple[npt.NDArray[np.int32], tuple[ScheduledRequest, ...], int]:
     """A step's inputs for the graph of `size`, the sequences that sample, and the number of sampled positions. Free places of
     decodes have the null row. Padding tokens of prompts are one sequence of the null row, all at position 0."""
     num_decodes = num_leading_decodes(scheduled)
-    host = np.zeros(MixedInputs.length(size), np.int32)
-    to, first = MixedInputs(host, size), size[0]
+    host = np.zeros(MixedInputs.length(size, most_prompts), np.int32)
+    to, first = MixedInputs(host, size, most_prompts), size[0]
     own = np.array([table.rows[s.request_id].index for s in scheduled], np.int64)
     computed = np.array([s.num_computed_tokens for s in scheduled], np.int64)
     lengths = np.array([s.num_tokens for s in scheduled], np.int64)
@@ -495,10 +502,9 @@ def mixed_inputs(
 
 
 def mixed_step(
-    table: RowTable, kv: Sequence[LayerKV], inputs: Tensor, size: Size, max_model_len: int
+    table: RowTable, kv: Sequence[LayerKV], given: MixedInputs, size: Size, max_model_len: int
 ) -> tuple[Tensor, Sequence[LayerKV], AttentionMetadata]:
     """The arguments of `Forwards.hidden` for a mixed step: tokens [T], the cache, and the metadata."""
-    given = MixedInputs(inputs, size)
     token_ids, meta = gather_inputs(
         table,
         token_rows=given.token_rows,

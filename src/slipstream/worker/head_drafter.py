@@ -225,6 +225,8 @@ class HeadOfPlaces(HeadDrafter):
     """Medusa. All places in one pass, from the state before the last token: what a place holds does not depend on those before
     it."""
 
+    computes_all = False
+
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         last = [ScheduledRequest(s.request_id, s.num_computed_tokens, 1, 1) for s in drafted]
         states = self.states.read(gather_pairs(rows, last).meta)

@@ -303,7 +303,11 @@ class HostRunner:
         if isinstance(plan, TextsPlan):
             return self._launch_texts(plan)
         rows = self._prepared(plan)
-        drafts = None if self.draft is None else self.draft.propose(plan, rows)
+        drafts, is_cold = None, False
+        if self.draft is not None:
+            num_cold = self.draft.num_cold
+            drafts = self.draft.propose(plan, rows)
+            is_cold = self.draft.num_cold > num_cold
         given = gather(rows, plan)
         ids, sampled = given.token_ids, given.sampled
         assert sampled is not None
@@ -311,7 +315,7 @@ class HostRunner:
             begun = self.program.begin_greedy(ids, self.kv, given.meta)
             if begun is not None:
                 found: Any = begun[0]
-                self._under_way = step = InFlightStep(plan, sampled, found, begun[2], drafts=drafts)
+                self._under_way = step = InFlightStep(plan, sampled, found, begun[2], drafts=drafts, is_cold=is_cold)
                 self._states = begun[1], given.meta.slot_mapping  # type: ignore[assignment]
                 if len(plan.scheduled) > RUN_AHEAD or self.ops.pool.num_used == 1:
                     self._take_tokens()
@@ -325,7 +329,7 @@ class HostRunner:
 
         def drawn(mask: TokenMask | None = None) -> InFlightStep:
             step = self._sample(plan, given, sampled, hidden, mask)
-            step.drafts = drafts
+            step.drafts, step.is_cold = drafts, is_cold
             return step
 
         return AwaitingMask(plan, drawn, drafts, None) if rows.wanted("grammar", sampled.names) else drawn()

@@ -47,6 +47,7 @@ class InFlightStep:
     pooled: tuple[tuple[str, ...], Tensor] | None = None  # which are complete, and their vectors float32 [N, E] on the host
     drafts: Tensor | None = None  # int64 [N] on the host, which the draft model proposed
     vectors: Tensor | None = None  # of a TextsPlan, float32 [S, E] on the host
+    is_cold: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -81,4 +82,4 @@ class InFlightStep:
         if num_tokens is not None and self.sampled is not None:
             drafts = () if self.drafts is None else self.drafts.tolist()
             tokens, num_tokens = verified(self.sampled.requests, tokens, drafts)
-        return StepResult(self.plan.step_id, tokens, num_tokens, tuple(extras))
+        return StepResult(self.plan.step_id, tokens, num_tokens, tuple(extras), self.is_cold)

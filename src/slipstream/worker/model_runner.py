@@ -46,6 +46,7 @@ from slipstream.stats import ExpertTokens
 from slipstream.types import Extra, Plan, ScheduledRequest, StepPlan, StepResult, TextsPlan, TokenMask
 from slipstream.worker.adapters import Adapters
 from slipstream.worker.block_store import BlockStore, block_arrays
+from slipstream.worker.chain_graphs import DEPTHS
 from slipstream.worker.constrained import AwaitingMask, apply_mask
 from slipstream.worker.device_cache import TORCH_DTYPES, DeviceCache
 from slipstream.worker.disk_tier import DiskTier
@@ -171,7 +172,10 @@ class ModelRunner:
         with self._phase("draft head"):
             self.draft = head = load_drafter(self.config, description, self.model.decoder, device=self.device, dtype=self.dtype)
             self.forwards.keep_states(head.states, head.head.tap)
-            self.config = self.config.with_most_drafts(description.spec.most_drafts)
+            most = description.spec.most_drafts
+            if self.config.drafts_ahead:  # a longer chain would run op by op
+                most = DEPTHS[-1] if most is None else min(most, DEPTHS[-1])
+            self.config = self.config.with_most_drafts(most)
 
     def load_draft(self, description: ModelDescription, weights_folder: Path) -> None:
         """The model that proposes tokens."""
@@ -323,25 +327,32 @@ class ModelRunner:
         this returns. A step that ran before is done."""
         if isinstance(plan, TextsPlan):
             return self._launch_texts(plan)
-        batch = self.prepare(plan)
+        batch, num_cold = self.prepare(plan), self._num_cold
         drafts = self.draft.propose(plan, batch.table) if self.draft is not None and batch.table is not None else None
         drafted = None
         if drafts is not None:  # they are copied to the host while the forward runs
             drafts, drafted = self.platform.to_host(drafts), self.platform.record()
         output = self.forwards.run(batch)
+        is_cold = self._num_cold > num_cold
         self._follower.after_step()
         if not self.model.spec.has_last:
             return self._passed_on(plan, output)
 
         if batch.has_grammar:
-            return AwaitingMask(plan, self._awaiting(batch, output, drafts), drafts, drafted)
+            return AwaitingMask(plan, self._awaiting(batch, output, drafts, is_cold), drafts, drafted)
         step = self.sample(batch, output)
-        step.drafts = drafts
+        step.drafts, step.is_cold = drafts, is_cold
         if drafts is not None and self.draft is not None and batch.table is not None:
             self.draft.go_ahead(plan, batch.table)
         return step
 
-    def _awaiting(self, batch: InputBatch, output: Output, drafts: Tensor | None) -> Callable[[TokenMask], InFlightStep]:
+    @property
+    def _num_cold(self) -> int:
+        return self.forwards.num_cold + (0 if self.draft is None else self.draft.num_cold)
+
+    def _awaiting(
+        self, batch: InputBatch, output: Output, drafts: Tensor | None, is_cold: bool
+    ) -> Callable[[TokenMask], InFlightStep]:
         """The draw of a step with grammars. What needs no mask is launched now, so that it waits for none."""
         ready: tuple[Tensor, SamplingTensors | None] | None = None
         if (sampled := output.sampled) is not None and output.hidden is not None:
@@ -352,7 +363,7 @@ class ModelRunner:
         @torch.inference_mode()
         def draw_by(mask: TokenMask) -> InFlightStep:
             step = self.sample(batch, output, mask, ready)
-            step.drafts = drafts
+            step.drafts, step.is_cold = drafts, is_cold
             return step
 
         return draw_by

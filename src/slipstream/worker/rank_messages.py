@@ -125,6 +125,7 @@ class Result(msgspec.Struct, tag=True):
     texts: list[TextVectors] = []
     states: list[SamplerState] = []
     failures: list[RequestFailure] = []
+    is_cold: bool = False
 
     @classmethod
     def of(cls, step: StepResult) -> Result:
@@ -134,13 +135,13 @@ class Result(msgspec.Struct, tag=True):
         of_tokens = those(SampledLogprobs), those(PromptLogprobs)
         kinds = *of_tokens, those(PooledVector), those(TextVectors), those(SamplerState), those(RequestFailure)
         num_tokens = None if step.num_tokens is None else list(step.num_tokens)
-        return cls(step.step_id, list(step.token_ids), num_tokens, *kinds)
+        return cls(step.step_id, list(step.token_ids), num_tokens, *kinds, is_cold=step.is_cold)
 
     @property
     def step(self) -> StepResult:
         of_tokens: tuple[Extra, ...] = (*self.sampled, *self.prompts)
         extras = (*of_tokens, *self.vectors, *self.texts, *self.states, *self.failures)
-        return StepResult(self.step_id, self.token_ids, self.num_tokens, extras)
+        return StepResult(self.step_id, self.token_ids, self.num_tokens, extras, self.is_cold)
 
 
 class Answer(msgspec.Struct, tag=True):
