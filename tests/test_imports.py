@@ -11,6 +11,8 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Set
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -97,7 +99,13 @@ TORCH_FREE = (
 CIRCLES: dict[tuple[str, ...], str] = {}  # of imports that are left, to be removed: why
 
 
-def imported(path: Path) -> set[str]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imported(path: Path) -> frozenset[str]:
     """The modules that a file imports when it runs, at the top or in a function."""
     found: set[str] = set()
 
@@ -110,13 +118,15 @@ def imported(path: Path) -> set[str]:
             found.update(name if name in FILES else PUBLIC.get(name, str(node.module)) for name in whole)
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             children: list[ast.AST] = [*node.orelse]
+        elif isinstance(node, ast.expr):
+            return  # no statement is in an expression
         else:
             children = [*ast.iter_child_nodes(node)]
         for child in children:
             visit(child)
 
-    visit(ast.parse(path.read_text(encoding="utf-8")))
-    return found
+    visit(parsed(path))
+    return frozenset(found)
 
 
 def is_in(module: str, parts: tuple[str, ...]) -> bool:
@@ -127,7 +137,7 @@ def part_of(module: str) -> str:
     return module.split(".")[0]
 
 
-def forbidden(module: str, names: set[str]) -> list[tuple[str, str]]:
+def forbidden(module: str, names: Set[str]) -> list[tuple[str, str]]:
     """What a module imports and may not: (module or the part that an exception is for, what is imported)."""
     own = module.removeprefix("slipstream.")
     found = []
@@ -153,13 +163,16 @@ def test_imports_only_what_it_may(module):
 OWN_CUDA = {"bench.adapters.transformers": "it measures another engine, and has only torch for it"}
 
 
+def is_torch_cuda(node: ast.Attribute) -> bool:
+    return node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch"
+
+
 def test_only_the_platform_asks_torch_about_a_gpu():
     """DESIGN §10: one object a device kind has streams, events, graphs, memory and capabilities."""
     found = set()
     for module, file in FILES.items():
         own = module.removeprefix("slipstream.")
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        asks = any(isinstance(n, ast.Attribute) and ast.unparse(n) == "torch.cuda" for n in ast.walk(tree))
+        asks = any(isinstance(n, ast.Attribute) and is_torch_cuda(n) for n in ast.walk(parsed(file)))
         if not is_in(own, ("platform",)) and (asks or "torch.cuda" in imported(file)):
             found.add(own)
     assert found == OWN_CUDA.keys()
@@ -300,7 +313,7 @@ def test_public_names():
 
 @pytest.mark.parametrize("module", FILES)
 def test_begins_with_a_docstring(module):
-    tree = ast.parse(FILES[module].read_text(encoding="utf-8"))
+    tree = parsed(FILES[module])
     assert not tree.body or ast.get_docstring(tree), f"{module} does not say what it is"
 
 

@@ -10,6 +10,8 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.kernels import quick_interpreter
+
 _convert = interpreter._convert_float
 
 
@@ -23,3 +25,4 @@ def _convert_as_the_chip(data, given, wanted, rounding):
 
 
 interpreter._convert_float = _convert_as_the_chip
+quick_interpreter.install()
