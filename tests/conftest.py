@@ -25,6 +25,9 @@ settings.register_profile("gate", UNTIMED, derandomize=True, database=None)
 settings.register_profile("explore", UNTIMED, derandomize=False)
 settings.load_profile("gate")
 
+NUM_MODULES = 0
+"""That were imported when what is there was kept."""
+
 
 def pytest_addoption(parser):
     whose = "the interpreter that other programs' clients are installed for"
@@ -32,10 +35,17 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_finish():
-    """What is there now stays: thousands of tests and all that they import. The collection of garbage that a start of an engine
-    asks for took a third of a second over them."""
+    keep_what_is_there()
+
+
+def keep_what_is_there():
+    """What is there now stays: thousands of tests and all that they import, also what the first test of a kind imports. The
+    collection of garbage that a start of an engine asks for took a third of a second over them."""
+    global NUM_MODULES
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
+    NUM_MODULES = len(sys.modules)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -44,6 +54,8 @@ def pytest_runtest_setup(item):
     torch's number for good. Before its fixtures, which draw, too. Tests on a GPU have a number of their own."""
     if "torch" in sys.modules and item.get_closest_marker("gpu") is None:
         sys.modules["torch"].set_num_threads(1)
+    if len(sys.modules) > NUM_MODULES + 50:
+        keep_what_is_there()
     random.seed(0)
     for name, seed in (("numpy", lambda numpy: numpy.random.seed(0)), ("torch", lambda torch: torch.manual_seed(0))):
         if (module := sys.modules.get(name)) is not None:
