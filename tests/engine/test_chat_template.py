@@ -82,13 +82,18 @@ BAD = {
     "many parentheses": "{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}",
 }
 
+ONLY_SLOW = {"loops", "loops over nothing", "select", "count", "in"}
+"""They take all the time that they get, and no memory: a quarter of the time shows as much."""
+
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_hostile_template_is_stopped(name):
+def test_a_hostile_template_is_stopped(monkeypatch, name):
+    seconds = MAX_SECONDS / 4 if name in ONLY_SLOW else MAX_SECONDS
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", seconds)
     begin, before = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError, match=f"longer than {seconds:g} s" if name in ONLY_SLOW else None) as caught:
         render(BAD[name], VARIABLES)
-    assert time.thread_time() - begin < 2 * MAX_SECONDS
+    assert time.thread_time() - begin < seconds + MAX_SECONDS
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 * 1024  # KiB
     assert caught.value.field == "messages"
     assert len(str(caught.value)) < 700
