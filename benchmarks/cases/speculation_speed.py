@@ -134,19 +134,20 @@ def answered(llm: LLM, kind: str, round_: int, args: argparse.Namespace) -> dict
 
 
 class Forced:
-    """Says how many tokens each run of drafts yields: so many on average, in a fixed pattern."""
+    """Says how many tokens each run of drafts yields: of each request so many on average, in a fixed pattern. Drafts beyond
+    the pattern are wrong, and those of a run that has fewer are right."""
 
     def __init__(self, length: float) -> None:
-        self.length, self.left = length - 1, 0.0
+        self.length = length - 1
+        self.left: dict[str, float] = {}  # by request
         self.said: dict[tuple[str, int], int] = {}  # of a request with so many computed tokens
 
     def tokens_of(self, s: ScheduledRequest) -> int:
         place = s.request_id, s.num_computed_tokens
         if place not in self.said:
-            self.left += self.length
-            accepted = min(int(self.left), len(s.drafts))
-            self.left -= accepted
-            self.said[place] = 1 + accepted
+            left = self.left.get(s.request_id, len(self.left) * 0.37 % 1) + self.length
+            self.left[s.request_id] = left - int(left)
+            self.said[place] = 1 + min(int(left), len(s.drafts))
         return self.said[place]
 
     def verified(
@@ -164,8 +165,8 @@ def forced_acceptance(length: float) -> Iterator[None]:
     """Verifications of engines that are made and used meanwhile are said to yield `length` tokens on average."""
     forced, replay = Forced(length), ChainGraphs._replay
 
-    def replayed(self: ChainGraphs, drafted: Sequence[ScheduledRequest], sampled: Sequence[int]) -> None:
-        replay(self, drafted, [forced.tokens_of(s) if n else 0 for s, n in zip(drafted, sampled, strict=True)])
+    def replayed(self: ChainGraphs, drafted: Sequence[ScheduledRequest], sampled: Sequence[int], depth: int) -> None:
+        replay(self, drafted, [forced.tokens_of(s) if n else 0 for s, n in zip(drafted, sampled, strict=True)], depth)
 
     with (
         unittest.mock.patch("slipstream.worker.in_flight.verified", forced.verified),

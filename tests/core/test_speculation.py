@@ -76,7 +76,7 @@ def test_as_many_as_pay(seconds_of_17, expected):
 
 def test_those_that_survive_go_first():
     """Of two requests the one with the longer match, and the one that was right more often."""
-    speculation = auto((2, 2, 1.0), (2, 8, 2.2))
+    speculation = auto((2, 2, 1.0), (2, 5, 1.6), (2, 8, 2.2))
     first, second = decoding(Always(2), "a"), decoding(Always(20), "b")
     speculation.choose([first, second])
     assert len(first.drafts) < len(second.drafts)
@@ -172,7 +172,8 @@ def test_old_times_are_forgotten():
 def test_between_and_beyond_what_is_known():
     assert next(seconds_from([(1, 1.0), (5, 2.0), (9, 4.0)], 3)) == 1.5
     assert next(seconds_from([(1, 1.0), (5, 2.0), (9, 4.0)], 9)) == 4.0
-    assert next(seconds_from([(1, 1.0), (5, 3.0)], 7)) == 4.0
+    assert next(seconds_from([(1, 1.0), (5, 3.0), (9, 4.0)], 13)) == 5.0  # not as steeply as the first drafts
+    assert 3.0 < next(seconds_from([(1, 1.0), (5, 3.0)], 7)) < 3.2
     assert 1.0 < next(seconds_from([(1, 1.0)], 2)) < 1.1  # to be tried
 
 

@@ -43,12 +43,12 @@ def test_answers_are_the_same(tmp_path, kind, eager):
     sizes = {**SIZES, "deterministic": True, "enforce_eager": eager}
     with LLM(path, **sizes) as llm:
         expected = answers(llm)
-    for more in ({}, {"num_speculative_tokens": "auto"}):
+    for more in ({}, {"num_speculative_tokens": 1}, {"num_speculative_tokens": "auto"}):
         with LLM(path, speculative_config={**config, **more}, **sizes) as llm:
             found, stats = answers(llm), llm.core.stats()
         assert found == expected
         assert stats.num_free_blocks == stats.num_blocks
-        assert more or stats.spec_draft_tokens > 0
+        assert more.get("num_speculative_tokens") == "auto" or stats.spec_draft_tokens > 0
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
@@ -72,9 +72,9 @@ def test_chains_run_from_graphs(tmp_path, kind):
             if not eager:
                 replay = draft.graphs._replay
 
-                def counted(drafted, sampled, replay=replay, replayed=replayed):
+                def counted(drafted, sampled, depth, replay=replay, replayed=replayed):
                     replayed.extend(sampled)
-                    replay(drafted, sampled)
+                    replay(drafted, sampled, depth)
 
                 draft.graphs._replay = counted
             llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))

@@ -716,6 +716,13 @@ def test_rows_of_tokens(dtype):
         for ours, theirs in zip(OURS.gather_inputs(*given), REFERENCE.gather_inputs(*given), strict=True):
             assert ours.dtype == theirs.dtype
             assert torch.equal(ours, theirs)
+    one = torch.tensor([3, 99, 99], dtype=dtype)[:1].expand(300)  # a number for all: nothing behind it is to be read
+    for ours, theirs in zip(*(o.gather_inputs(tokens, table, one, one, 16) for o in (OURS, REFERENCE)), strict=True):
+        assert torch.equal(ours, theirs)
+    ours, theirs, new = tokens.clone(), tokens.clone(), torch.tensor([7, 99, 99])[:1].expand(6)
+    for o, written in ((OURS, ours), (REFERENCE, theirs)):
+        o.write_tokens(written, torch.arange(6, dtype=dtype), one[:6], new)
+    assert torch.equal(ours, theirs)
     rows, positions = torch.tensor([5, 0, 2], dtype=dtype), torch.tensor([64, 3, 0], dtype=dtype)
     ours, theirs, new = tokens.clone(), tokens.clone(), torch.tensor([7, 8, 9])
     OURS.write_tokens(ours, rows, positions, new)

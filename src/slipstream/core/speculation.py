@@ -139,16 +139,17 @@ class StepCosts:
 
 
 def seconds_from(line: Sequence[tuple[int, float]], num_tokens: int) -> Iterator[float]:
-    """Seconds of steps of `num_tokens`, one more, and so on, interpolated on `line`. Beyond its end the line is extended, with
-    at least the guessed slope."""
+    """Seconds of steps of `num_tokens`, one more, and so on, interpolated on `line`. Beyond its end the line is extended as it
+    rises among steps with drafts, with at least the guessed slope. Before them it rises faster: the first draft of a step costs
+    a run of the drafter and the overlap of steps."""
     for (a, first), (b, second) in pairwise(line):
         while num_tokens <= b:
             yield first + (second - first) * (num_tokens - a) / (b - a)
             num_tokens += 1
     (fewest, plain), (last, seconds) = line[0], line[-1]
     slope = GUESSED_SLOPE * plain / sqrt(fewest)
-    if len(line) > 1:
-        slope = max(slope, (seconds - plain) / (last - fewest))
+    if len(line) > 2:
+        slope = max(slope, (seconds - line[1][1]) / (last - line[1][0]))
     while True:
         yield seconds + slope * (num_tokens - last)
         num_tokens += 1
@@ -288,8 +289,8 @@ class Speculation:
     def step_done(
         self, now: float, num_seqs: int, num_tokens: int, *, only_decodes: bool, idle: bool, is_cold: bool = False
     ) -> None:
-        """A step's tokens came `now`. `idle`: no request is left to compute. `is_cold`: as in `StepResult`. Such a step's time is
-        not kept, since it would keep later ones of its size from being tried."""
+        """A step's tokens came `now`. `idle`: no request is left to compute. `is_cold`: as in `StepResult`. The time of such a
+        step is not kept, since it would keep later ones of its size from being tried."""
         is_plain = num_tokens == num_seqs
         # The first plain step behind one with drafts was not launched ahead.
         if only_decodes and not is_cold and self._last is not None and (self._was_plain or not is_plain):

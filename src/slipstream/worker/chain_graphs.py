@@ -73,20 +73,16 @@ class ChainGraphs(Graphs):
 
     def covers(self, drafted: Sequence[ScheduledRequest]) -> bool:
         """Whether a graph can run these."""
-        most = self._depth_for(drafted)
-        if most is None or len(drafted) > self.sizes[-1]:
+        depth = self._depth_for(drafted, self._num_missed(drafted))
+        if depth is None or len(drafted) > self.sizes[-1] or any(s.num_computed_tokens < depth + 1 for s in drafted):
             return False
-        if not self.rows.is_greedy([s.request_id for s in drafted]):
-            return False
-        for s in drafted:
-            seen = max(1, self.rows.rows[s.request_id].num_drafted)
-            if s.num_computed_tokens < most + 1 or s.num_computed_tokens + 1 - seen > most + 1:
-                return False
-        return True
+        return self.rows.is_greedy([s.request_id for s in drafted])
 
     def run(self, drafted: Sequence[ScheduledRequest]) -> None:
         """Propose behind the requests' last tokens."""
-        self._replay(drafted, [0] * len(drafted))
+        depth = self._depth_for(drafted, self._num_missed(drafted))
+        assert depth is not None, "`covers` says no"
+        self._replay(drafted, [0] * len(drafted), depth)
 
     def run_ahead(self, drafted: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
         """Behind the draw of a step that verifies chains of these requests: propose as many drafts again behind what the step
@@ -97,9 +93,10 @@ class ChainGraphs(Graphs):
         found = [s for s in found if s.num_computed_tokens >= depth]
         if not found or len(found) > self.sizes[-1] or not self.rows.is_greedy([s.request_id for s in found]):
             return []
-        if (self._size_for(len(found)), self._depth_for(found)) not in self._captured:
+        depth = self._depth_for(found)
+        if depth is None or (self._size_for(len(found)), depth) not in self._captured:
             return []
-        self._replay(found, [s.num_sampled for s in found])
+        self._replay(found, [s.num_sampled for s in found], depth)
         return found
 
     def _has_room(self, s: ScheduledRequest) -> bool:
@@ -110,11 +107,10 @@ class ChainGraphs(Graphs):
             return False
         return row.num_kept >= len(s.drafts) and last + len(s.drafts) - 1 <= row.num_blocks * self.rows.block_size
 
-    def _replay(self, drafted: Sequence[ScheduledRequest], sampled: Sequence[int]) -> None:
-        size, most = self._size_for(len(drafted)), self._depth_for(drafted)
-        assert most is not None, "`covers` says no"
-        captured = self._graph(size, most)
-        host, count = self.idle(size, most), len(drafted)
+    def _replay(self, drafted: Sequence[ScheduledRequest], sampled: Sequence[int], depth: int) -> None:
+        size = self._size_for(len(drafted))
+        captured = self._graph(size, depth)
+        host, count = self.idle(size, depth), len(drafted)
         host[0, :count] = [self.rows.rows[s.request_id].index for s in drafted]
         host[1, :count] = [s.num_computed_tokens for s in drafted]
         host[2, :count] = [len(s.drafts) for s in drafted]
@@ -132,9 +128,14 @@ class ChainGraphs(Graphs):
     def _size_for(self, num_seqs: int) -> int:
         return next(n for n in self.sizes if n >= num_seqs)
 
-    def _depth_for(self, drafted: Sequence[ScheduledRequest]) -> int | None:
-        most = max(len(s.drafts) for s in drafted)
+    def _depth_for(self, drafted: Sequence[ScheduledRequest], num_missed: int = 0) -> int | None:
+        """The shortest chain that holds all drafts, and begins with as many pairs before the last."""
+        most = max(num_missed, *(len(s.drafts) for s in drafted))
         return next((d for d in self.depths if d >= most), None)
+
+    def _num_missed(self, drafted: Sequence[ScheduledRequest]) -> int:
+        """The most pairs of a request before its last that were not computed."""
+        return max(s.num_computed_tokens - max(1, self.rows.rows[s.request_id].num_drafted) for s in drafted)
 
     def idle(self, size: int, num_drafts: int) -> npt.NDArray[np.int32]:
         """Inputs of nothing but padding: rows, positions of the last known tokens, numbers of drafts, and of tokens that the

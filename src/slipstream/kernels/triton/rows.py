@@ -29,6 +29,7 @@ def gather_inputs(
     tokens: Tensor, block_table: Tensor, rows: Tensor, positions: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`OpSet.gather_inputs`."""
+    rows, positions = rows.contiguous(), positions.contiguous()
     count, device = len(rows), rows.device
     ids = torch.empty(count, dtype=torch.int32, device=device)
     wide, slots = (torch.empty(count, dtype=torch.int64, device=device) for _ in range(2))
@@ -52,6 +53,7 @@ def _write_kernel(tokens_ptr, rows_ptr, positions_ptr, new_ptr, N, row_size, BLO
 def write_tokens(tokens: Tensor, rows: Tensor, positions: Tensor, new: Tensor) -> None:
     """`OpSet.write_tokens`."""
     if count := len(rows):
+        rows, positions, new = rows.contiguous(), positions.contiguous(), new.contiguous()
         _write_kernel[(triton.cdiv(count, TOKENS_PER_PROGRAM),)](
             tokens, rows, positions, new, count, tokens.stride(0), BLOCK=TOKENS_PER_PROGRAM
         )
