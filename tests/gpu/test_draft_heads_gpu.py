@@ -21,14 +21,15 @@ SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 def build(folder, kind):
     """(the model's path, a speculative_config)"""
-    model, head, config = folder / "model", folder / "head", {"method": kind, "num_speculative_tokens": 3}
+    method, write = draft_heads.BY_KIND.get(kind, (kind, None))
+    model, head, config = folder / "model", folder / "head", {"method": method, "num_speculative_tokens": 3}
     if kind == "mtp":
         dense = tiny_models.FAMILIES["glm4_moe"]["num_hidden_layers"]  # `deterministic` covers no experts
         tiny_models.build(model, "glm4_moe", hidden_size=256, head_dim=64, first_k_dense_replace=dense)
         draft_heads.mtp(model)
         return str(model), config
     tiny_models.build(model, "llama", num_hidden_layers=6, initializer_range=0.1, **SHAPE)
-    draft_heads.BY_METHOD[kind](head, sizes=SHAPE)
+    write(head, sizes=SHAPE)
     return str(model), {**config, "model": str(head)}
 
 
@@ -37,7 +38,7 @@ def answers(llm):
 
 
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("kind", [*draft_heads.BY_METHOD, "mtp"])
+@pytest.mark.parametrize("kind", [*draft_heads.BY_KIND, "mtp"])
 def test_answers_are_the_same(tmp_path, kind, eager):
     path, config = build(tmp_path, kind)
     sizes = {**SIZES, "deterministic": True, "enforce_eager": eager}
@@ -51,7 +52,7 @@ def test_answers_are_the_same(tmp_path, kind, eager):
         assert more.get("num_speculative_tokens") == "auto" or stats.spec_draft_tokens > 0
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle31", "mtp"])
 def test_chains_run_from_graphs(tmp_path, kind):
     """And give the drafts that the head makes op by op."""
     path, config = build(tmp_path, kind)
