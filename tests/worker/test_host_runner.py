@@ -438,10 +438,12 @@ def test_a_draft_model_needs_no_torch(tmp_path):
     assert json.loads(answer)["text"] is not None
 
 
-def test_a_draft_head_needs_no_torch(tmp_path):
+@pytest.mark.parametrize("kind", ["eagle3", "eagle31"])
+def test_a_draft_head_needs_no_torch(tmp_path, kind):
     tiny_models.build_with_tokenizer(tmp_path / "model", num_hidden_layers=6)
-    draft_heads.eagle(tmp_path / "head")
-    given = json.dumps({"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 2})
+    method, write = draft_heads.BY_KIND[kind]
+    write(tmp_path / "head")
+    given = json.dumps({"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": 2})
     more = ["--speculative-config", given, "--max-tokens", "4", "--json", "--device", "cpu"]
     answer = python(WITHOUT_TORCH, "run", str(tmp_path / "model"), "hello", *more)
     assert json.loads(answer)["text"] is not None

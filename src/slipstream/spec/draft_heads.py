@@ -55,8 +55,9 @@ class LayeredSpec:
     `aux_layers`: the states before these layers of the model (0: the embeddings) go through `fc`, side by side; None: the head
     reads the final hidden states. With `fc_norm` each of them has a norm of its own before `fc`. `norms`: those that the head
     has of `embed_norm`, `hidden_norm` (the state's) and `final_norm`. With `norm_output` the next pair reads what the output
-    head reads, behind `final_norm`. With `mask_token` the head guesses a block in one pass; that token stands for each one that is not known. The head's tokens are
-    `draft_vocab_size` of the model's. What it has no own one of, embeddings and output head, is the model's.
+    head reads, behind `final_norm`. With `mask_token` the head guesses a block in one pass; that token stands for each one that
+    is not known. The head's tokens are `draft_vocab_size` of the model's. What it has no own one of, embeddings and output
+    head, is the model's.
     """
 
     hidden_size: int
