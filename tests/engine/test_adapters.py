@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,6 +100,16 @@ def test_the_host_forgets_the_least_recently_used(made):
     check(llm, made, [(1, 0), (2, 0), (3, 0)])  # the third waits for a place
     assert not llm.core.has_work
     check(llm, made, [(1, 0), (2, 0)])
+
+
+def test_graphs_are_told_of_adapters_before_the_step(made):
+    llm, told = make(made), []
+    runner = llm.core.executor.runner
+    graphs = SimpleNamespace(adapters_changed=lambda: told.append(runner.adapters.parts), capture_next=lambda: False)
+    runner.adapter_graphs = graphs
+    llm.generate(["a", "a"], GREEDY, lora_request=[adapter(made, 1), None], progress=False)
+    assert told
+    assert all(told)
 
 
 def test_prefixes_are_kept_apart(made):

@@ -375,6 +375,13 @@ def test_grpc_without_its_package(monkeypatch):
     assert grpc.__version__
 
 
+def test_generate_names_where_a_completions_field_stands(shared):
+    with shared.http() as http:
+        answer = http.post("/v2/models/fake/generate", json={"text_input": "a", "max_tokens": 2})
+    assert answer.status_code == 400
+    assert "here it is parameters.max_tokens" in answer.json()["error"]
+
+
 def test_generate_takes_inputs_among_the_parameters(shared):
     """As Triton does, whose vLLM backend's own test sends the first of these."""
     with shared.http() as http:

@@ -207,6 +207,18 @@ def test_adapters_of_drafts(tmp_path):
         assert given[: sum(size)].tolist() == own.tolist()
 
 
+def test_graphs_with_adapters_are_forgotten_where_others_have_some():
+    waited, parts = [], frozenset({("q", 0)})
+    held = SimpleNamespace(_parts=parts, adapters=SimpleNamespace(parts=parts), _captured={(8, 0): 1}, _wanted={(8, 0): 1})
+    held.platform = SimpleNamespace(synchronize=lambda: waited.append(dict(held._captured)))
+    AdapterGraphs.adapters_changed(held)
+    assert held._captured
+    held.adapters.parts = parts | {("v", 0)}
+    AdapterGraphs.adapters_changed(held)
+    assert (held._captured, held._wanted, held._parts) == ({}, {}, held.adapters.parts)
+    assert waited == [{(8, 0): 1}]
+
+
 def test_what_has_no_graph(tmp_path):
     tiny_models.build(tmp_path, "llama")
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1)

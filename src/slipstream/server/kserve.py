@@ -83,6 +83,10 @@ class InferRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 class GenerateRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /v2/models/{id}/generate and /v2/models/{id}/generate_stream"""
 
+    OTHER_NAMES: ClassVar[dict[str, str]] = {
+        name: f"parameters.{name}" for name in CompletionRequest.__struct_fields__ if name not in _NOT_HERE
+    }
+
     text_input: str
     stream: bool | None = None
     sampling_parameters: str | None = None

@@ -389,13 +389,13 @@ class AdapterGraphs(StepGraphs):
         self._parts = adapters.parts
         self._tokens: dict[Size, Tensor] = {}  # what a graph reads of its step's adapters, int32
 
-    def covers(self, batch: InputBatch) -> Reason | None:
-        if batch.has_adapters and self._parts != self.adapters.parts:
+    def adapters_changed(self) -> None:
+        """Forget the graphs if other products than before have adapters."""
+        if self._parts != self.adapters.parts:
             self._parts = self.adapters.parts
             self.platform.synchronize()  # the last replay
             self._captured.clear()
             self._wanted.clear()
-        return super().covers(batch)
 
     def capture(self) -> None:
         """With adapters from the start the commonest sizes are captured now."""

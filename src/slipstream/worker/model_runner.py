@@ -377,6 +377,8 @@ class ModelRunner:
         if self.adapters is not None and (wanted := [s.lora for s in plan.new if s.lora is not None]):
             kept = rows.rows.keys() - set(plan.released)
             adapters = self.adapters.place(wanted, {rows.rows[name].adapter for name in kept})
+            if self.adapter_graphs is not None:
+                self.adapter_graphs.adapters_changed()
         rows.apply(plan, adapters)
         if plan.block_copies:
             sources, targets = self.platform.upload(np.array(plan.block_copies, dtype=np.int64).T.copy())
