@@ -57,15 +57,20 @@ def eagle(
     drop: str = "",
     sizes: Mapping[str, int] = SHAPE,
     masks: bool = False,
+    wrapped: bool = False,
+    num_fc_norms: int = 3,
     **changes: Any,
 ) -> dict[str, Tensor]:
     """An EAGLE-3 head for a model of 6 layers; its tensors by the authors' names, without the layer's prefix. With `masks` one
-    of P-EAGLE, of two layers."""
+    of P-EAGLE, of two layers. EAGLE-3.1's `fc_norm` and `norm_output` are changes of the config. `wrapped`: the names of all
+    tensors but the output head's begin with `model.`."""
     g = torch.Generator().manual_seed(seed)
     sizes = {**SHAPE, **sizes}
     e = sizes["hidden_size"]
     shapes = {"fc.weight": (e, 3 * e), "norm.weight": (e,), "lm_head.weight": (DRAFT_VOCAB, e), "hidden_norm.weight": (e,)}
     shapes |= layer_shapes(sizes, wide=2)
+    if changes.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (e,) for i in range(num_fc_norms)}
     if masks:
         shapes |= {**layer_shapes(sizes, "layers.1."), "mask_hidden": (1, 1, 3 * e) if speculators else (1, 3 * e)}
     tensors = drawn(shapes, g) | maps(g)
@@ -94,6 +99,7 @@ def eagle(
         {**config, **changes},
         {n: t for n, t in tensors.items() if n != drop},
         "layers.0." if speculators else "midlayer.",
+        "model." if wrapped else "",
     )
     return tensors
 
@@ -224,14 +230,20 @@ def mtp(path: Path, *, seed: int = 0) -> dict[str, Tensor]:
     return new
 
 
-def write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], below: str) -> None:
+def write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], below: str, wrapper: str = "") -> None:
     path.mkdir(parents=True, exist_ok=True)
     of_layer = ("self_attn.", "mlp.", "hidden_norm.", "input_layernorm.", "post_attention_layernorm.")
     of_layer = of_layer if below else ()
     named = {(below + n if n.startswith(of_layer) else n): t.contiguous() for n, t in tensors.items()}
+    named = {n if n.startswith("lm_head.") else wrapper + n: t for n, t in named.items()}
     save_file(named, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
 
 
 BY_METHOD = {"eagle": eagle1, "eagle3": eagle, "peagle": partial(eagle, masks=True), "dflash": dflash, "medusa": medusa}
 """Who writes a method's head as its authors publish it."""
+
+eagle31 = partial(eagle, fc_norm=True, norm_output=True)
+
+BY_KIND = {**{method: (method, write) for method, write in BY_METHOD.items()}, "eagle31": ("eagle3", eagle31)}
+"""The method of each kind, and who writes it."""

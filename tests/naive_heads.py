@@ -59,7 +59,7 @@ def first_layer(setup, states, ids):
     t, speculators = setup.tensors, setup.kind.endswith("speculators")
     e = rms(setup.model.get_input_embeddings().weight[ids], t["input_layernorm.weight"])
     h = rms(states, t["hidden_norm.weight"])
-    residual = h if setup.kind == "speculators" else states
+    residual = h if setup.head.get("norm_before_residual") else states
     return layer(t, residual, torch.cat((e, h), -1), 5000.0 if speculators else 10000.0)
 
 
@@ -73,18 +73,27 @@ def chosen(setup, hidden):
 
 def eagle3(setup, hidden, tokens, count):
     t, drafts = setup.tensors, []
-    states = torch.cat([hidden[i] for i in (1, 2, 4)], -1) @ t["fc.weight"].T
+    states = fused(setup, [hidden[i] for i in (1, 2, 4)])
     for _ in range(count):
-        x = first_layer(setup, states, [*tokens[1:], *drafts])
-        drafts += chosen(setup, rms(x[-1:], t["norm.weight"]))
-        states = torch.cat((states, x[-1:]))
+        x = first_layer(setup, states, [*tokens[1:], *drafts])[-1:]
+        normed = rms(x, t["norm.weight"])
+        drafts += chosen(setup, normed)
+        states = torch.cat((states, normed if setup.head.get("norm_output") else x))
     return drafts
+
+
+def fused(setup, states):
+    """What `fc` makes of several layers' states, each of which has a norm of its own with `fc_norm`."""
+    t = setup.tensors
+    if setup.head.get("fc_norm"):
+        states = [rms(h, t[f"fc_norm.{i}.weight"]) for i, h in enumerate(states)]
+    return torch.cat(states, -1) @ t["fc.weight"].T
 
 
 def peagle(setup, hidden, tokens, count):
     t = setup.tensors
-    states = torch.cat([hidden[i] for i in (1, 2, 4)], -1)
-    states = torch.cat((states, t["mask_hidden"].view(1, -1).expand(count - 1, -1))) @ t["fc.weight"].T
+    masks = t["mask_hidden"].view(1, 3, -1).expand(count - 1, 3, -1).unbind(1)
+    states = fused(setup, [torch.cat((hidden[i], mask)) for i, mask in zip((1, 2, 4), masks, strict=True)])
     x = first_layer(setup, states, [*tokens[1:], *[draft_heads.MASK] * (count - 1)])
     inputs = rms(x, t["layers.1.input_layernorm.weight"])
     x = layer(t, x, inputs, 5000.0 if setup.kind.endswith("speculators") else 10000.0, below="layers.1.")

@@ -28,6 +28,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.draft_heads import build_head
 from slipstream.spec.description import read_spec
+from slipstream.spec.draft_heads import read_head
 from tests import tiny_models
 from tests.engine.test_speculation import SIZES
 from tests.model.harness import load
@@ -43,19 +44,21 @@ def path(tmp_path_factory):
 
 
 @torch.no_grad()
-def test_training_sees_what_drafting_will(path):
+@pytest.mark.parametrize("norms", [{}, {"fc_norm": True}, {"norm_output": True}, {"fc_norm": True, "norm_output": True}])
+def test_training_sees_what_drafting_will(path, norms):
     """Step s at place p is the draft that a chain makes at p, from the model's states up to p and its own behind."""
     model = load(path)
-    head = eagle_for(model.spec, DRAFT_VOCAB)
+    head = eagle_for(model.spec, DRAFT_VOCAB, **norms)
     parameters = {n: torch.randn(s) * 0.2 for n, s in head.shapes.items()}
     embed, length, steps = torch.randn(tiny_models.VOCAB, 32), 9, 4
     tokens, aux = torch.randint(0, tiny_models.VOCAB, (2, length)), torch.randn(2, length, 32 * len(head.aux_layers))
     found = EagleNet(head, {n: p.clone() for n, p in parameters.items()}, embed, max_len=32)(tokens, aux, steps)
     model.decoder.embed = embed
     chain = build_head(head, {n: p.clone() for n, p in parameters.items()}, model.decoder, max_model_len=32)
-    states = sum(
-        F.linear(part, w.weight) for part, w in zip(aux.split(32, -1), chain.tap.products.values(), strict=True)
-    )
+    states = None
+    for layer, part in zip(head.aux_layers, aux.flatten(0, 1).split(32, -1), strict=True):
+        states = chain.tap.add(model.decoder.ops, states, layer, part, None)
+    states = states.unflatten(0, (2, length))
     for row in range(2):
         for place in range(length - 1):
             kv = [LayerKV(*(torch.zeros(2, 2, 32, 8) for _ in range(2)))]
@@ -102,6 +105,10 @@ def test_it_begins_with_the_model(path):
     assert {n: tuple(v.shape) for n, v in start.items()} == head.shapes
     assert torch.equal(start["head.weight"], rows)
     assert torch.equal(start["layers.0.mlp.down.weight"], values["layers.5.mlp.down.weight"])
+    normed = eagle_for(model.spec, DRAFT_VOCAB, fc_norm=True)
+    start = eagle_start(normed, model.spec, values | {"final_norm.weight": torch.full((32,), 2.0)}, rows, 0)
+    assert {n: tuple(v.shape) for n, v in start.items()} == normed.shapes
+    assert [float(start[f"{name}.weight"].mean()) for name in normed.aux_norms.values()] == [1, 2]
     medusa = medusa_for(model.spec, 2)
     net, states = MedusaNet(medusa, medusa_start(medusa), rows), torch.randn(1, 4, 32)
     for place, hidden in enumerate(net(torch.zeros(1, 4, dtype=torch.int64), states, 2)):
@@ -130,12 +137,16 @@ def test_settings():
         parse([{"draft_head": {"kind": "eagle2"}}])
     with pytest.raises(ConfigError, match="stands alone"):
         parse([{"draft_head": {"kind": "eagle3"}}, "quantize"])
+    with pytest.raises(ConfigError, match="norm_output=True must be false: Medusa has no such norm"):
+        parse([{"draft_head": {"kind": "medusa", "norm_output": True}}])
     with pytest.raises(ConfigError, match="num_places"):
         parse([{"draft_head": {"kind": "eagle3", "num_places": 0}}])
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_a_head_from_the_command(path, tmp_path, capsys, kind):
+@pytest.mark.parametrize(
+    ("kind", "norms"), [("eagle3", {}), ("eagle3", {"fc_norm": True, "norm_output": True}), ("medusa", {})]
+)
+def test_a_head_from_the_command(path, tmp_path, capsys, kind, norms):
     """What is trained learns, its folder drafts, and the receipt says how well."""
     text = tmp_path / "text.jsonl"
     turns = [
@@ -149,6 +160,7 @@ def test_a_head_from_the_command(path, tmp_path, capsys, kind):
         "learning_rate": 0.01,
         "num_places": 2,
         "draft_vocab_size": 64,
+        **norms,
     }
     more = {"text": str(text), "num_questions_held_out": 3, "warmup_steps": 0, "minutes": 5}
     recipe = tmp_path / "recipe.yaml"
@@ -164,6 +176,9 @@ def test_a_head_from_the_command(path, tmp_path, capsys, kind):
     assert found["num_prompts"] == sum(x["num_prompts"] for x in found["by_text"].values()) == 3
     assert found["accepted_length"] == pytest.approx(1 + sum(found["by_position"]), abs=2e-3)
     assert not list(tmp_path.glob(".head*"))
+    if kind == "eagle3":
+        head = read_head("eagle3", out, read_spec(path)).spec
+        assert (head.fc_norm, head.norm_output) == (bool(norms), bool(norms))
     prompts, sampling = (
         [{"prompt_token_ids": [5, 6, 7, 8]}],
         SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),

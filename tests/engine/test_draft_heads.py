@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -15,11 +16,15 @@ from slipstream.spec.description import read_spec
 from slipstream.spec.draft_heads import read_head
 from tests import draft_heads, tiny_models
 from tests.engine.test_speculation import PROMPTS, SETTINGS, SIZES, answers
-from tests.naive_heads import naive_drafts
+from tests.naive_heads import fused, naive_drafts
 
 K = 3
 HEADS = {  # the method, and how a head is written
-    **{method: (method, write) for method, write in draft_heads.BY_METHOD.items()},
+    **draft_heads.BY_KIND,
+    "fc-norm": ("eagle3", lambda path: draft_heads.eagle(path, fc_norm=True)),
+    "norm-output": ("eagle3", lambda path: draft_heads.eagle(path, norm_output=True, wrapped=True)),
+    "eagle31-speculators": ("eagle3", lambda path: draft_heads.eagle31(path, speculators=True)),
+    "peagle-fc-norm": ("peagle", lambda path: draft_heads.eagle31(path, masks=True)),
     "speculators": ("eagle3", lambda path: draft_heads.eagle(path, speculators=True)),
     "eagle-speculators": ("eagle", lambda path: draft_heads.eagle1(path, speculators=True, bias=False)),
     "peagle-speculators": ("peagle", lambda path: draft_heads.eagle(path, masks=True, speculators=True)),
@@ -40,6 +45,7 @@ class Setup:
         method, write = HEADS[kind]
         self.config = {"method": method, "num_speculative_tokens": K}
         self.tensors = write(folder / ("model" if kind == "mtp" else "head"))
+        self.head = json.loads((folder / "head" / "config.json").read_text()) if kind != "mtp" else {}
         if kind != "mtp":
             self.config |= {"model": str(folder / "head"), "quantization": "none"}
 
@@ -47,7 +53,7 @@ class Setup:
         return LLM(self.path, speculative_config=None if plain else config or self.config, **{**SIZES, **more})
 
 
-@pytest.fixture(scope="module", params=["eagle", "eagle3", "peagle", "dflash", "medusa", "mtp"])
+@pytest.fixture(scope="module", params=["eagle", "eagle3", "eagle31", "peagle", "dflash", "medusa", "mtp"])
 def setup(request, tmp_path_factory):
     return Setup(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -99,6 +105,37 @@ def test_drafts_are_those_of_the_published_maths(any_setup, kernels):
         output = any_setup.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
         hidden = [h[0] for h in output.hidden_states]  # the last one is normed
         assert drafts == naive_drafts(any_setup, hidden, tokens, len(drafts))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kernels", "quantization", "error"), [("cpu", "none", 1e-5), ("cpu", "int8", 0.03), ("torch", "none", 1e-5)]
+)
+@pytest.mark.parametrize("kind", ["eagle3", "fc-norm", "eagle31-speculators"])
+def test_states_are_those_of_the_published_maths(tmp_path, kind, kernels, quantization, error):
+    """What steps leave of the states between layers, of prompts in chunks and of decodes."""
+    setup, compared = Setup(tmp_path, kind), 0
+    config = setup.config | {"quantization": quantization}
+    with setup.llm(kernels=kernels, config=config, max_num_batched_tokens=24) as llm:
+        draft = llm.core.executor.runner.draft
+        propose = draft.propose
+
+        def noted(plan, rows):
+            nonlocal compared
+            for s in (s for s in plan.scheduled if s.drafts):
+                row, places = rows.rows[s.request_id].index, np.arange(s.num_computed_tokens)
+                table, tokens = np.asarray(rows.block_tables[0][row]), torch.as_tensor(rows.tokens[row])
+                size = draft.block_size
+                states = draft.states.read_array(table[places // size].astype(np.int64) * size + places % size)
+                output = setup.model(tokens[None, : len(places)].long(), output_hidden_states=True)
+                expected = fused(setup, [output.hidden_states[i][0] for i in (1, 2, 4)])
+                assert (torch.from_numpy(states) - expected).norm() < error * expected.norm()
+                compared += len(places)
+            return propose(plan, rows)
+
+        draft.propose = noted
+        llm.generate(PROMPTS[:3], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert compared > 200
 
 
 def test_chains_of_several_lengths_are_those_op_by_op(any_setup):
@@ -246,7 +283,13 @@ def refused(path, head, match, method="eagle3", **more):
         ({"draft_vocab_size": 100}, "lm_head.weight' has shape"),
         ({"intermediate_size": 40}, r"down_proj.weight' has shape \[32, 48\], and the config asks for \[32, 40\]"),
         ({"parallel_drafting": True}, "P-EAGLE.*take method 'peagle'"),
-        ({"fc_norm": True}, "fc_norm = True"),
+        ({"norm_before_fc": True}, "norm_before_fc = True"),
+        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc = True"),
+        ({"fc_norm": 1}, "fc_norm = 1"),
+        ({"norm_output": "yes"}, "norm_output = 'yes'"),
+        ({"fc_norm": True, "num_fc_norms": 2}, "lacks fc_norm.2.weight"),
+        ({"fc_norm": True, "num_fc_norms": 4}, "tensor 'fc_norm.3.weight' that the draft head has no place for"),
+        ({"num_aux_hidden_states": 4}, "num_aux_hidden_states = 4"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, "eagle_aux_hidden_state_layer_ids"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"fc.weight' has shape \[32, 96\]"),
         ({"drop": "midlayer"}, None),
@@ -311,8 +354,7 @@ def test_heads_of_other_layouts_are_refused(tmp_path, write, changes, message):
 def test_a_head_of_another_kind_is_named(tmp_path, kind):
     """By its config and the names of its tensors."""
     tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
-    _, write = HEADS[kind]
-    write(tmp_path / "head")
+    draft_heads.BY_METHOD[kind](tmp_path / "head")
     other = "medusa" if kind == "eagle3" else "eagle3"
     refused(str(tmp_path / "model"), tmp_path / "head", f"a head of .*take method '{kind}'", other)
 

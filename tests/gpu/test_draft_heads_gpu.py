@@ -5,12 +5,17 @@ Run: pytest -m gpu tests/gpu/test_draft_heads_gpu.py.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from slipstream import LLM, SamplingParams
 from tests import draft_heads, tiny_models
 from tests.gpu.test_speculation_gpu import PROMPTS, SETTINGS, SIZES
+from tests.naive_heads import fused
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,14 +26,15 @@ SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 def build(folder, kind):
     """(the model's path, a speculative_config)"""
-    model, head, config = folder / "model", folder / "head", {"method": kind, "num_speculative_tokens": 3}
+    method, write = draft_heads.BY_KIND.get(kind, (kind, None))
+    model, head, config = folder / "model", folder / "head", {"method": method, "num_speculative_tokens": 3}
     if kind == "mtp":
         dense = tiny_models.FAMILIES["glm4_moe"]["num_hidden_layers"]  # `deterministic` covers no experts
         tiny_models.build(model, "glm4_moe", hidden_size=256, head_dim=64, first_k_dense_replace=dense)
         draft_heads.mtp(model)
         return str(model), config
     tiny_models.build(model, "llama", num_hidden_layers=6, initializer_range=0.1, **SHAPE)
-    draft_heads.BY_METHOD[kind](head, sizes=SHAPE)
+    write(head, sizes=SHAPE)
     return str(model), {**config, "model": str(head)}
 
 
@@ -37,7 +43,7 @@ def answers(llm):
 
 
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("kind", [*draft_heads.BY_METHOD, "mtp"])
+@pytest.mark.parametrize("kind", [*draft_heads.BY_KIND, "mtp"])
 def test_answers_are_the_same(tmp_path, kind, eager):
     path, config = build(tmp_path, kind)
     sizes = {**SIZES, "deterministic": True, "enforce_eager": eager}
@@ -51,7 +57,37 @@ def test_answers_are_the_same(tmp_path, kind, eager):
         assert more.get("num_speculative_tokens") == "auto" or stats.spec_draft_tokens > 0
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize(("quantization", "error"), [("none", 0.03), ("fp8", 0.08)])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle31"])
+def test_states_are_those_of_the_published_maths(tmp_path, kind, quantization, error):
+    """Those of prompts, of the model in float32 on the CPU. In bfloat16 the model's own are off by a percent."""
+    path, config = build(tmp_path, kind)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    head = SimpleNamespace(tensors=load_file(tmp_path / "head" / "model.safetensors"), head={"fc_norm": kind == "eagle31"})
+    seen = dict[str, float]()
+    with LLM(path, speculative_config={**config, "quantization": quantization}, **SIZES) as llm:
+        draft = llm.core.executor.runner.draft
+        propose = draft.propose
+
+        @torch.no_grad()
+        def noted(plan, rows):
+            for s in (s for s in plan.scheduled if s.drafts and s.request_id not in seen):
+                row, places = rows.rows[s.request_id].index, torch.arange(s.num_computed_tokens)
+                table, size = rows.block_tables[0][row].cpu().long(), draft.block_size
+                states = draft.states.kept.cpu().float()[table[places // size] * size + places % size]
+                tokens = rows.tokens[row, : len(places)].cpu().long()
+                hidden = model(tokens[None], output_hidden_states=True).hidden_states
+                expected = fused(head, [hidden[i][0] for i in (1, 2, 4)])
+                seen[s.request_id] = float((states - expected).norm() / expected.norm())
+            return propose(plan, rows)
+
+        draft.propose = noted
+        llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert len(seen) == len(PROMPTS)
+    assert max(seen.values()) < error, seen
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle31", "mtp"])
 def test_chains_run_from_graphs(tmp_path, kind):
     """And give the drafts that the head makes op by op."""
     path, config = build(tmp_path, kind)

@@ -15,11 +15,14 @@ from tests import draft_heads, tiny_models
 from tests.engine.test_speculation import PROMPTS, SIZES
 
 
-@pytest.mark.parametrize(("method", "num_drafts"), [("eagle3", 1), ("eagle3", 3), ("eagle", 3)])
-def test_a_chain_is_what_the_head_does_step_by_step(tmp_path, method, num_drafts):
+@pytest.mark.parametrize(
+    ("method", "num_drafts", "changes"),
+    [("eagle3", 1, {}), ("eagle3", 3, {}), ("eagle3", 3, {"fc_norm": True, "norm_output": True}), ("eagle", 3, {})],
+)
+def test_a_chain_is_what_the_head_does_step_by_step(tmp_path, method, num_drafts, changes):
     """For several requests, behind runs of any length, beside padding, and where one wants fewer drafts."""
     tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
-    draft_heads.BY_METHOD[method](tmp_path / "head")
+    draft_heads.BY_METHOD[method](tmp_path / "head", **changes)
     config = {"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": num_drafts}
     with LLM(str(tmp_path / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
         runner = llm.core.executor.runner

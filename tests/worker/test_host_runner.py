@@ -104,10 +104,11 @@ def test_every_sampling(tmp_path, monkeypatch, settings):
 
 
 @pytest.mark.parametrize("block_size", [16, 4])
-@pytest.mark.parametrize("method", [*draft_heads.BY_METHOD, "mtp", "draft"])
-def test_drafts_are_torchs(tmp_path, monkeypatch, method, block_size):
+@pytest.mark.parametrize("kind", [*draft_heads.BY_KIND, "mtp", "draft"])
+def test_drafts_are_torchs(tmp_path, monkeypatch, kind, block_size):
     """The same tokens, as many drafts, and as many of them right."""
     model, folder = tmp_path / "model", tmp_path / "drafts"
+    method, write = draft_heads.BY_KIND.get(kind, (kind, None))
     tiny_models.build(model, **({"family": "deepseek_v3"} if method == "mtp" else {"num_hidden_layers": 6}))
     speculation = {"method": method, "num_speculative_tokens": 3, "model": str(folder), "quantization": "none"}
     if method == "mtp":
@@ -117,7 +118,7 @@ def test_drafts_are_torchs(tmp_path, monkeypatch, method, block_size):
         tiny_models.build(folder, seed=1, num_hidden_layers=1)
         del speculation["quantization"]
     else:
-        draft_heads.BY_METHOD[method](folder)
+        write(folder)
     settings = {"speculative_config": speculation, "max_num_batched_tokens": 16, "block_size": block_size}
     counts = []
     for runner in ("ours", "torchs"):
@@ -437,10 +438,12 @@ def test_a_draft_model_needs_no_torch(tmp_path):
     assert json.loads(answer)["text"] is not None
 
 
-def test_a_draft_head_needs_no_torch(tmp_path):
+@pytest.mark.parametrize("kind", ["eagle3", "eagle31"])
+def test_a_draft_head_needs_no_torch(tmp_path, kind):
     tiny_models.build_with_tokenizer(tmp_path / "model", num_hidden_layers=6)
-    draft_heads.eagle(tmp_path / "head")
-    given = json.dumps({"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 2})
+    method, write = draft_heads.BY_KIND[kind]
+    write(tmp_path / "head")
+    given = json.dumps({"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": 2})
     more = ["--speculative-config", given, "--max-tokens", "4", "--json", "--device", "cpu"]
     answer = python(WITHOUT_TORCH, "run", str(tmp_path / "model"), "hello", *more)
     assert json.loads(answer)["text"] is not None

@@ -161,7 +161,8 @@ class HeadTraining:
         self.rows = rows[self.tokens.to(rows.device)].detach().to(device)
         self.net: EagleNet | MedusaNet
         if settings.kind == "eagle3":
-            head = eagle_for(spec, len(self.tokens))
+            norms = {"fc_norm": settings.fc_norm, "norm_output": settings.norm_output}
+            head = eagle_for(spec, len(self.tokens), **norms)
             start = eagle_start(head, spec, dense, self.rows, settings.seed)
             self.spec: LayeredSpec | MedusaSpec = head
             self.net = EagleNet(
@@ -333,6 +334,8 @@ def eagle_config(head: LayeredSpec, max_position: int) -> dict[str, Any]:
         "vocab_size": head.vocab_size,
         "draft_vocab_size": head.draft_vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(head.aux_layers or ()),
+        "fc_norm": head.fc_norm,
+        "norm_output": head.norm_output,
         "tie_word_embeddings": False,
     }
 

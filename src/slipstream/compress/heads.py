@@ -47,6 +47,9 @@ class EagleNet(nn.Module):
     def forward(self, token_ids: Tensor, aux: Tensor, num_steps: int) -> list[Tensor]:
         """token_ids [B, L], the model's states before `aux_layers` side by side [B, L, 3E] → for each step s the hidden states
         [B, L, E] whose product with the head predicts, at place p, token p + s + 2."""
+        if norms := self.spec.aux_norms:
+            parts = zip(aux.chunk(len(norms), -1), norms.values(), strict=True)
+            aux = torch.cat([self.norm(part, name) for part, name in parts], -1)
         states, found = F.linear(aux, self.of("fc.weight")), list[Tensor]()
         first: tuple[Tensor, Tensor] | None = None
         own: list[tuple[Tensor, Tensor]] = []
@@ -82,7 +85,8 @@ class EagleNet(nn.Module):
         x = residual + F.linear(mixed.transpose(1, 2).flatten(2), self.of("layers.0.attention.out.weight"))
         gate, up = F.linear(self.norm(x, "layers.0.pre_mlp"), self.of("layers.0.mlp.up.weight")).chunk(2, -1)
         x = x + F.linear(F.silu(gate) * up, self.of("layers.0.mlp.down.weight"))
-        return self.norm(x, "final_norm"), x, (k, v)
+        hidden = self.norm(x, "final_norm")
+        return hidden, hidden if self.spec.norm_output else x, (k, v)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x.float(), x.shape[-1:], self.of(f"{name}.weight").float(), self.spec.norm.eps)
@@ -174,7 +178,9 @@ def losses(
 # --- Where training begins ------------------------------------------------------------------------------------------------
 
 
-def eagle_for(spec: ModelSpec, draft_vocab_size: int) -> LayeredSpec:
+def eagle_for(
+    spec: ModelSpec, draft_vocab_size: int, *, fc_norm: bool = False, norm_output: bool = False
+) -> LayeredSpec:
     """A head with a layer like the model's last, if that is of the usual kind; else of the usual proportions."""
     last = spec.layers[-1]
     a, m, e = last.attention, last.mlp, spec.hidden_size
@@ -200,14 +206,17 @@ def eagle_for(spec: ModelSpec, draft_vocab_size: int) -> LayeredSpec:
         norm=norm,
         join="attention",
         aux_layers=aux,
+        fc_norm=fc_norm,
+        norm_output=norm_output,
     )
 
 
 def eagle_start(
     head: LayeredSpec, spec: ModelSpec, model: Mapping[str, Tensor], rows: Tensor, seed: int
 ) -> dict[str, Tensor]:
-    """Parameters to begin with: the highest state passes `fc` as it is, the layer is the model's last where it has its shapes,
-    and the output head the model's `rows` of the head's tokens. What reads embeddings is random and small."""
+    """Parameters to begin with: the highest state passes `fc` as it is (a norm in front of it is the model's last one), the
+    layer is the model's last where it has its shapes, and the output head the model's `rows` of the head's tokens. What reads
+    embeddings is random and small."""
     g = torch.Generator().manual_seed(seed)
     e, last = head.hidden_size, f"layers.{spec.num_layers - 1}."
     values = {n: torch.ones(s) if len(s) == 1 else torch.randn(s, generator=g) * 0.02 for n, s in head.shapes.items()}
@@ -225,6 +234,7 @@ def eagle_start(
         ("hidden_norm", f"{last}pre_attention"),
         ("layers.0.pre_mlp", f"{last}pre_mlp"),
         ("final_norm", "final_norm"),
+        *((name, "final_norm") for name in list(head.aux_norms.values())[-1:]),
     ):
         own, norm = model.get(f"{theirs}.weight"), spec.final_norm
         if own is not None and norm is not None and norm.kind == "rms":

@@ -201,7 +201,7 @@ class DraftHead:
     tokens in a row. It knows the `draft_vocab_size` most frequent tokens of the answers (None: a quarter of the model's, up to
     32,000). Training ends after `num_steps` steps of `batch_tokens` tokens, or with the time: `minutes` for answers and
     training (None: 50 on a CPU, 9 on a GPU). `state_weight` is that of the distance to the states that the model makes its
-    logits of. The receipt is of `num_questions_held_out` questions."""
+    logits of. `fc_norm` and `norm_output` are EAGLE-3.1's norms. The receipt is of `num_questions_held_out` questions."""
 
     kind: Literal["eagle3", "medusa"]
     text: str = "sharegpt"
@@ -217,6 +217,8 @@ class DraftHead:
     warmup_steps: int = 20
     weight_decay: float = 0.01
     state_weight: float = 0.0
+    fc_norm: bool = False
+    norm_output: bool = False
     minutes: float | None = None
     num_questions_held_out: int = 48
     seed: int = 0
@@ -236,6 +238,8 @@ class DraftHead:
         require_inside(self, "learning_rate")
         require(self, lambda value: value is None or value >= 1, "at least 1", "draft_vocab_size")
         require(self, lambda value: value is None or value > 0, "above 0", "minutes")
+        if self.kind == "medusa":
+            require(self, lambda value: not value, "false: Medusa has no such norm", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from slipstream.kernels.weights import Linear
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Attention, Layer, Tap, build_layer, build_linear, build_norm, whole
 from slipstream.model.step_program import CompiledOps, Floats, compiled
-from slipstream.spec.draft_heads import HeadDescription, HeadSpec, LayeredSpec, MedusaSpec
+from slipstream.spec.draft_heads import WRAPPED, HeadDescription, HeadSpec, LayeredSpec, MedusaSpec
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import Scheme
 
@@ -62,7 +62,8 @@ class HeadLayers:
             pending, residual = layer(ops, h, residual, cache, meta)
             h = whole(ops, pending)
         if "final_norm" in self.norms:
-            return ops.norm(h, self.norms["final_norm"], residual=residual)
+            hidden, total = ops.norm(h, self.norms["final_norm"], residual=residual)
+            return hidden, hidden if self.spec.norm_output else total
         total = h if residual is None else h + residual
         return total, total
 
@@ -153,7 +154,7 @@ class LayeredHead:
         ops, state = recorder()
         hidden, following = self._body(ops, ops.embed(TOKENS, self._embed, self._scale), state, kv, meta)
         given = None if spec.join == "context" else state
-        if "final_norm" not in spec.norms:  # hidden states and those for the next pair are one sum, which is copied out
+        if following is hidden:  # the output head and the next pair read the same, which is copied out
             self.program = compiled(pool, 1, tuple(ops.ops), given, None, (following,))
         else:
             self.program = compiled(pool, 1, tuple(ops.ops), given, hidden, () if spec.join == "context" else (following,))
@@ -322,8 +323,10 @@ def build_head(
     if spec.aux_layers is not None:
         fc = values.pop("fc.weight")
         parts = zip(spec.aux_layers, _columns(fc, len(spec.aux_layers)), strict=True)
-        tap = Tap({i: ops.quantize_weight(w, None, scheme) for i, w in parts})
-        mask_state = _product_of(fc, values.pop("mask.weight")[0]) if spec.has_mask_state else None
+        aux_norms = {i: build_norm(spec.norm, name, values) for i, name in spec.aux_norms.items()}
+        tap = Tap({i: ops.quantize_weight(w, None, scheme) for i, w in parts}, aux_norms)
+        if spec.has_mask_state:
+            mask_state = _state_of(values.pop("mask.weight")[0], fc, list(aux_norms.values()))
     halves: list[Linear] = []
     if spec.join == "product":
         both, bias = _columns(values.pop("join.weight"), 2), values.pop("join.bias", None)
@@ -351,7 +354,8 @@ def head_tensors(
 ) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
     """Of a head's file the tensors (name, shape, read) that have a place; those of `MAPS` are put into `maps`."""
     for name, shape, read in stored:
-        name = name.removeprefix("medusa_heads.")
+        if description.method != "mtp":  # whose names are the model's
+            name = name.removeprefix("medusa_heads.").removeprefix(WRAPPED)
         if name in MAPS and description.has_map:
             maps[name] = read()
         elif name == "mask_hidden":  # [1, 1, E] or [1, E]
@@ -368,11 +372,22 @@ def _two_dims(read: Callable[[], Any]) -> Callable[[], Any]:
     return flat
 
 
-def _product_of(weight: Any, x: Any) -> Any:
-    """float32 [out], of a weight [out, in] and a row [in], both tensors or arrays."""
-    if isinstance(weight, np.ndarray):
-        return weight.astype(np.float32) @ x.astype(np.float32)
-    return weight.float() @ x.float()
+def _state_of(row: Any, fc: Any, norms: Sequence[NormParams]) -> Any:
+    """float32 [E]: what `fc` [E, n · E] makes of a row [n · E], whose parts go through `norms`, if there are any. Tensors or
+    arrays."""
+    total = 0.0
+    parts = _columns(row[None], len(norms) or 1)
+    for i, weight in enumerate(_columns(fc, len(parts))):
+        x = _wide(parts[i][0])
+        if norms:
+            x = x * (x @ x / len(x) + norms[i].eps) ** -0.5 * _wide(norms[i].weight)
+        total = total + _wide(weight) @ x
+    return total
+
+
+def _wide(x: Any) -> Any:
+    """float32, of a tensor or an array"""
+    return x.astype(np.float32) if isinstance(x, np.ndarray) else x.float()
 
 
 def _columns(weight: Any, count: int) -> list[Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
@@ -320,16 +320,19 @@ def run_layers(
 @dataclass(frozen=True, slots=True)
 class Tap:
     """The states that a draft head reads between layers: the sum of `products[i]` of the states before layer i. That equals one
-    product of these states side by side."""
+    product of these states side by side. `norms[i]`: that of the states before layer i, if they have one."""
 
     products: Mapping[int, Linear]
+    norms: Mapping[int, NormParams] = field(default_factory=dict)
 
     def add(self, ops: OpSet, taken: Tensor | None, layer: int, pending: Pending, residual: Tensor | None) -> Tensor | None:
         """`taken`, plus this layer's product."""
         if layer not in self.products:
             return taken
         assert not isinstance(pending, Part)  # no draft head runs on several ranks
-        part = ops.linear(_sum(ops, pending, residual), self.products[layer])
+        state, w = _sum(ops, pending, residual), self.products[layer]
+        rows = ops.norm(state, self.norms[layer], inputs=w.inputs)[0] if layer in self.norms else state
+        part = ops.linear(rows, w)
         return part if taken is None else taken + part
 
 

@@ -2,6 +2,7 @@
 
     EAGLE-1, 2   one layer over what `fc` makes of a token's embedding and the last state before it (Li et al. 2024)
     EAGLE-3      one layer over the embedding of a token and what `fc` makes of three layers' states (Li et al. 2025)
+    EAGLE-3.1    the same with a norm for each of these states, and the next pair reads a normed state (arXiv:2605.09992)
     P-EAGLE      the same with some layers and a mask for each further place, in one pass (arXiv:2602.01469)
     DFlash       layers over a block of masks, which see each other and the states before it (arXiv:2602.06036)
     MTP          the layer that a checkpoint has behind its last one (DeepSeek-V3, arXiv:2412.19437, section 2.2)
@@ -52,9 +53,11 @@ class LayeredSpec:
        (DFlash).
 
     `aux_layers`: the states before these layers of the model (0: the embeddings) go through `fc`, side by side; None: the head
-    reads the final hidden states. `norms`: those that it has of `embed_norm`, `hidden_norm` (the state's) and `final_norm`.
-    With `mask_token` it guesses a block in one pass; that token stands for each one that is not known. The head's tokens are
-    `draft_vocab_size` of the model's. What it has no own one of, embeddings and output head, is the model's.
+    reads the final hidden states. With `fc_norm` each of them has a norm of its own before `fc`. `norms`: those that the head
+    has of `embed_norm`, `hidden_norm` (the state's) and `final_norm`. With `norm_output` the next pair reads what the output
+    head reads, behind `final_norm`. With `mask_token` the head guesses a block in one pass; that token stands for each one that
+    is not known. The head's tokens are `draft_vocab_size` of the model's. What it has no own one of, embeddings and output
+    head, is the model's.
     """
 
     hidden_size: int
@@ -65,6 +68,8 @@ class LayeredSpec:
     join: Literal["attention", "product", "context"]
     norms: tuple[str, ...] = ("embed_norm", "hidden_norm", "final_norm")
     aux_layers: tuple[int, ...] | None = None
+    fc_norm: bool = False
+    norm_output: bool = False
     join_bias: bool = False
     norm_before_residual: bool = False
     own_embedding: bool = False
@@ -79,6 +84,11 @@ class LayeredSpec:
         return self.mask_token is not None and self.join == "attention"
 
     @property
+    def aux_norms(self) -> dict[int, str]:
+        """By layer of `aux_layers`: the name of its norm before `fc`."""
+        return {layer: f"fc_norm.{i}" for i, layer in enumerate(self.aux_layers or ())} if self.fc_norm else {}
+
+    @property
     def shapes(self) -> dict[str, Shape]:
         e = self.hidden_size
         found: dict[str, Shape] = {"embed.weight": (self.vocab_size, e)} if self.own_embedding else {}
@@ -87,7 +97,7 @@ class LayeredSpec:
             found["fc.weight"] = (e, width)
         if self.has_mask_state:
             found["mask.weight"] = (1, width)
-        for name in self.norms:
+        for name in (*self.aux_norms.values(), *self.norms):
             found |= self.norm.shapes(name)
         if self.join == "product":
             found |= linear_shapes("join", e, 2 * e, self.join_bias)
@@ -102,6 +112,7 @@ class LayeredSpec:
         """The names of EAGLE's and DFlash's files. `first`: what stands before those of the first layer; `joined`: the product
         of embedding and state."""
         shapes, top = self.shapes, {"fc": "fc", "norm": "final_norm", "embed_tokens": "embed", "lm_head": "head"}
+        top |= {norm: norm for norm in self.aux_norms.values()}
         top = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in top.items()} | {"mask_hidden": "mask.weight"}
         if self.join == "product":
             top |= {f"{joined}.{kind}": f"join.{kind}" for kind in ("weight", "bias")}
@@ -194,6 +205,9 @@ class HeadDescription:
     has_map: bool = False
 
 
+WRAPPED = "model."
+"""What some writers put before the names of all tensors but the output head's."""
+
 KINDS: dict[HeadMethod, str] = {
     "eagle": "EAGLE-1 or 2, which reads the last layer's state alone",
     "eagle3": "EAGLE-3",
@@ -219,7 +233,8 @@ def read_head(method: HeadMethod, path: Path, target: ModelDescription) -> HeadD
         return _read_mtp(target)
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path} holds no config.json of a draft head", field="model")
-    config, names = read_json(path / "config.json"), tensor_names(path)
+    config = read_json(path / "config.json")
+    names = frozenset(name.removeprefix(WRAPPED) for name in tensor_names(path))
     found = _kind_of(config, names)
     if found not in (None, method):
         raise UnsupportedModelError(f"{path} is a head of {KINDS[found]}: take method {found!r}", field="method")
@@ -379,10 +394,10 @@ def _read_eagle3(
         c.require("vocab_size", target.vocab_size)
         c.require("num_nextn_predict_layers", 0)
     before_residual = c.take("norm_before_residual", bool, is_speculators and method == "eagle3")
-    for key in ("norm_before_fc", "fc_norm", "norm_output"):
-        c.require(key, False)
+    c.require("norm_before_fc", False)
     draft_vocab_size = c.size("draft_vocab_size", target.vocab_size)
     aux = _aux_layers(c, target.num_layers)
+    c.require("num_aux_hidden_states", len(aux))
     mask = _mask_token(c, target, "mask_token_id", "ptd_token_id", "pard_token") if method == "peagle" else None
     c.ignore("parallel_drafting")  # P-EAGLE's, which its tensors show as well
     read.require("model_type", "llama", "llama3", "LlamaForCausalLMEagle3")
@@ -400,6 +415,8 @@ def _read_eagle3(
         norm=norm,
         join="attention",
         aux_layers=aux,
+        fc_norm=c.take("fc_norm", bool, False),
+        norm_output=c.take("norm_output", bool, False),
         norm_before_residual=before_residual,
         mask_token=mask,
     )
