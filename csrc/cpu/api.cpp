@@ -58,6 +58,7 @@ const Kernels* kernels_amx() {
 }
 bool amx_right() { return tiles_agree(*tiles_amx(), *kernels_avx512bf16()); }
 #endif
+#if defined(SLIPSTREAM_AVX512)
 bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
@@ -65,6 +66,7 @@ bool has_avx512() {
 bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 bool has_vbmi2() { return has_vnni() && __builtin_cpu_supports("avx512vbmi2"); }
 bool has_bf16() { return has_vbmi2() && __builtin_cpu_supports("avx512bf16"); }
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 bool has_neon() { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
 bool has_i8mm() { return has_neon() && (getauxval(AT_HWCAP2) & HWCAP2_I8MM) && (getauxval(AT_HWCAP2) & HWCAP2_BF16); }
@@ -73,8 +75,11 @@ bool has_i8mm() { return has_neon() && (getauxval(AT_HWCAP2) & HWCAP2_I8MM) && (
 const Set sets[] = {
     {kernels_portable_amx, always, portable_amx_right}, {kernels_portable, always},
 #if defined(__x86_64__)
-    {kernels_avx2, has_avx2},       {kernels_avxvnni, has_avxvnni}, {kernels_avx512, has_avx512},
-    {kernels_avx512vnni, has_vnni}, {kernels_avx512vbmi2, has_vbmi2}, {kernels_avx512bf16, has_bf16},
+    {kernels_avx2, has_avx2},       {kernels_avxvnni, has_avxvnni},
+#if defined(SLIPSTREAM_AVX512)
+    {kernels_avx512, has_avx512},   {kernels_avx512vnni, has_vnni},
+    {kernels_avx512vbmi2, has_vbmi2}, {kernels_avx512bf16, has_bf16},
+#endif
 #if defined(SLIPSTREAM_AMX)
     {kernels_amx, has_amx, amx_right},
 #endif
