@@ -41,10 +41,9 @@ def test_the_guide(tmp_path, monkeypatch, beside):
     info = package / "slipstream_stablelm-1.dist-info"
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slipstream-stablelm\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[slipstream.families]\n" + ENTRY.replace('"', ""))
-    if not beside:  # it is the model's type that is unknown, whatever the layers are
-        code, found = check(tmp_path / "model", [])
-        assert code == 3
-        assert "stablelm" in found["error"]["message"]
+    code, found = check(tmp_path / "model", [])
+    assert code == 3
+    assert "stablelm" in found["error"]["message"]
     code, found = check(tmp_path / "model", [str(package)])
     assert (code, found["same"]) == (0, True), found
 

@@ -19,6 +19,7 @@ from slipstream.spec.scheme import HELD_PRODUCTS, SCHEMES
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
 
+
 def with_cpu_layers(args: EngineArgs, model: ModelDescription, device: DeviceInfo, stored: str | None) -> EngineArgs:
     """The settings with a number of layers from 1 on, or None where "auto" finds that all layers fit on the GPU. `stored`: the
     scheme that the checkpoint has its weights in."""
