@@ -246,3 +246,20 @@ def test_layers_that_are_copied_to_a_gpu_bound_its_steps():
     assert bounded.table is None
     assert bounded.ledger.num_blocks > whole.ledger.num_blocks
     assert planned(weights_bytes=20 * 2**30).analytic.read_s == 0
+
+
+def test_int4_reads_as_dense_beyond_one_token():
+    int4, bf16, fp8 = (planned(quantization=q).analytic for q in ("int4", None, "fp8"))
+    one, many = StepShape.of((300,)), StepShape.of((300,) * 16)
+    assert int4.seconds(one) < fp8.seconds(one)
+    assert int4.seconds(many) == pytest.approx(bf16.seconds(many), rel=0.01)
+    assert int4.on(2).seconds(many) == pytest.approx(bf16.on(2).seconds(many), rel=0.01)
+
+
+def test_fixed_times_of_a_gpu_by_what_a_step_holds():
+    cost = planned().analytic
+    fixed = [
+        cost.parts(StepShape.of(decodes, prompts))["fixed"]
+        for decodes, prompts in (((300,) * 8, ()), ((300,) * 64, ()), ((), ((0, 64),)), ((300,) * 8, ((0, 64),)))
+    ]
+    assert fixed[0] < fixed[1] == pytest.approx(fixed[2]) < fixed[3]

@@ -197,3 +197,13 @@ def test_steps_are_a_real_engines(tmp_path, monkeypatch):
     shapes = simulate(made, load)
     assert shapes.records == found.records
     llm.shutdown()
+
+
+def test_users_of_a_closed_loop_are_taken_one_after_the_other():
+    """Else all prompts would be in the first step, and all answers would go on alike."""
+    requests = [(0.0, 10, 4)] * 8
+    users = simulate(engine(max_num_batched_tokens=160), traffic(*requests, users=8))
+    at_once = simulate(engine(max_num_batched_tokens=160), traffic(*requests))
+    assert len({record.first_token for record in at_once.records}) == 1
+    assert users.records[0].first_token < users.records[1].first_token
+    assert users.records[0].ttft_s == pytest.approx(0.020)

@@ -28,12 +28,18 @@ ACTIVATION_PASSES = 3.6
 ONE_TOKEN_SHARE = 0.3
 """Of the fixed times where a step of one token is one kernel."""
 
+DECODES_SHARE, MANY_DECODES = 0.6, 64
+MIXED_SHARE = 1.35
+"""Likewise of a GPU's step of few decodes (from so many on the whole), whose operators start while the ones before them end, and
+of decodes beside prompts, which have a kernel of attention each (benchmarks/results: step_costs_h200, mixed_steps)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalyticCost:
     """A `StepCost` by calculation. `product_type` is what rounded products multiply in, `dtype` the others. `num_gpus`: weights
     and heads are spread over so many by tensor parallelism, with two all-reduces a layer (Shoeybi et al. 2019). `read_s`: what
-    reading layers that are not kept on the device takes, beside the step."""
+    reading layers that are not kept on the device takes, beside the step. `dense_bytes`: of a number of a rounded weight, as
+    which a step of several tokens reads it, where that is not what the ledger has."""
 
     spec: ModelSpec
     products: tuple[Product, ...]
@@ -44,10 +50,11 @@ class AnalyticCost:
     cache_bytes: int  # of a number
     num_gpus: int = 1
     read_s: float = 0.0
+    dense_bytes: int | None = None
     host: HostCost = field(default_factory=HostCost)
     # Of layers with alike attention: how many, bytes of a cached token, operations of a pair, and the window.
     _attentions: tuple[tuple[int, float, float, float], ...] = field(init=False, repr=False, compare=False)
-    _others: dict[tuple[int, int], float] = field(init=False, repr=False, compare=False)
+    _others: dict[tuple[int, int, bool, bool], float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         found = Counter(
@@ -65,7 +72,7 @@ class AnalyticCost:
 
     def seconds(self, shape: StepShape) -> float:
         """The sum of `parts`. What hangs on a step's tokens alone is looked up: there are few sizes of graphs."""
-        key = shape.num_tokens, shape.num_sampled
+        key = shape.num_tokens, shape.num_sampled, shape.num_decodes == 0, shape.num_prompt_tokens == 0
         others = self._others.get(key)
         if others is None:
             no_attention = shape._replace(decode_context=0, prompt_attention=0)
@@ -87,8 +94,12 @@ class AnalyticCost:
             count = shape.num_sampled if p.name == "head" else tokens
             if not count:
                 continue
-            kind = self.product_type if p.rounded and p.name != "head" else self.dtype
-            reading = p.count * p.read_bytes(count) / h.read_bytes_s / n
+            rounded = p.rounded and p.name != "head"
+            kind = self.product_type if rounded else self.dtype
+            held = p.weight_bytes
+            if self.dense_bytes and rounded and tokens > 1:
+                held = p.rows * p.inner * p.copies * self.dense_bytes
+            reading = p.count * held * p.share_read(count) / h.read_bytes_s / n
             multiplying = p.count * p.operations(count) / h.rate(kind) / n
             both = (reading**NEARNESS + multiplying**NEARNESS) ** (1 / NEARNESS)
             found["weights" if reading > multiplying else "products"] += both
@@ -99,8 +110,8 @@ class AnalyticCost:
         found["attention"] = self._attention(shape)
         num_layers = len(self.spec.layers)
         found["fixed"] += FIXED_OPS * num_layers * h.op_s
-        if tokens == 1 and h.is_gpu:
-            found["fixed"] *= ONE_TOKEN_SHARE
+        if h.is_gpu:
+            found["fixed"] *= _fixed_share(shape)
         if n > 1:
             found["link"] = 2 * num_layers * h.all_reduce_s(tokens * self.spec.hidden_size * self.dtype_bytes, n)
         return found
@@ -117,6 +128,15 @@ class AnalyticCost:
             decodes = cached * max(token_bytes / h.read_bytes_s, each * pair_operations / rate)
             seconds += count * (decodes + pairs * pair_operations / (rate * h.attention_share))
         return seconds / self.num_gpus
+
+
+def _fixed_share(shape: StepShape) -> float:
+    """Of the fixed times, on a GPU."""
+    if shape.num_tokens == 1:
+        return ONE_TOKEN_SHARE
+    if shape.num_prompt_tokens:
+        return MIXED_SHARE if shape.num_decodes else 1.0
+    return DECODES_SHARE + (1 - DECODES_SHARE) * min(1.0, shape.num_tokens / MANY_DECODES)
 
 
 def binds(parts: dict[str, float]) -> str:

@@ -200,6 +200,8 @@ def _analytic(config: EngineConfig, description: ModelDescription, hardware: Har
         product_type = scheme.inputs.removesuffix("-block")
     elif in_8_bits and not hardware.is_gpu:
         product_type = "int8"  # a CPU's kernels round inputs to 8 bits
+    # A GPU's product of several tokens with a 4-bit weight takes as long as with its dense copy (kernels_cuda_linear).
+    by_groups = hardware.is_gpu and scheme is not None and scheme.name == "int4"
     held = {part: float(num_bytes) for part, num_bytes in parts.items()}
     if description.stored and not hardware.is_gpu:  # a GGUF file's types, of which only the sum is known
         share = held_weights_bytes(config, description) / sum(parts.values())
@@ -214,6 +216,7 @@ def _analytic(config: EngineConfig, description: ModelDescription, hardware: Har
         cache_bytes=DTYPE_BYTES[config.cache.dtype],
         num_gpus=num_gpus,
         read_s=_read_s(config, description, hardware),
+        dense_bytes=DTYPE_BYTES[dtype] if by_groups else None,
         host=HostCost(
             step_s=hardware.host_step_s,
             sequence_s=hardware.host_sequence_s,

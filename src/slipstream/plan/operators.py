@@ -35,11 +35,12 @@ class Product:
         """Of one, over so many tokens: a multiplication and an addition are two."""
         return 2.0 * self.rows * self.inner * num_tokens * self.chosen
 
+    def share_read(self, num_tokens: float) -> float:
+        """Of the weights, what so many tokens need: of experts those that are expected to be chosen at all."""
+        return 1.0 if self.copies == 1 else 1 - math.pow(1 - self.chosen / self.copies, num_tokens)
+
     def read_bytes(self, num_tokens: float) -> float:
-        """Weights that so many tokens need: of experts those that are expected to be chosen at all."""
-        if self.copies == 1:
-            return self.weight_bytes
-        return self.weight_bytes * (1 - math.pow(1 - self.chosen / self.copies, num_tokens))
+        return self.weight_bytes * self.share_read(num_tokens)
 
 
 def products(spec: ModelSpec, bytes_by_part: Mapping[str, float]) -> tuple[Product, ...]:

@@ -49,6 +49,11 @@ LABEL_SHARE = 0.02
 """A label counts where so large a share of the steps has it."""
 
 
+APART_S = 0.0002
+"""The users of a closed loop begin so far from each other, as a front end takes one request after the other. So the first step
+has few of them, and all the answers don't end at once."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedEngine:
     """What the simulator has to know of an engine.
@@ -362,9 +367,9 @@ def simulate(
     users = traffic.users
     waiting = deque(range(len(requests)))
     arrivals: list[tuple[float, int]] = []
-    for _ in range(len(requests) if users is None else min(users, len(requests))):
+    for i in range(len(requests) if users is None else min(users, len(requests))):
         index = waiting.popleft()
-        arrivals.append((requests[index].arrival if users is None else 0.0, index))
+        arrivals.append((requests[index].arrival if users is None else i * APART_S, index))
     heapq.heapify(arrivals)
 
     def on_end(index: int, at: float) -> None:
