@@ -49,7 +49,9 @@ bool portable_amx_right() { return tiles_agree(*tiles_portable(), *kernels_porta
 
 #if defined(__x86_64__)
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+#if defined(SLIPSTREAM_AVXVNNI)
 bool has_avxvnni();
+#endif
 #if defined(SLIPSTREAM_AMX)
 bool has_amx();
 const Kernels* kernels_amx() {
@@ -75,7 +77,10 @@ bool has_i8mm() { return has_neon() && (getauxval(AT_HWCAP2) & HWCAP2_I8MM) && (
 const Set sets[] = {
     {kernels_portable_amx, always, portable_amx_right}, {kernels_portable, always},
 #if defined(__x86_64__)
-    {kernels_avx2, has_avx2},       {kernels_avxvnni, has_avxvnni},
+    {kernels_avx2, has_avx2},
+#if defined(SLIPSTREAM_AVXVNNI)
+    {kernels_avxvnni, has_avxvnni},
+#endif
 #if defined(SLIPSTREAM_AVX512)
     {kernels_avx512, has_avx512},   {kernels_avx512vnni, has_vnni},
     {kernels_avx512vbmi2, has_vbmi2}, {kernels_avx512bf16, has_bf16},
@@ -95,10 +100,12 @@ const Set sets[] = {
 #include <sys/syscall.h>
 #include <unistd.h>
 namespace {
+#if defined(SLIPSTREAM_AVXVNNI)
 bool has_avxvnni() {
     unsigned a = 0, b, c, d;
     return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
+#endif
 #if defined(SLIPSTREAM_AMX)
 // Linux saves the tile registers of a process that has asked for them, all of its threads. It refuses where a thread's stack for
 // signals is too small for them.
