@@ -262,4 +262,5 @@ def test_fixed_times_of_a_gpu_by_what_a_step_holds():
         cost.parts(StepShape.of(decodes, prompts))["fixed"]
         for decodes, prompts in (((300,) * 8, ()), ((300,) * 64, ()), ((), ((0, 64),)), ((300,) * 8, ((0, 64),)))
     ]
-    assert fixed[0] < fixed[1] == pytest.approx(fixed[2]) < fixed[3]
+    assert fixed[0] < fixed[1] < fixed[3]
+    assert fixed[1] == pytest.approx(fixed[2])
