@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
 
 import pytest
 
-from slipstream.config import EngineArgs
+from slipstream.config import EngineArgs, SpeculationConfig
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.plan.analytic import binds
 from slipstream.plan.capacity import Objectives, find_capacity, keeps_up
@@ -110,6 +111,16 @@ def test_graph_sizes_hold_what_they_are_asked_for():
         assert (more_prompt > 0) == (prompt > 0)
     assert padded(130, 0, 0)[0] in ladder(256)
     assert padded(10, 5000, 3) == (10, 5000)
+
+
+def test_a_step_that_verifies_drafts_is_padded_to_rows():
+    """Of 40 sequences with two drafts each, all or some of them, and beside a prompt."""
+    speculation = SpeculationConfig(method="ngram", num_speculative_tokens=8)
+    padded = padding(dataclasses.replace(planned(max_num_seqs=64).config, speculation=speculation))
+    assert padded(0, 120, 40, by_rows=True) == (128, 0)
+    assert padded(10, 90, 30, by_rows=True) == (128, 0)
+    assert padded(10, 90, 30) == (16, 128)
+    assert padded(0, 513, 57, by_rows=True) == (0, 768)  # more rows than a decode graph has
 
 
 def test_graph_sizes_waste_little_and_fill_tiles():

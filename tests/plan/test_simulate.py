@@ -202,7 +202,9 @@ def test_steps_are_a_real_engines(tmp_path, monkeypatch):
 def test_users_of_a_closed_loop_are_taken_one_after_the_other():
     """Else all prompts would be in the first step, and all answers would go on alike."""
     requests = [(0.0, 10, 4)] * 8
-    (alone, *others), at_once = (simulate(engine(), traffic(*requests, users=users)).records for users in (8, None))
+    (alone, *others), at_once = (
+        simulate(engine(max_num_batched_tokens=160), traffic(*requests, users=users)).records for users in (8, None)
+    )
     assert alone.ttft_s == pytest.approx(0.020)
     assert all(record.first_token > alone.first_token for record in others)
     assert at_once[0].first_token == at_once[1].first_token > alone.first_token

@@ -30,8 +30,8 @@ ONE_TOKEN_SHARE = 0.3
 
 DECODES_SHARE, MANY_DECODES = 0.6, 64
 MIXED_SHARE = 1.35
-"""Likewise of a GPU's step of few decodes (from so many on the whole), whose operators start while the ones before them end, and
-of decodes beside prompts, which have a kernel of attention each (benchmarks/results: step_costs_h200, mixed_steps)."""
+"""Likewise of a GPU's step of few decodes (from so many on the whole), whose operators start while others end, and of steps of
+decodes beside prompts, which have two kernels of attention (benchmarks/results: step_costs_h200, mixed_steps)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from typing import Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.spec.model import ModelSpec
@@ -80,16 +80,23 @@ def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> in
     return numbers * element_bytes + (len(decodes) + len(mixed)) * GRAPH_BYTES
 
 
-def padding(config: EngineConfig, *, encoded: bool = False) -> Callable[[int, int, int], tuple[int, int]]:
-    """A function of (decodes, prompt tokens, prompts): the decodes and prompt tokens that such a step computes in its graph, or
-    those given where no graph holds it. All sizes are taken to be captured."""
-    most = config.scheduling.max_num_seqs
-    sizes, decode_sizes, prompt_sizes = ladder(most), mixed_decodes(most), mixed_prompts(config, encoded=encoded)
-    room = mixed_sequences(config)
+class Padding(Protocol):
+    def __call__(
+        self, num_decodes: int, num_prompt_tokens: int, num_prompts: int, *, by_rows: bool = False
+    ) -> tuple[int, int]:
+        """The decodes and prompt tokens that a step computes in its graph, or those given where no graph holds it. `by_rows`:
+        the prompts are sequences with drafts, which run in a decode graph with a row for each token if one has so many."""
 
-    def padded(num_decodes: int, num_prompt_tokens: int, num_prompts: int) -> tuple[int, int]:
-        if not num_prompt_tokens:
-            return (sizes[bisect_left(sizes, num_decodes)] if num_decodes <= sizes[-1] else num_decodes), 0
+
+def padding(config: EngineConfig, *, encoded: bool = False) -> Padding:
+    """Of steps of an engine. All sizes are taken to be captured."""
+    sizes, decode_sizes = decode_rows(config), mixed_decodes(config.scheduling.max_num_seqs)
+    prompt_sizes, room = mixed_prompts(config, encoded=encoded), mixed_sequences(config)
+
+    def padded(num_decodes: int, num_prompt_tokens: int, num_prompts: int, *, by_rows: bool = False) -> tuple[int, int]:
+        rows = num_decodes + num_prompt_tokens
+        if (by_rows or not num_prompt_tokens) and rows <= sizes[-1]:
+            return sizes[bisect_left(sizes, rows)], 0
         beyond = not prompt_sizes or num_prompt_tokens > prompt_sizes[-1] or num_prompts >= room
         if beyond or num_decodes > decode_sizes[-1]:
             return num_decodes, num_prompt_tokens

@@ -36,6 +36,7 @@ from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.scheduler import Scheduler
 from slipstream.errors import ConfigError, EngineOverloadedError, RequestError
 from slipstream.plan.drafts import Drafts, DraftSteps, SimulatedSpeculation, drawn
+from slipstream.plan.graph_sizes import Padding
 from slipstream.plan.routing import Router, RouterName, make_router
 from slipstream.plan.sleeping import ANY_TOKEN, SleepingScheduler
 from slipstream.plan.step_cost import LABELS, Label, StepCost, StepShape, attention_pairs, worst
@@ -69,7 +70,7 @@ class SimulatedEngine:
     num_blocks: int
     cost: StepCost
     run_ahead: int | None = None
-    padded: Callable[[int, int, int], tuple[int, int]] | None = None
+    padded: Padding | None = None
     drafts: Drafts | None = None
 
 
@@ -218,11 +219,12 @@ class Replica:
         engine, cost = self.engine, self.engine.cost
         padded = shape
         if engine.padded is not None:
-            if shape.num_drafts:  # sequences with drafts are a graph's prompts
+            if shape.num_drafts:  # beside prompts, sequences with drafts are a graph's prompts, too
                 alone = sum(s.num_tokens == 1 for s in plan.scheduled)
                 others = len(plan.scheduled) - alone
                 prompt_tokens = shape.num_tokens - alone
-                room = sum(engine.padded(alone, prompt_tokens, others)) - shape.num_tokens
+                by_rows = not shape.num_prompts
+                room = sum(engine.padded(alone, prompt_tokens, others, by_rows=by_rows)) - shape.num_tokens
                 padded = shape._replace(num_prompt_tokens=shape.num_prompt_tokens + room)
             else:
                 decodes, prompt = engine.padded(shape.num_decodes, shape.num_prompt_tokens, shape.num_prompts)
