@@ -4,6 +4,7 @@ played again on that table.
     python benchmarks/plan.py --study optimizer smollm2 [--rounds 3]    on this CPU: every candidate of `slipstream optimize`
     python benchmarks/plan.py --study optimizer --config llama-3-8b --traffic 512/128 --arrivals closed:64 --num-requests 96
     python benchmarks/plan.py --study optimizer --replay FILE    play a record again: nothing is measured
+    python benchmarks/plan.py --study optimizer --replay FILE --predict-for h200    with today's estimates as the prior
 
 Every candidate is measured once a round, in an order that is drawn anew for each, so that a machine whose speed drifts is alike
 to all. What was measured is kept in --state, and an interrupted run goes on. The record has each round and the search's prior,
@@ -42,6 +43,7 @@ from slipstream.optimize.pareto import hypervolume
 from slipstream.optimize.prior import simulated_prior
 from slipstream.optimize.search import Search
 from slipstream.optimize.traffic import parse_traffic
+from slipstream.plan.devices import find_device
 from slipstream.plan.engines import this_hardware
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
@@ -229,6 +231,21 @@ def read_record(path: Path) -> Table:
     return Table(space=space, kl_limit=data["kl_limit"], rounds=rounds, predicted=predicted)
 
 
+def predicted_for(path: Path, table: Table, device: str) -> Table:
+    """The table of a record of a `--config`, with today's estimates for a device that `slipstream plan` knows."""
+    data = json.loads(path.read_text("utf-8"))
+    given, config = data["settings"], common.CONFIGS / data["settings"]["config"]
+    longest = given["max_model_len"]
+    traffic = parse_traffic(given["traffic"], given["arrivals"], num_requests=given["num_requests"], longest=longest)
+    base = EngineArgs(model=str(config), max_model_len=longest, load_format="dummy")
+    prior = simulated_prior(base, read_spec(config), traffic, find_device(device))
+    found = dataclasses.replace(table, predicted={c: prior(c) for c in table.rounds})
+    for name in ("throughput", "tpot_s"):
+        off = [getattr(found.predicted[c], name) / getattr(table.median(c), name) - 1 for c in table.rounds]
+        print(f"{name}: predicted {statistics.mean(map(abs, off)):.1%} from what was measured, {statistics.mean(off):+.1%} on average")
+    return found
+
+
 RECORD = "optimize_share"
 
 
@@ -249,14 +266,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=20, help="games of each case")
     parser.add_argument("--state", type=Path, default=Path("optimize_share.state"))
     parser.add_argument("--replay", type=Path, metavar="FILE", help="a record of this script")
+    parser.add_argument("--predict-for", metavar="DEVICE", help="with --replay of a --config: today's estimates for this device")
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     table = read_record(args.replay) if args.replay else measured(args)
+    if args.predict_for:
+        if not args.replay:
+            raise SystemExit("--predict-for goes with --replay FILE")
+        table = predicted_for(args.replay, table, args.predict_for)
     found = judge(table, share=args.share, seeds=args.seeds)
     columns = ("found", "least_found", "at_random", "at_most", "num_measured", "num_points")
     cells = [(row["case"], *(f"{row[n]:.3f}" if row[n] <= 1 else f"{row[n]:.1f}" for n in columns)) for row in found]
     print_table(f"share of the hypervolume of {len(table.rounds)} candidates (target {TARGET})", ("", *columns), cells)
+    points = {c: r.throughput for c in table.rounds if (r := table.median(c)).throughput is not None}
+    chosen = max(points, key=lambda c: table.predicted[c].throughput)
+    print(f"predicted to be the fastest: {chosen.name}, {points[chosen] / max(points.values()):.3f} of the measured best")
     loads = [load for rounds in table.rounds.values() for r in rounds if (load := r.figures.get("load_average")) is not None]
     print(f"load average {min(loads):.1f} to {max(loads):.1f}" if loads else "no load averages in the table")
     if not args.replay:
