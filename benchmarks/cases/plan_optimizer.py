@@ -242,7 +242,7 @@ def predicted_for(path: Path, table: Table, device: str) -> Table:
     found = dataclasses.replace(table, predicted={c: prior(c) for c in table.rounds})
     for name in ("throughput", "tpot_s"):
         off = [getattr(found.predicted[c], name) / getattr(table.median(c), name) - 1 for c in table.rounds]
-        print(f"{name}: predicted {statistics.mean(map(abs, off)):.1%} from what was measured, {statistics.mean(off):+.1%} on average")
+        print(f"{name}: {statistics.mean(map(abs, off)):.1%} from what was measured, {statistics.mean(off):+.1%} on average")
     return found
 
 
@@ -266,7 +266,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=20, help="games of each case")
     parser.add_argument("--state", type=Path, default=Path("optimize_share.state"))
     parser.add_argument("--replay", type=Path, metavar="FILE", help="a record of this script")
-    parser.add_argument("--predict-for", metavar="DEVICE", help="with --replay of a --config: today's estimates for this device")
+    parser.add_argument("--predict-for", metavar="DEVICE", help="with --replay: today's estimates for this device")
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import sqrt
 from statistics import median
 from typing import Any
@@ -44,6 +44,15 @@ POSITIONS = tuple(range(ModelDrafts.MATCH + 1, ModelDrafts.MATCH + MOST_DRAFTS))
 MARGIN = 1.05
 """A step with drafts must promise this many times the tokens per second of a plain one."""
 
+STAY = 1.01
+"""Another length of chains must promise this many times the tokens per second of the last one."""
+
+LEAST_FIRST = 0.3
+"""A request has drafts of a model only if its first is likelier than this to be right."""
+
+REACH = 2
+"""So much longer than any chosen before may chains be."""
+
 LEAST_SURVIVAL = 0.02
 
 NUM_TIMES = 15
@@ -54,6 +63,9 @@ LEAST_TIMES = 3
 
 SPEED_MEMORY = 0.2
 """The weight of the latest step in the running average of `StepCosts._slowness`."""
+
+SIMILAR = 1.34
+"""Until they are measured, steps of a number of sequences are taken to cost what steps of another do that is so near."""
 
 STALE = 256
 """Steps after which a size is measured anew: the machine, or the lengths of the sequences, may have changed."""
@@ -117,25 +129,38 @@ class StepCosts:
 
     def plain(self, num_seqs: int) -> float | None:
         """Seconds of a step with one token of each sequence. None: it must be measured first."""
-        key = (_near(num_seqs), _near(num_seqs))
-        times = self._times.get(key, ())
-        if len(times) < LEAST_TIMES:
-            return None
-        if self._step - self._measured[key] > STALE:
-            del self._times[key]
-            return None
-        return float(median(times))
+        key = self._like(num_seqs)
+        return None if key is None else float(median(self._times[key, key]))
+
+    def _like(self, num_seqs: int) -> int | None:
+        """The number of sequences whose plain steps are known that is nearest, if it is near enough."""
+        first = _near(num_seqs)
+        if self._is_known(first):
+            return first
+        near = [n for n, of in self._times if n == of and max(n, first) <= SIMILAR * min(n, first) and self._is_known(n)]
+        return min(near, key=lambda n: abs(n - first), default=None)
+
+    def _is_known(self, first: int) -> bool:
+        times = self._times.get((first, first), ())
+        if times and self._step - self._measured[first, first] > STALE:
+            self._times[first, first].clear()
+        return len(times) >= LEAST_TIMES
 
     def line(self, num_seqs: int, plain: float) -> list[tuple[int, float]]:
         """The measured steps of `num_seqs` sequences, (tokens, seconds), beginning with the plain step."""
-        first = _near(num_seqs)
+        line = self._line(_near(num_seqs))
+        if not line and (like := self._like(num_seqs)) is not None:
+            line = [(round(n * num_seqs / like), seconds) for n, seconds in self._line(like)]
+        return [(num_seqs, plain), *(point for point in line if point[0] > num_seqs)]
+
+    def _line(self, first: int) -> list[tuple[int, float]]:
         line = self._lines.get(first)
         if line is None:
             known = [(n, median(t)) for (s, n), t in self._times.items() if s == first and n > first]
             line = self._lines[first] = sorted(
                 (n, t) for n, t in known if self._step - self._measured[first, n] <= STALE
             )
-        return [(num_seqs, plain), *(point for point in line if point[0] > num_seqs)]
+        return line
 
 
 def seconds_from(line: Sequence[tuple[int, float]], num_tokens: int) -> Iterator[float]:
@@ -177,6 +202,7 @@ class Speculation:
         self._traffic: dict[str, Traffic] = {}
         self._last: float | None = None  # when the last step ended; None if the engine was idle since
         self._was_plain = False
+        self._length = self._longest = 0  # of the chains that were chosen last; of all
 
     def choose(self, running: Iterable[Request]) -> bool:
         """Put drafts behind the last tokens of running requests, where that pays. True: nothing may be scheduled before the
@@ -190,7 +216,10 @@ class Speculation:
         plain = None if most is not None else self.costs.plain(len(decodes))
         if not decodes or (most is None and plain is None):
             return False
-        proposals = [self._propose(request, self.config.limit) for request in decodes]
+        limit = self.config.limit
+        if plain is not None and self.config.by_model:
+            limit = min(limit, self._longest + REACH)
+        proposals = [self._propose(request, limit) for request in decodes]
         counts = [len(p.tokens) for p in proposals]
         if plain is not None and any(counts):
             counts = self._best(decodes, proposals, plain)
@@ -234,10 +263,46 @@ class Speculation:
 
     def _best(self, decodes: Sequence[Request], proposals: Sequence[Proposal], plain: float) -> list[int]:
         """The number of tokens of each proposal with which the step yields the most tokens per second."""
-        ranked: list[tuple[float, int, int]] = []
+        survivals = self._survivals(decodes, proposals)
+        num_seqs, most = len(decodes), sum(map(len, survivals))
+        line = seconds_from(self.costs.line(num_seqs, plain), num_seqs + 1)
+        seconds = list(islice(line, most))
+        best, counts = MARGIN * num_seqs / plain, [0] * num_seqs
+        if self.config.by_model:
+            return self._best_chain(survivals, seconds, best)
+        ranked = sorted((-survival, j, i) for i, own in enumerate(survivals) for j, survival in enumerate(own))
+        tokens, num_best = float(num_seqs), 0
+        for n, (survival, _, _) in enumerate(ranked):
+            tokens -= survival
+            if tokens / seconds[n] > best:
+                best, num_best = tokens / seconds[n], n + 1
+        for _, _, i in ranked[:num_best]:
+            counts[i] += 1
+        return counts
+
+    def _best_chain(self, survivals: Sequence[Sequence[float]], seconds: Sequence[float], best: float) -> list[int]:
+        """Of drafts of a model: all requests that are worth it have as many. A pass of the drafter takes as long for a few
+        requests as for all. The chain that was made ahead is as long as the last one, and there is none for a request without
+        drafts, which the drafter would have to catch up on."""
+        worth = [own if own and own[0] >= LEAST_FIRST else () for own in survivals]
+        chosen, last = 0, self._length
+        for length in range(1, max(map(len, worth), default=0) + 1):
+            drafts = [own[:length] for own in worth]
+            num = sum(map(len, drafts))
+            rate = (len(worth) + sum(map(sum, drafts))) / seconds[num - 1] * (STAY if length == last else 1.0)
+            if rate > best:
+                best, chosen = rate, length
+        self._length, self._longest = chosen, max(self._longest, chosen)
+        return [min(chosen, len(own)) for own in worth]
+
+    def _survivals(self, decodes: Sequence[Request], proposals: Sequence[Proposal]) -> list[list[float]]:
+        """Of each request's drafts, as far as they may well survive."""
+        found: list[list[float]] = []
         of_all: dict[int, tuple[int, float]] = {}  # by match: its level, and the rate over all requests
-        for i, (request, proposal) in enumerate(zip(decodes, proposals, strict=True)):
-            survival, first = 1.0, request.num_pending  # the step in flight samples the ones before
+        for request, proposal in zip(decodes, proposals, strict=True):
+            own, survival = list[float](), 1.0
+            # The step in flight samples the ones before. A drafter will begin behind them.
+            first = 0 if self.config.by_model else request.num_pending
             rate = request.drafting.acceptance.rate if request.drafting is not None else None
             for j, match in enumerate(range(proposal.match, proposal.match + len(proposal.tokens))):
                 if match not in of_all:
@@ -248,20 +313,9 @@ class Speculation:
                 if survival < LEAST_SURVIVAL:
                     break
                 if j >= first:
-                    ranked.append((-survival, j, i))
-        ranked.sort()
-        num_seqs = len(decodes)
-        tokens, best, num_best = float(num_seqs), MARGIN * num_seqs / plain, 0
-        seconds = seconds_from(self.costs.line(num_seqs, plain), num_seqs + 1)
-        for n, (survival, _, _) in enumerate(ranked, 1):
-            tokens -= survival
-            rate_n = tokens / next(seconds)
-            if rate_n > best:
-                best, num_best = rate_n, n
-        counts = [0] * num_seqs
-        for _, _, i in ranked[:num_best]:
-            counts[i] += 1
-        return counts
+                    own.append(survival)
+            found.append(own)
+        return found
 
     def stats(self) -> dict[str, Any]:
         """Fields of `SchedulerStats`."""

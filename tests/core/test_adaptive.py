@@ -1,0 +1,43 @@
+"""`num_speculative_tokens="auto"` beside each fixed number and plain decoding, in the virtual time of `virtual_gpu`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.core.virtual_gpu import Mixed, Rates, Steady, VirtualGPU, poisson, tokens_a_second
+
+RIGHT = {
+    "3.3 tokens": lambda: Steady(3.3),
+    "3 of 4 right": lambda: Rates(0.75),
+    "1 of 10 right": lambda: Rates(0.1),
+    "of each third request": lambda: Mixed(0.9, 0.1),
+}
+
+
+@cache
+def of_batches(num_seqs: int, right: str, num_drafts: Any) -> float:
+    return tokens_a_second(VirtualGPU(num_drafts, num_seqs, RIGHT[right]()), num_seqs, rounds=2, warm=1, max_tokens=192)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "right", "least"),
+    [
+        *((n, "3.3 tokens", 0.96) for n in (1, 4, 16, 64)),
+        *((n, "3 of 4 right", 0.94) for n in (1, 4, 16, 64)),
+        (1, "1 of 10 right", 0.96),  # few steps, of which the first try it out
+        *((n, "1 of 10 right", 0.98) for n in (4, 16)),
+    ],
+)
+def test_auto_is_near_the_best_number(num_seqs, right, least):
+    best = max(of_batches(num_seqs, right, n) for n in (None, 2, 3, 5))
+    assert of_batches(num_seqs, right, "auto") > least * best
+
+
+@pytest.mark.parametrize(("right", "least"), [("3 of 4 right", 1.7), ("1 of 10 right", 0.98), ("of each third request", 1.0)])
+def test_auto_under_a_load_that_varies(right, least):
+    """Requests that come at random, so that each step may have another number of sequences. Their mean time counts."""
+    plain, auto = (poisson(VirtualGPU(n, 64, RIGHT[right]()), 4, 8) for n in (None, "auto"))
+    assert plain > least * auto
