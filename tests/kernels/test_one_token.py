@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -272,17 +273,20 @@ class OnCpu(one_token.OneTokenStep):
     """Of the ranks, if they are several."""
 
     def compiled(self, definitions):
-        """One library for equal sources and definitions, in the session's folder."""
+        """One library for equal sources and definitions, in the session's folder, which its processes share."""
         kernel = "".join(source.read_text() for source in one_token.SOURCES[1:])
         text = Path(__file__).with_name("instructions_on_cpu.h").read_text() + kernel + RUN
         given = {k: v for k, v in definitions.items() if k != "THIS_RANK"}  # there it is that of the running program
         names = [f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={int(v)}" for k, v in given.items()]
         options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", *names]
-        library = self.folder.parent / (hashlib.sha256(repr((text, options)).encode()).hexdigest() + ".so")
+        session = self.folder.parents[1 if "PYTEST_XDIST_WORKER" in os.environ else 0]
+        library = session / (hashlib.sha256(repr((text, options)).encode()).hexdigest() + ".so")
         with COMPILING:  # ranks want the same one
             if not library.exists():
-                given = [shutil.which("g++"), *options, "-x", "c++", "-", "-o", library]
+                own = library.with_suffix(f".{os.getpid()}")
+                given = [shutil.which("g++"), *options, "-x", "c++", "-", "-o", own]
                 subprocess.run(given, check=True, input=text, text=True)
+                own.replace(library)
         run = ctypes.CDLL(str(library)).run
 
         def launch(programs, threads, arguments):

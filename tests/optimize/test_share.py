@@ -39,8 +39,8 @@ def record(path, *, num_rounds, with_predictions=True):
     return path
 
 
-def replay(path, seeds=2):
-    words = [sys.executable, str(SCRIPT), "--study", "optimizer", "--replay", str(path), "--seeds", str(seeds)]
+def replay(path, *more, seeds=2):
+    words = [sys.executable, str(SCRIPT), "--study", "optimizer", "--replay", str(path), "--seeds", str(seeds), *more]
     return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
@@ -50,16 +50,26 @@ def test_a_record_is_played_again_with_the_same_answer(tmp_path, num_rounds):
     first, again = replay(path), replay(path)
     assert first.returncode == 0, first.stderr
     assert first.stdout == again.stdout
-    cells = [line.split() for line in first.stdout.splitlines()[2:-1]]  # of the title, the head and the load are none
+    cells = [line.split() for line in first.stdout.splitlines()[2:-2]]  # neither title nor head, nor the two lines behind
     rows = {" ".join(row[:-6]): [float(x) for x in row[-6:]] for row in cells if row}
     assert {"the table", "prior off", "without none", "without int8", "without int4"} <= rows.keys()
     found, least, at_random, at_most, num_measured, num_points = rows["the table"]
     assert 0.9 < least <= found <= at_most <= 1
     assert at_random < found
     assert num_points < num_measured <= 8  # 15 % of 54, of which one at least does not fit
+    assert "predicted to be the fastest: " in first.stdout
 
 
 def test_a_record_without_predictions_is_refused(tmp_path):
     done = replay(record(tmp_path / "old.json", num_rounds=1, with_predictions=False))
     assert done.returncode == 1
     assert "old.json has no predictions" in done.stderr
+
+
+def test_todays_estimates_for_a_table_of_another_machine():
+    done = replay(SCRIPT.parent / "results" / "optimize_share_h200.json", "--predict-for", "h200", seeds=1)
+    assert done.returncode == 0, done.stderr
+    off = {line.split(":")[0]: float(line.split()[1].rstrip("%")) for line in done.stdout.splitlines()[:2]}
+    assert off["throughput"] < 5
+    assert off["tpot_s"] < 12
+    assert ", 1.000 of the measured best" in done.stdout
