@@ -9,7 +9,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.types import FROM_MODEL, ScheduledRequest
-from slipstream.worker.chain_graphs import ChainGraphs
+from slipstream.worker.chain_graphs import ChainGraphs, chain_depths
 from slipstream.worker.rows import Row
 from tests import draft_heads, tiny_models
 from tests.engine.test_speculation import PROMPTS, SIZES
@@ -210,3 +210,12 @@ def test_no_chain_ahead_captures_a_graph(models):
             graphs._graph(1, 1)
             assert graphs.run_ahead([short, long]) == [long]
         runner.rows.forget()
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "longest", "depths"), [(None, 4096, (1, 2, 3, 5, 8)), (None, 8, (1, 2, 3)), (5, 4096, (5,))]
+)
+def test_no_more_is_captured_and_reserved_than_may_run(num_drafts, longest, depths):
+    of = types.SimpleNamespace
+    config = of(speculation=of(num_speculative_tokens=num_drafts), model=of(max_model_len=longest))
+    assert chain_depths(config) == depths

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.types import ScheduledRequest
 from slipstream.worker.graphs import Captured, Graphs
@@ -50,8 +51,15 @@ def chain_sizes(max_num_seqs: int) -> list[int]:
     return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
+def chain_depths(config: EngineConfig) -> tuple[int, ...]:
+    """The lengths of chains to capture: of the fixed number of drafts, or several."""
+    assert config.speculation is not None
+    fixed = config.speculation.num_speculative_tokens
+    return tuple(d for d in (DEPTHS if fixed is None else (fixed,)) if 2 * d < config.model.max_model_len)
+
+
 class ChainGraphs(Graphs):
-    """`depths`: the lengths of chains. `max_model_len`: tokens of the longest sequence."""
+    """`depths`: the lengths of chains, ascending. `max_model_len`: tokens of the longest sequence."""
 
     def __init__(
         self, drafter: ChainDrafter, rows: RowTable, depths: Sequence[int], *, max_model_len: int, max_num_seqs: int
@@ -59,7 +67,7 @@ class ChainGraphs(Graphs):
         assert rows.device is not None
         super().__init__(rows.device)
         self.drafter, self.rows, self.max_model_len = drafter, rows, max_model_len
-        self.depths = sorted(d for d in depths if 2 * d < max_model_len)
+        self.depths = tuple(depths)
         self.sizes = chain_sizes(max_num_seqs)
         # The drafts of each row's last chain [C + 1, K], which a step overwrites with what it draws.
         self._kept = torch.zeros(rows.capacity + 1, max(self.depths, default=1), dtype=torch.int32, device=rows.device)

@@ -16,7 +16,7 @@ from slipstream.model.draft_loader import load_head
 from slipstream.platform import platform_of
 from slipstream.spec.draft_heads import HeadDescription
 from slipstream.types import FROM_MODEL, ScheduledRequest, StepPlan
-from slipstream.worker.chain_graphs import DEPTHS, ChainGraphs, chain_sizes
+from slipstream.worker.chain_graphs import ChainGraphs, chain_depths, chain_sizes
 from slipstream.worker.draft_memory import DeviceMemory
 from slipstream.worker.forward import StateCache
 from slipstream.worker.head_drafter import HeadBlock, HeadChain, HeadDrafter, HeadOfPlaces
@@ -32,7 +32,8 @@ class ChainDrafter(HeadChain):
         ends = torch.zeros(rows, loaded.head.spec.hidden_size, dtype=dtype).to(device)
         super().__init__(config, loaded, memory, states, memory.ops.sample, ends)
         self.graphs: ChainGraphs | None = None
-        self.num_graphs = len(DEPTHS) * len(chain_sizes(config.scheduling.max_num_seqs))
+        self.depths = chain_depths(config)
+        self.num_graphs = len(self.depths) * len(chain_sizes(config.scheduling.max_num_seqs))
 
     def release(self) -> None:
         super().release()
@@ -43,11 +44,8 @@ class ChainDrafter(HeadChain):
         self.head.forward(token_ids, states, self.make_cache(1), meta)
 
     def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:
-        """Capture chains of the fixed number of drafts, or of several."""
-        assert config.speculation is not None
-        fixed = config.speculation.num_speculative_tokens
         sizes = {"max_model_len": config.model.max_model_len, "max_num_seqs": config.scheduling.max_num_seqs}
-        self.graphs = ChainGraphs(self, rows, DEPTHS if fixed is None else (fixed,), **sizes)
+        self.graphs = ChainGraphs(self, rows, self.depths, **sizes)
         self.graphs.capture()
 
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
