@@ -156,6 +156,18 @@ def test_a_models_drafts_have_a_rate_by_position():
     assert len(request.drafts) == 2
 
 
+@pytest.mark.parametrize(("num_seqs", "each"), [(100, 5), (200, 2), (600, 0)])
+def test_chains_of_a_model_are_alike_and_no_more_than_a_step_verifies(num_seqs, each):
+    speculation = Speculation(SpeculationConfig(method="eagle3", model="head"))
+    timed(speculation.costs, (num_seqs, num_seqs, 1.0), (num_seqs, 4000, 1.1))
+    requests = [decoding(ModelDrafts(), str(i)) for i in range(num_seqs)]
+    for request in requests:
+        request.drafting = None
+    for _ in range(4):  # chains grow
+        assert not speculation.choose(requests)
+    assert [len(request.drafts) for request in requests] == [each] * num_seqs
+
+
 def test_old_times_are_forgotten():
     costs = StepCosts()
     timed(costs, (1, 1, 1.0), (1, 4, 2.0))

@@ -88,9 +88,9 @@ class Mixed(Rates):
 
 
 class VirtualGPU:
-    """`num_drafts`: None for plain steps, "auto" or a number. `slow`: times the cost of verification."""
+    """`num_drafts`: None for plain steps, "auto" or a number. `noise`: the most by which a step is off, as a share."""
 
-    def __init__(self, num_drafts: Any, max_num_seqs: int, right: Any, *, slow: float = 1.0, noise: float = 0.01) -> None:
+    def __init__(self, num_drafts: Any, max_num_seqs: int, right: Any, *, noise: float = 0.01) -> None:
         speculation = None
         if num_drafts is not None:
             fixed = None if num_drafts == "auto" else num_drafts
@@ -105,7 +105,7 @@ class VirtualGPU:
             speculation=speculation,
         )
         self.scheduler = Scheduler(**sizes, drafts_ahead=True, clock=lambda: self.now)
-        self.right, self.slow, self.noise, self.rng = right, slow, noise, random.Random(0)
+        self.right, self.noise, self.rng = right, noise, random.Random(0)
         self.seen: dict[str, int] = {}  # tokens that the head has computed
         self.ahead: dict[str, int] = {}  # drafts that the chain behind the last step made
         self.num_tokens = self.num_steps = 0
@@ -141,7 +141,7 @@ class VirtualGPU:
         decodes = [s for s in plan.scheduled if s.num_tokens == s.num_sampled]
         rows, num_prompt = sum(s.num_tokens for s in decodes), sum(s.num_tokens for s in plan.scheduled if s not in decodes)
         ms, behind, is_cold = 0.03 * num_prompt, 0.0, False
-        ms += between(VERIFY, padded(rows)) * self.slow if drafted else between(PLAIN, max(1, rows))
+        ms += between(VERIFY, padded(rows)) if drafted else between(PLAIN, max(1, rows))
         for s in plan.scheduled:
             if not s.drafts:
                 self.ahead.pop(s.request_id, None)

@@ -28,7 +28,7 @@ from math import sqrt
 from statistics import median
 from typing import Any
 
-from slipstream.config import MOST_DRAFTS, SpeculationConfig
+from slipstream.config import MOST_DRAFTS, MOST_STEP_DRAFTS, SpeculationConfig
 from slipstream.core.proposer import LookUp, ModelDrafts, Proposal, Proposer, Traffic
 from slipstream.core.request import Request
 
@@ -264,7 +264,7 @@ class Speculation:
     def _best(self, decodes: Sequence[Request], proposals: Sequence[Proposal], plain: float) -> list[int]:
         """The number of tokens of each proposal with which the step yields the most tokens per second."""
         survivals = self._survivals(decodes, proposals)
-        num_seqs, most = len(decodes), sum(map(len, survivals))
+        num_seqs, most = len(decodes), min(sum(map(len, survivals)), MOST_STEP_DRAFTS)
         line = seconds_from(self.costs.line(num_seqs, plain), num_seqs + 1)
         seconds = list(islice(line, most))
         best, counts = MARGIN * num_seqs / plain, [0] * num_seqs
@@ -272,7 +272,7 @@ class Speculation:
             return self._best_chain(survivals, seconds, best)
         ranked = sorted((-survival, j, i) for i, own in enumerate(survivals) for j, survival in enumerate(own))
         tokens, num_best = float(num_seqs), 0
-        for n, (survival, _, _) in enumerate(ranked):
+        for n, (survival, _, _) in enumerate(ranked[:most]):
             tokens -= survival
             if tokens / seconds[n] > best:
                 best, num_best = tokens / seconds[n], n + 1
@@ -289,6 +289,8 @@ class Speculation:
         for length in range(1, max(map(len, worth), default=0) + 1):
             drafts = [own[:length] for own in worth]
             num = sum(map(len, drafts))
+            if num > len(seconds):  # more than a step verifies
+                break
             rate = (len(worth) + sum(map(sum, drafts))) / seconds[num - 1] * (STAY if length == last else 1.0)
             if rate > best:
                 best, chosen = rate, length
