@@ -38,8 +38,8 @@ decodes beside prompts, which have two kernels of attention (benchmarks/results:
 class AnalyticCost:
     """A `StepCost` by calculation. `product_type` is what rounded products multiply in, `dtype` the others. `num_gpus`: weights
     and heads are spread over so many by tensor parallelism, with two all-reduces a layer (Shoeybi et al. 2019). `read_s`: what
-    reading layers that are not kept on the device takes, beside the step. `dense_bytes`: of a number of a rounded weight, as
-    which a step of several tokens reads it, where that is not what the ledger has."""
+    reading layers that are not kept on the device takes, beside the step. `dense_bytes`: of a number of a rounded weight, not of
+    experts, as which a step of several tokens reads it, where that is not what the ledger has."""
 
     spec: ModelSpec
     products: tuple[Product, ...]
@@ -97,8 +97,8 @@ class AnalyticCost:
             rounded = p.rounded and p.name != "head"
             kind = self.product_type if rounded else self.dtype
             held = p.weight_bytes
-            if self.dense_bytes and rounded and tokens > 1:
-                held = p.rows * p.inner * p.copies * self.dense_bytes
+            if self.dense_bytes and rounded and p.copies == 1 and tokens > 1:
+                held = p.rows * p.inner * self.dense_bytes
             reading = p.count * held * p.share_read(count) / h.read_bytes_s / n
             multiplying = p.count * p.operations(count) / h.rate(kind) / n
             both = (reading**NEARNESS + multiplying**NEARNESS) ** (1 / NEARNESS)
