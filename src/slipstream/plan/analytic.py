@@ -38,8 +38,8 @@ decodes beside prompts, which have two kernels of attention (benchmarks/results:
 class AnalyticCost:
     """A `StepCost` by calculation. `product_type` is what rounded products multiply in, `dtype` the others. `num_gpus`: weights
     and heads are spread over so many by tensor parallelism, with two all-reduces a layer (Shoeybi et al. 2019). `read_s`: what
-    reading layers that are not kept on the device takes, beside the step. `dense_bytes`: of a number of a rounded weight, not of
-    experts, as which a step of several tokens reads it, where that is not what the ledger has."""
+    reading layers that are not kept on the device takes, beside the step. `dense_bytes`: of a number of a rounded weight
+    (experts' aside), as which a step of several tokens reads it, where that is not what the ledger has."""
 
     spec: ModelSpec
     products: tuple[Product, ...]
