@@ -85,13 +85,15 @@ class Served:
 
     @contextlib.contextmanager
     def stopped_engine(self) -> Iterator[None]:
-        """It makes no step meanwhile."""
-        engine = psutil.Process(self.engine())
-        engine.suspend()
+        """It makes no step meanwhile, nor does that of another model."""
+        engines = self.processes("slipstream.engine.core_process").values()
+        for engine in engines:
+            engine.suspend()
         try:
             yield
         finally:
-            engine.resume()
+            for engine in engines:
+                engine.resume()
 
     def log(self) -> list[dict]:
         """Its whole lines; another may be on its way."""
