@@ -552,8 +552,8 @@ def test_a_bound_tensor_has_rows_that_lie_together():
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_a_step_that_was_begun(threads):
     """It is done when it was waited for, by whomever: its owner, what else is asked of the engine, or whoever drops it."""
-    ops, x = NativeOps(threads), torch.randn(30, 512)
-    w = ops.quantize_weight(torch.randn(640, 512), None)
+    ops, x = NativeOps(threads), torch.randn(30, 256)
+    w = ops.quantize_weight(torch.randn(640, 256), None)
     y, found, expected = torch.empty(30, 640), torch.empty(30, 1, dtype=torch.int64), ops.linear(x, w)
     first, then = native.Program(ops.pool), native.Program(ops.pool)
     inputs, rows = first.bound(x), first.bound(y)
@@ -572,7 +572,7 @@ def test_a_step_that_was_begun(threads):
         lambda: then.profile(None),
         lambda: first.begin(native.StepInputs(num_tokens=30), then, None).synchronize(),
     )
-    for number in range(60):
+    for number in range(36):
         y.zero_()
         found.zero_()
         running = [first.begin(native.StepInputs(num_tokens=30), then, (x, y, found))]
@@ -588,14 +588,14 @@ def test_a_collector_of_cycles_lets_go_in_any_order(order):
     """While a step is under way: it is waited for, and what it writes lives until then."""
     import gc
 
-    x, y = torch.randn(512, 1024), torch.empty(512, 2048)
+    x, y = torch.randn(128, 1024), torch.empty(128, 2048)
     weight = torch.randn(2048, 1024)
     ops = NativeOps(2)
     program = native.Program(ops.pool)
     add_linear(program, program.bound(x), program.bound(y), w := ops.quantize_weight(weight, None))
     parts = {"pool": ops.pool, "program": program}
     y.zero_()
-    parts["running"] = program.begin(native.StepInputs(num_tokens=512), None, (x, y, w, ops))
+    parts["running"] = program.begin(native.StepInputs(num_tokens=128), None, (x, y, w, ops))
     cycle = [parts[name] for name in order]
     cycle.append(cycle)
     del ops, program, parts, w
