@@ -5,10 +5,14 @@ Run: pytest -m gpu tests/gpu.
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.config import EngineArgs
+from slipstream.optimize.folder import build_folder
 from tests import tiny_models
 
 pytestmark = [
@@ -51,6 +55,17 @@ def test_an_engine_that_ended_leaves_its_memory_to_the_next(tmp_path):
     with make(tmp_path, kv_cache_bytes=None, gpu_memory_utilization=0.6):
         pass
     del first
+
+
+def test_a_folder_that_was_built_leaves_the_memory_to_who_measures_it(tmp_path):
+    tiny_models.build(tmp_path / "model", "llama", **SHAPES["llama"])
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    args = EngineArgs(model=str(tmp_path / "model"), skip_tokenizer_init=True, gpu_memory_utilization=0.3, device="cuda")
+    built = build_folder(args, tmp_path / "folder")
+    assert built.folder.graph_sizes
+    assert torch.cuda.memory_reserved() <= before + 2**28
 
 
 @pytest.mark.parametrize("family", SHAPES)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import weakref
 
 import pytest
 import yaml
@@ -198,3 +199,17 @@ def test_differences_are_in_words():
     here = Machine(cpu="A", cpu_features=("AVX2",), num_cores=2, memory_gib=8)
     assert here.differences(here) == []
     assert here.differences(dataclasses.replace(here, cpu_features=())) == ["instructions: AVX2, here none"]
+
+
+def test_no_engine_lives_on_when_it_has_ended(tiny_model, tmp_path, monkeypatch):
+    """Its memory of the GPU would not be given back, and the process that measures the folder would find none."""
+    shut_down, ended = LLM.shutdown, []
+
+    def watched(llm):
+        executor = weakref.ref(llm.core.executor)
+        shut_down(llm)
+        ended.append(executor() is None)
+
+    monkeypatch.setattr(LLM, "shutdown", watched)
+    build_folder(EngineArgs(str(tiny_model), device="cpu", num_threads=1, **SETTINGS), tmp_path / "engine")
+    assert ended[:2] == [True, True]

@@ -149,14 +149,19 @@ def _start(args: EngineArgs, progress: Callable[[str], None]) -> tuple[EngineCon
         why = "an engine folder is for one device so far: leave tensor_parallel_size at 1"
         raise ConfigError(why, field="tensor_parallel_size")
     with LLM.from_engine_args(args, progress=progress) as llm:
-        executor = llm.core.executor
-        assert isinstance(executor, LocalExecutor)  # LLM's is in this process
-        writer = executor.runner.model.writer
-        if writer is not None:
-            progress("packing weights")
-            writer.join()
-        sizes = executor.runner.graph_sizes
-        return llm.config, sizes, sum(llm.phases.values())
+        return llm.config, _packed(llm, progress), sum(llm.phases.values())
+
+
+def _packed(llm: LLM, progress: Callable[[str], None]) -> tuple[int, ...]:
+    """The sizes of its graphs, when its packed weights are written. No variable of the engine's lives on when it ends: the GPU
+    memory that it names would stay with this process, and the next one, which measures the folder, needs it."""
+    executor = llm.core.executor
+    assert isinstance(executor, LocalExecutor)  # LLM's is in this process
+    writer = executor.runner.model.writer
+    if writer is not None:
+        progress("packing weights")
+        writer.join()
+    return executor.runner.graph_sizes
 
 
 def _bytes(folder: Path) -> int:
