@@ -26,7 +26,7 @@ TENFOLD = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 """A kilobyte that stands for 10^12 values."""
 
 WRONG_YAML = {
-    "deep": "[" * 2000,
+    "deep": "[" * 800,
     "tenfold": TENFOLD,
     "itself": "a: &a [*a]\n",
     "merged into itself": "a: &a\n  <<: *a\n",

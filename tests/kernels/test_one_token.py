@@ -5,13 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import hashlib
-import os
 import re
 import shutil
-import subprocess
-import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +26,7 @@ from slipstream.spec.parallel import Shard
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import SCHEMES
 from tests import one_token_steps, tiny_models
+from tests.kernels import on_cpu
 from tests.model.harness import CPU, Paged, fast
 from tests.model.parallel_ranks import as_threads
 
@@ -263,9 +259,6 @@ extern "C" int run(int programs, int threads, unsigned seed, void** of_ranks) {
 """
 
 
-COMPILING = threading.Lock()
-
-
 class OnCpu(one_token.OneTokenStep):
     seed = 0
     """Of the order of warps (`instructions_on_cpu.h`)."""
@@ -273,21 +266,9 @@ class OnCpu(one_token.OneTokenStep):
     """Of the ranks, if they are several."""
 
     def compiled(self, definitions):
-        """One library for equal sources and definitions, in the session's folder, which its processes share."""
+        """The programs of all ranks are one launch."""
         kernel = "".join(source.read_text() for source in one_token.SOURCES[1:])
-        text = Path(__file__).with_name("instructions_on_cpu.h").read_text() + kernel + RUN
-        given = {k: v for k, v in definitions.items() if k != "THIS_RANK"}  # there it is that of the running program
-        names = [f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={int(v)}" for k, v in given.items()]
-        options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", *names]
-        session = self.folder.parents[1 if "PYTEST_XDIST_WORKER" in os.environ else 0]
-        library = session / (hashlib.sha256(repr((text, options)).encode()).hexdigest() + ".so")
-        with COMPILING:  # ranks want the same one
-            if not library.exists():
-                own = library.with_suffix(f".{os.getpid()}")
-                given = [shutil.which("g++"), *options, "-x", "c++", "-", "-o", own]
-                subprocess.run(given, check=True, input=text, text=True)
-                own.replace(library)
-        run = ctypes.CDLL(str(library)).run
+        run = on_cpu.load(self.folder, on_cpu.INSTRUCTIONS + kernel + RUN, definitions).run
 
         def launch(programs, threads, arguments):
             *tensors, count = arguments

@@ -4,10 +4,6 @@ ranks run together. On GPUs each start tests it against NCCL (`rank_sums.agrees`
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +12,7 @@ from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps, rank_sums
 from slipstream.spec.model import OwnNorm
+from tests.kernels import on_cpu
 
 RUN = """
 static volatile int ended[RANKS];  // threads
@@ -73,15 +70,9 @@ class OnCpu(rank_sums.RankSums):
         return True
 
     def compiled(self, definitions):
-        header, kernel = Path(__file__).with_name("instructions_on_cpu.h").read_text(), rank_sums.SOURCES[1].read_text()
-        text = f"#define CTAS programs_of_rank\nstatic int programs_of_rank;\n{header}{kernel}{RUN}"
-        given = {k: v for k, v in definitions.items() if k != "THIS_RANK"} | {"SHARED": rank_sums.SCRATCH_BYTES}
-        names = [f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={int(v)}" for k, v in given.items()]
-        options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", *names]
-        library = self.folder / (hashlib.sha256(repr((text, options)).encode()).hexdigest() + ".so")
-        if not library.exists():
-            subprocess.run([shutil.which("g++"), *options, "-x", "c++", "-", "-o", library], check=True, input=text, text=True)
-        run = ctypes.CDLL(str(library)).run
+        text = f"#define CTAS programs_of_rank\nstatic int programs_of_rank;\n{on_cpu.INSTRUCTIONS}"
+        text += rank_sums.SOURCES[1].read_text() + RUN
+        run = on_cpu.load(self.folder, text, definitions | {"SHARED": rank_sums.SCRATCH_BYTES}).run
 
         def launch(programs, threads, arguments):
             *tensors, num_vectors, num_rows, count, patience = arguments

@@ -83,6 +83,18 @@ class Served:
         (pid,) = self.processes("slipstream.engine.core_process")
         return pid
 
+    @contextlib.contextmanager
+    def stopped_engine(self) -> Iterator[None]:
+        """It makes no step meanwhile, nor does that of another model."""
+        engines = self.processes("slipstream.engine.core_process").values()
+        for engine in engines:
+            engine.suspend()
+        try:
+            yield
+        finally:
+            for engine in engines:
+                engine.resume()
+
     def log(self) -> list[dict]:
         """Its whole lines; another may be on its way."""
         text = self._log.read_text()
@@ -380,13 +392,15 @@ def test_grpc_at_all_front_ends(another):
 
 def test_sigterm_drains_all_front_ends(another):
     served = another("--drain-timeout=1000")
-    with Streams(served, 4, n=16) as streams, ThreadPoolExecutor(1) as pool:  # long enough for what is asked meanwhile
-        ends = pool.submit(streams.finish)
-        served.process.send_signal(signal.SIGTERM)
-        served.until_draining()
-        refused = {served.get("/ready", key="none").status_code for _ in range(4)}
-        with pytest.raises(openai.InternalServerError) as caught:
-            served.ask()
+    with Streams(served, 4, n=4) as streams, ThreadPoolExecutor(1) as pool:
+        with served.stopped_engine():  # the answers wait for what is asked meanwhile
+            ends = pool.submit(streams.finish)
+            served.process.send_signal(signal.SIGTERM)
+            served.until_draining()
+            refused = {served.get("/ready", key="none").status_code for _ in range(4)}
+            with pytest.raises(openai.InternalServerError) as caught:
+                served.ask()
+            assert not ends.done()
         assert refused == {503}
         assert (caught.value.status_code, caught.value.code) == (503, "shutting_down")
         assert ends.result() == [True] * 4
@@ -407,9 +421,10 @@ def test_a_second_signal_does_not_wait_and_a_second_model_shortens(another, tiny
             )
         told = answer.usage.model_dump()["prompt_compression"]
         assert told["tokens_after"] < told["tokens_before"]
-    with Streams(served, 4, n=16) as streams:  # long enough for what is asked meanwhile
-        served.process.send_signal(signal.SIGINT)
-        served.until_draining()  # two signals at once would be one
+    with Streams(served, 4, n=4) as streams:
+        with served.stopped_engine():
+            served.process.send_signal(signal.SIGINT)
+            served.until_draining()  # two signals at once would be one
         served.process.send_signal(signal.SIGINT)
         assert streams.finish() == [False] * 4
     assert served.process.wait(PATIENCE_S) == 0

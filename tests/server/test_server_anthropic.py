@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-import anthropic
 import httpx
 import jsonschema
 import pytest
@@ -33,7 +32,17 @@ class Colour(BaseModel):
     colour: Literal["red", "green"]
 
 
+@pytest.fixture(name="anthropic")
+def client_package():
+    """Here, since importing it takes longer than all tests of this file, and each process of tests reads this file."""
+    import anthropic
+
+    return anthropic
+
+
 def connect(server, **more):
+    import anthropic
+
     return anthropic.Anthropic(**{"base_url": server.url, "api_key": "none", "max_retries": 0, "timeout": 30, **more})
 
 
@@ -194,7 +203,7 @@ PICTURE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"extra_body": {"mcp_servers": [1]}}, "mcp_servers"),
     ],
 )
-def test_what_is_refused_names_its_field(client, model, more, named):
+def test_what_is_refused_names_its_field(anthropic, client, model, more, named):
     model(tool_call_parser="hermes")
     with pytest.raises(anthropic.BadRequestError) as refused:
         client.messages.create(**ASK | more)
@@ -204,7 +213,7 @@ def test_what_is_refused_names_its_field(client, model, more, named):
     assert body["request_id"] == refused.value.request_id
 
 
-def test_the_kinds_of_errors(serve):
+def test_the_kinds_of_errors(anthropic, serve):
     server = serve(FakeEngine(max_queue=0), api_keys=("right",))
     ask = {"model": "fake", "messages": SAID, "max_tokens": 2}
     with connect(server, api_key="wrong") as client, pytest.raises(anthropic.AuthenticationError) as refused:
@@ -229,7 +238,7 @@ def test_the_kinds_of_errors(serve):
         assert http.post("/v1/messages", content=b"{", headers=VERSION).json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_stream_that_breaks(serve):
+def test_a_stream_that_breaks(anthropic, serve):
     engine = FakeEngine()
     engine.fail_after = 3
     with connect(serve(engine)) as client:

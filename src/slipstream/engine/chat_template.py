@@ -68,7 +68,7 @@ class _Budget:
     def spend(self, work: int) -> None:
         self._left -= work + 16
         self._steps += 1
-        if self._left < 0 or not self._steps & 15:
+        if self._left < 0 or not self._steps & 63:
             self._check()
 
     def _check(self) -> None:

@@ -5,6 +5,8 @@ RequestLog (id, log line, count, unforeseen errors) > ApiKeys (401) > routes: st
 
 from __future__ import annotations
 
+import asyncio
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -84,6 +86,13 @@ def observers(settings: ServerSettings, model: str) -> Observers:
     return made
 
 
+@cache
+def described(has_keys: bool) -> tuple[bytes, str]:
+    """The OpenAPI document, and the same as a page. Made when somebody asks: it takes as long as the rest of an app's start."""
+    document = openapi.document(__version__, has_keys=has_keys)
+    return msgspec.json.encode(document), docs_page.page(document)
+
+
 def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | None = None) -> Starlette:
     """The app around a running engine; `shortener` shortens prompts. Its ServerState is at `app.state.server`."""
     names = settings.served_model_names or (engine.model_name,)
@@ -97,14 +106,13 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
         )
     open_files(state)
     probes, models, tokens = Probes(state), Models(state), Tokens(state)
-    document = openapi.document(__version__, has_keys=bool(state.keys))
-    description, page = msgspec.json.encode(document), docs_page.page(document)
+    has_keys = bool(state.keys)
 
     async def describe(request: Request) -> Response:
-        return Response(description, media_type="application/json")
+        return Response((await asyncio.to_thread(described, has_keys))[0], media_type="application/json")
 
     async def docs(request: Request) -> Response:
-        return Response(page, media_type="text/html")
+        return Response((await asyncio.to_thread(described, has_keys))[1], media_type="text/html")
 
     async def version(request: Request) -> Response:
         return json_response({"version": __version__})
