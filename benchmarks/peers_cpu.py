@@ -251,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rewrite", metavar="TYPE", choices=["Q8_0", "BF16", "F16", "F32", "Q4_0"])
     parser.add_argument("--zeros", type=float, default=0.0, metavar="SHARE", help="with --rewrite: also with so many zeros")
     parser.add_argument("--text", type=Path, help="the perplexity of this text")
+    parser.add_argument("--scores", type=Path, metavar="RECORD", help="instead of --text: perplexities of another run's record")
     parser.add_argument("--text-tokens", type=int, default=4096, help="of the text (default: 4096)")
     parser.add_argument("--cores", type=int, nargs="+", help="run the turns on these (default: all)")
     parser.add_argument("--wait", type=float, default=20, help="seconds that a turn waits for quiet at most (default: 20)")
@@ -273,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def compare(args: argparse.Namespace, contenders: Sequence[Contender], path: Path) -> None:
     begin, cores = time.monotonic(), args.cores or sorted(os.sched_getaffinity(0))
     quiet = Quiet(cores, args.wait)
-    of_text = perplexities(args, contenders, path) if args.text else {}
+    of_text = perplexities(args, contenders, path) if args.text else recorded(args.scores, contenders) if args.scores else {}
     turns: list[dict[str, Any]] = []
     failed: dict[str, str] = {name: found["failed"] for name, found in of_text.items() if "failed" in found}
     for i, group in enumerate(args.groups):
@@ -306,6 +307,13 @@ def perplexities(args: argparse.Namespace, contenders: Sequence[Contender], path
             return dict(zip([c.name for c in contenders], found, strict=True))
 
 
+def recorded(record: Path, contenders: Sequence[Contender]) -> dict[str, dict[str, Any]]:
+    """The perplexities in a record, of those that ran the same file by the same name."""
+    found = json.loads(record.read_text())
+    same = [c.name for c in contenders if found["ran"].get(c.name) == c.path.name and found["perplexity"].get(c.name)]
+    return {name: {"figures": {"perplexity": found["perplexity"][name]}} for name in same}
+
+
 def summary(contenders: Sequence[Contender], turns: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
     """`medians` of each contender's figures, and `ratios` of ours to peers, medians of those within a round."""
     by_round: dict[tuple[str, str], dict[int, float]] = {}
@@ -322,7 +330,7 @@ def summary(contenders: Sequence[Contender], turns: Sequence[dict[str, Any]]) ->
     for one in medians:
         for other in medians:
             if kinds[one] == "slipstream" and (kinds[other] != "slipstream" or (one in sparse and other not in sparse)):
-                for column in medians[one].keys() & medians[other].keys():
+                for column in (c for c in medians[one] if c in medians[other]):
                     mine, its = by_round[one, column], by_round[other, column]
                     if both := [mine[r] / its[r] for r in mine.keys() & its.keys()]:
                         ratios.setdefault(f"{one} / {other}", {})[column] = statistics.median(both)
