@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--seqs", type=int, default=1024, help="max_num_seqs (default: 1024)")
     parser.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens (default: 16384)")
     parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--single", default="128/256", help="the request whose decode is timed (default: 128/256)")
+    parser.add_argument("--single", default="128/256", help="the request whose decode is timed; '' for none (default: 128/256)")
     parser.add_argument("--loads", default="128/128x1024")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--profile", action="store_true")
@@ -155,7 +155,7 @@ def main() -> None:
         print(f"{name}: {json.dumps(value)}", flush=True)
         common.save(args.output, "llama_table", **found)
 
-    if isinstance(engine, Slipstream):
+    if isinstance(engine, Slipstream) and args.single:
         ((n_in, n_out),) = lengths_of(f"{args.single}x1")
         engine.singles(note, n_in, n_out)
     for load in filter(None, args.loads.split(",")):

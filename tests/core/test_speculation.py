@@ -5,25 +5,16 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import SpeculationConfig
-from slipstream.core.proposer import ModelDrafts, Proposal, Proposer
+from slipstream.core.proposer import Proposal, Proposer
 from slipstream.core.request import Request
-from slipstream.core.speculation import (
-    COUNTS,
-    LEVELS,
-    NUM_TIMES,
-    STALE,
-    Acceptance,
-    Drafting,
-    Speculation,
-    StepCosts,
-    _near,
-    seconds_from,
-)
+from slipstream.core.speculation import LEVELS, Acceptance, Drafting, Speculation
+from slipstream.core.step_times import COUNTS, NUM_TIMES, STALE, StepCosts, _near, seconds_from
 from slipstream.types import EngineRequest, SamplingParams
 
 
@@ -35,11 +26,11 @@ class Always(Proposer):
         return Proposal((1,) * min(most, self.count), self.match)
 
 
-def decoding(proposer, name="a", max_tokens=100):
+def decoding(proposer=None, name="a", max_tokens=100):
     spec = EngineRequest(request_id=name, prompt_token_ids=(1, 2, 3), sampling=SamplingParams(), max_tokens=max_tokens)
     request = Request(spec, (0, 0.0, 0), b"", 1)
     request.num_computed_tokens = 2
-    request.drafting = Drafting(proposer)
+    request.drafting = proposer and Drafting(proposer)
     return request
 
 
@@ -146,11 +137,9 @@ def test_a_models_drafts_have_a_rate_by_position():
     """Two of five are always right: two are worth their time, a third is not, though it is tried as often as the second."""
     speculation = Speculation(SpeculationConfig(method="eagle3", model="head"))
     timed(speculation.costs, (1, 1, 1.0), (1, 6, 1.5))
-    request = decoding(ModelDrafts())
-    request.drafting = None
+    request = decoding()
     for _ in range(40):
         speculation.choose([request])
-        assert request.drafting is not None
         speculation.verified(request, 5, 2)
     assert not speculation.choose([request])
     assert len(request.drafts) == 2
@@ -160,9 +149,7 @@ def test_a_models_drafts_have_a_rate_by_position():
 def test_chains_of_a_model_are_alike_and_no_more_than_a_step_verifies(num_seqs, each):
     speculation = Speculation(SpeculationConfig(method="eagle3", model="head"))
     timed(speculation.costs, (num_seqs, num_seqs, 1.0), (num_seqs, 4000, 1.1))
-    requests = [decoding(ModelDrafts(), str(i)) for i in range(num_seqs)]
-    for request in requests:
-        request.drafting = None
+    requests = [decoding(name=str(i)) for i in range(num_seqs)]
     for _ in range(4):  # chains grow
         assert not speculation.choose(requests)
     assert [len(request.drafts) for request in requests] == [each] * num_seqs
@@ -182,11 +169,10 @@ def test_old_times_are_forgotten():
 
 
 def test_between_and_beyond_what_is_known():
-    assert next(seconds_from([(1, 1.0), (5, 2.0), (9, 4.0)], 3)) == 1.5
-    assert next(seconds_from([(1, 1.0), (5, 2.0), (9, 4.0)], 9)) == 4.0
-    assert next(seconds_from([(1, 1.0), (5, 3.0), (9, 4.0)], 13)) == 5.0  # not as steeply as the first drafts
-    assert 3.0 < next(seconds_from([(1, 1.0), (5, 3.0)], 7)) < 3.2
-    assert 1.0 < next(seconds_from([(1, 1.0)], 2)) < 1.1  # to be tried
+    assert seconds_from([(1, 1.0), (5, 2.0), (9, 4.0)], np.array([3, 9])).tolist() == [1.5, 4.0]
+    assert seconds_from([(1, 1.0), (5, 3.0), (9, 4.0)], np.array([13])) == 5.0  # not as steeply as the first drafts
+    assert 3.0 < seconds_from([(1, 1.0), (5, 3.0)], np.array([7])) < 3.2
+    assert 1.0 < seconds_from([(1, 1.0)], np.array([2])) < 1.1  # to be tried
 
 
 @given(st.integers(1, 5000))

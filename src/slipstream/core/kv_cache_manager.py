@@ -57,14 +57,20 @@ class KVCacheManager:
 
     # --- Blocks to write ----------------------------------------------------------------------------------------------
 
+    def holds(self, request: Request, num_tokens: int) -> bool:
+        """Whether `allocate` would change nothing."""
+        if request.needs_copy or self.windows:
+            return False
+        return num_tokens <= len(request.blocks[self.own[0]]) * self.block_size
+
     def allocate(self, step: StepBuilder, request: Request, num_tokens: int) -> bool:
         """In every group: release the blocks that no later token looks at, copy the block that is written next if it is
         shared, and append blocks for `num_tokens` tokens. False, and nothing is changed, if too few blocks are free."""
         pool, size, tables = self.pool, self.block_size, request.blocks
+        if self.holds(request, num_tokens):
+            return True
         computed, length = request.num_computed_tokens, len(tables[self.own[0]])
         need = max(0, self.blocks_for(num_tokens) - length)
-        if not (need or request.needs_copy or self.windows):
-            return True
         first = computed // size  # the block that is written next
         copies = []
         if request.needs_copy and first < length:

@@ -9,7 +9,7 @@ Both find earlier runs as LZ77 compressors do (Ziv and Lempel 1977). A table has
 each place links to the one before with the same pair. A token costs well under a microsecond and some 150 bytes; a suffix
 automaton in Python costs ten times as much. Only the `MOST_PLACES` latest places are compared.
 
-The worker draws a draft model's tokens (`worker/drafter.py`). Here only their number is chosen.
+A draft model's tokens are drawn by the worker (`worker/drafter.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
-
-from slipstream.types import FROM_MODEL
 
 MOST_PLACES = 32
 """Earlier places of a pair that are compared."""
@@ -50,16 +48,6 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, tokens: Sequence[int], most: int) -> Proposal:
         """Up to `most` tokens that may follow `tokens`."""
-
-
-class ModelDrafts(Proposer):
-    """Leaves the drafts to the worker's draft model, as many as allowed. The first is trusted like a match of `MATCH`
-    tokens."""
-
-    MATCH = 8
-
-    def propose(self, tokens: Sequence[int], most: int) -> Proposal:
-        return Proposal((FROM_MODEL,) * most, self.MATCH)
 
 
 class PairIndex:

@@ -288,6 +288,10 @@ class Scheduler:
             if not forced:
                 spare = min(spare, step.room_for_drafts)
             count += max(0, min(len(forced or request.drafts), spare, request.end - request.num_tokens - 1))
+            ahead = len(request.drafts) if self._drafts_ahead else 0
+            if count > 1 and self.kv.holds(request, min(position + count + ahead, request.end)):
+                self._advance(step, request, count, forced[: count - 1])
+                return
             if count > 1 and not self.kv.allocate(step, request, position + count):
                 count = 1
             elif count > 1 and self._drafts_ahead and request.drafts:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
@@ -315,6 +316,27 @@ def run_layers(
         pending, residual = layer(ops, pending, residual, kv, meta)
     before(len(layers), pending, residual)
     return pending, residual
+
+
+def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:
+    """The first layer of each kind. Layers of a kind run the same kernels: only the numbers in their tensors differ."""
+    kinds: dict[Any, int] = {}
+    for i, layer in enumerate(layers):
+        kinds.setdefault(_kind_of(layer), i)
+    return list(kinds.values())
+
+
+def _kind_of(part: Any) -> Any:
+    """What it is made of, with the shapes and types of its tensors."""
+    if hasattr(part, "stride"):
+        return tuple(part.shape), part.stride(), part.dtype
+    if dataclasses.is_dataclass(part):
+        return type(part), *(_kind_of(getattr(part, f.name)) for f in dataclasses.fields(part))
+    if isinstance(part, Mapping):
+        return tuple((name, _kind_of(x)) for name, x in part.items())
+    if isinstance(part, list | tuple):
+        return tuple(map(_kind_of, part))
+    return part if part is None or isinstance(part, str | int | float | Enum) else id(part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from slipstream.config import SpeculationConfig
-from slipstream.core.proposer import ModelDrafts, Proposal, Proposer
+from slipstream.core.proposer import Proposal, Proposer
 from slipstream.core.request import Request
 from slipstream.core.speculation import Speculation
 from slipstream.errors import ConfigError
@@ -66,9 +66,13 @@ class Drafts:
     cost: StepCost | None = None
 
 
+MATCH = 8
+"""What is found is trusted like a match of so many tokens."""
+
+
 class _Guesses(Proposer):
     def propose(self, tokens: Sequence[int], most: int) -> Proposal:
-        return Proposal((GUESS,) * most, ModelDrafts.MATCH)
+        return Proposal((GUESS,) * most, MATCH)
 
 
 class SimulatedSpeculation(Speculation):
@@ -76,11 +80,11 @@ class SimulatedSpeculation(Speculation):
         super().__init__(drafts.config)
         self._rates = drafts.acceptance
 
-    def _propose(self, request: Request, most: int) -> Proposal:
+    def _most_drafts(self, request: Request, limit: int) -> int:
         """It is asked again when the step in flight is done: the place, pending tokens counted, is the same then."""
         if drawn(request.request_id, -request.num_tokens) >= self._rates.found:
-            return Proposal()
-        return super()._propose(request, most)
+            return 0
+        return super()._most_drafts(request, limit)
 
     def _proposer(self, request: Request) -> Proposer:
         return _Guesses()

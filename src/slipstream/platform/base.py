@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
 import numpy as np
@@ -50,8 +50,11 @@ class Graph(Protocol):
 class GraphRecorder(Protocol):
     """Records graphs that share one memory pool, so an output holds only until the next replay of any of them."""
 
-    def capture(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
-        """Run `work` once, then record it: the graph, and its output, which every replay overwrites."""
+    def capture(
+        self, work: Callable[[], Tensor], compiling: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> tuple[Graph, Tensor]:
+        """Run `work` once, then record it: the graph, and its output, which every replay overwrites. The run, which compiles
+        kernels, is made within `compiling()`."""
 
 
 class Platform(ABC):

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
@@ -173,12 +173,15 @@ class CudaGraphs:
         self._pool: Any = None  # the first graph's memory, which the others share
 
     @torch.inference_mode()
-    def capture(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+    def capture(
+        self, work: Callable[[], Tensor], compiling: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> tuple[Graph, Tensor]:
         """`torch.cuda.graph` is not used, since it collects garbage and empties torch's cache each time."""
         graph, stream = torch.cuda.CUDAGraph(), self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            work()  # kernels compile and choose their tiles outside the capture
+            with compiling():
+                work()  # kernels compile and choose their tiles outside the capture
             # Other threads of the process may use the GPU meanwhile.
             more = {} if self._pool is None else {"pool": self._pool}
             graph.capture_begin(**more, capture_error_mode="thread_local")

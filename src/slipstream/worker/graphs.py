@@ -19,8 +19,9 @@ the next replay. On one stream that is after the tokens were sampled and written
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -32,6 +33,7 @@ from torch import Tensor
 from slipstream.config import EngineConfig
 from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
 from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
+from slipstream.model.layers import one_of_each_kind
 from slipstream.plan.graph_sizes import decode_rows, mixed_decodes, mixed_prompts, mixed_sequences
 from slipstream.platform import Graph, Pipe, platform_of
 from slipstream.spec.reason import Reason
@@ -44,9 +46,20 @@ from slipstream.worker.rows import RowTable
 SLACK = 1.3
 """Until its own graph is captured, a step may run in one with up to this many times its tokens."""
 
-PATIENCE = 4
-"""A mixed step whose size is not captured runs op by op, until the size is wanted for the fourth time. On an H200 op by op
-takes 9 ms longer, and a capture takes 60 ms, for which all requests wait."""
+LONGER = 16
+"""A size that was wanted so often is captured. Until then its steps may run in a graph that is larger still: with `LARGER`
+times its decodes, or with `_spare_tokens` more in a mixed step. On an H200 a capture takes 30 to 60 ms, for which all requests
+wait, and such padding some ms at most."""
+
+LARGER = 2.0
+
+PATIENCE = 2
+"""A mixed step that no captured graph holds runs op by op, until its size is wanted for the second time. On an H200 that takes
+9 ms longer."""
+
+MOST_PADDING = 2**33
+"""Tokens of padding in a mixed step, times the square of the model's width. On an H200 they take half as long as what running
+op by op adds: for each of that square a layer has some 12 numbers, and it has some 12 kernels."""
 
 MOST_KEYS_AGAIN = 2**15
 """In a decode graph each draft reads its sequence's keys once more. Up to so many keys in all that takes less time than a mixed
@@ -78,10 +91,14 @@ class Graphs:
         """`idle`: inputs of a step of nothing but padding."""
         assert self._recorder is not None
         inputs = torch.from_numpy(idle).to(self.platform.device)
-        graph, output = self._recorder.capture(lambda: forward(inputs))
+        graph, output = self._recorder.capture(lambda: forward(inputs), lambda: self._compiling(size))
         captured = self._captured[size] = Captured(graph, inputs, output)
         self.num_cold += 1
         return captured
+
+    def _compiling(self, size: Size) -> contextlib.AbstractContextManager[None]:
+        """Around the run that compiles what is captured then."""
+        return contextlib.nullcontext()
 
 
 class StagePipe(Pipe):
@@ -122,7 +139,8 @@ class StepGraphs(Graphs, Forward):
         self._pipe = decoder.pipe
         self._incoming = None if decoder.spec.has_first else torch.zeros_like(self._hidden)  # what the stage before has sent
         self._ahead: list[Size] = []  # to be captured, the next one last
-        self._wanted: Counter[Size] = Counter()  # how often a mixed step's size was wanted before it was captured
+        self._wanted: Counter[Size] = Counter()  # how often a size was wanted before it was captured
+        self._spare_tokens = min(1024, MOST_PADDING // decoder.spec.hidden_size**2)
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)  # query_start_loc of decodes
 
     def capture(self) -> None:
@@ -165,14 +183,29 @@ class StepGraphs(Graphs, Forward):
             return NOT_CAPTURED
         return None
 
+    @contextlib.contextmanager
+    def _compiling(self, size: Size) -> Iterator[None]:
+        """Layers of a kind run the same kernels, so that one of them compiles for all. The first graphs run all layers: what an
+        op keeps for a weight is made then. So do those of one token, which the one-token kernel runs."""
+        decoder, kv = self.forwards.decoder, self.kv
+        is_first = all(bool(known[1]) != bool(size[1]) for known in self._captured)
+        is_special = any(x is not None for x in (decoder.tap, decoder.stream, decoder.partition))
+        if is_first or is_special or sum(size) == 1:
+            yield
+            return
+        layers, chosen = decoder.layers, one_of_each_kind(decoder.layers)
+        decoder.layers, self.kv = [layers[i] for i in chosen], [kv[i] for i in chosen]
+        try:
+            yield
+        finally:
+            decoder.layers, self.kv = layers, kv
+
     def passed_over(self, batch: InputBatch, reason: Reason) -> None:
         """Count how often a mixed size is wanted, and capture it next."""
         if reason is not NOT_CAPTURED or batch.plan is None:
             return
         num_decodes = num_leading_decodes(batch.plan.scheduled)
-        size = self._mixed_size_for(num_decodes, batch.num_tokens - num_decodes)
-        self._wanted[size] += 1
-        self._ahead.append(size)
+        self._note_wanted(self._mixed_size_for(num_decodes, batch.num_tokens - num_decodes))
         self.num_cold += 1
 
     def run(self, batch: InputBatch) -> Output:
@@ -212,29 +245,41 @@ class StepGraphs(Graphs, Forward):
         return self._mixed_graph(size) if size[1] else self._decode_graph(size[0])
 
     def _size_for(self, num_seqs: int) -> int:
-        """The smallest decode graph that holds `num_seqs`. If it is not captured, a slightly larger one that is."""
+        """The smallest decode graph that holds `num_seqs`. If it is not captured, a larger one that is."""
         size = next(n for n in self.sizes if n >= num_seqs)
         ready = (n for n in self.sizes if n >= size and (n, 0) in self._captured)
-        other = next(ready, None)
-        return other if other is not None and other <= SLACK * num_seqs else size
+        other, slack = next(ready, None), LARGER if self._wanted[size, 0] < LONGER else SLACK
+        return other if other is not None and other <= slack * num_seqs else size
 
-    def _mixed_size_for(self, num_decodes: int, num_prompt: int) -> Size:
-        """`_size_for` for a mixed step."""
-        size = (
+    def _mixed_size(self, num_decodes: int, num_prompt: int) -> Size:
+        return (
             next(n for n in self.decode_sizes if n >= num_decodes),
             next(n for n in self.prompt_sizes if n >= num_prompt),
         )
+
+    def _mixed_size_for(self, num_decodes: int, num_prompt: int) -> Size:
+        """`_size_for` for a mixed step."""
+        size, num_tokens = self._mixed_size(num_decodes, num_prompt), num_decodes + num_prompt
         if size in self._captured:
             return size
-        most = SLACK * (num_decodes + num_prompt)
+        most = SLACK * num_tokens
+        if self._wanted[size] < LONGER:
+            most = max(most, num_tokens + self._spare_tokens)
         ready = [s for s in self._captured if s[1] and s[0] >= num_decodes and s[1] >= num_prompt and sum(s) <= most]
         return min(ready, key=sum, default=size)
+
+    def _note_wanted(self, size: Size) -> None:
+        """A step of this size runs in whatever graph is ready. An idle moment captures its own."""
+        if size not in self._captured and self._wanted[size] < max(LONGER, PATIENCE):
+            self._wanted[size] += 1
+            self._ahead.append(size)
 
     # --- Decodes ------------------------------------------------------------------------------------------------------
 
     def _run_decodes(self, plan: StepPlan, num_tokens: int) -> Output:
         scheduled = plan.scheduled
         size = self._size_for(num_tokens)
+        self._note_wanted((next(n for n in self.sizes if n >= num_tokens), 0))
         table = self.rows.rows
         host = self._idle_decodes(size)
         rows, positions = [table[s.request_id].index for s in scheduled], [s.num_computed_tokens for s in scheduled]
@@ -295,6 +340,7 @@ class StepGraphs(Graphs, Forward):
         scheduled = plan.scheduled
         num_decodes = num_leading_decodes(scheduled)
         size = self._mixed_size_for(num_decodes, num_tokens - num_decodes)
+        self._note_wanted(self._mixed_size(num_decodes, num_tokens - num_decodes))
         captured = self._graph(size)
         host, sequences, n = mixed_inputs(self.rows, scheduled, size, self.most_prompts)
         captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
@@ -330,7 +376,7 @@ class StepGraphs(Graphs, Forward):
 
 
 class SharedPrefixGraphs(StepGraphs):
-    """Graphs of decodes some of which begin with the same blocks. They are captured when a size is wanted for the fourth time;
+    """Graphs of decodes some of which begin with the same blocks. They are captured when a size is wanted for the second time;
     until then the graph without shared prefixes runs. They have the memory of those graphs, since one replays at a time."""
 
     name = "graphs with shared prefixes"

@@ -1,0 +1,123 @@
+"""Chooses how many drafts of a model a step verifies.
+
+All requests that are worth it have as many: a pass of the drafter takes as long for a few requests as for all. The chain that
+was made ahead is as long as the last one, and there is none for a request without drafts, which the drafter would have to catch
+up on. Rates of acceptance are kept by position, of each request and over all. They are arrays, since the GPU waits for the
+choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.config import MOST_DRAFTS, MOST_STEP_DRAFTS
+from slipstream.core.step_times import LEAST_SURVIVAL, MARGIN, seconds_from
+
+STAY = 1.01
+"""Another length of chains must promise this many times the tokens per second of the last one."""
+
+LEAST_FIRST = 0.3
+"""A request has drafts only if its first is likelier than this to be right."""
+
+REACH = 2
+"""So much longer than any chosen before may chains be."""
+
+OWN_MEMORY, MEMORY = 32, 1024
+"""Tries of a position, of a request and over all, beyond which both counts are halved."""
+
+OWN_WEIGHT = 4
+"""The rate over all counts like so many tries of a request, and what is expected at first like so many over all."""
+
+_POSITIONS = np.arange(MOST_DRAFTS)
+_FIRST = (_POSITIONS + 8) / (_POSITIONS + 10)  # what is expected at first
+
+
+class Counts:
+    """Tried and accepted drafts by position, [rows, MOST_DRAFTS]."""
+
+    def __init__(self, num_rows: int, memory: int) -> None:
+        self.tried, self.accepted = np.zeros((2, num_rows, MOST_DRAFTS))
+        self._memory = memory
+
+    def add(self, rows: npt.NDArray[np.int64] | int, tried: npt.NDArray[Any], accepted: npt.NDArray[Any]) -> None:
+        """`tried` and `accepted`: [rows, MOST_DRAFTS] of rows that differ, or of one row [MOST_DRAFTS]."""
+        sum_tried, sum_accepted = self.tried[rows] + tried, self.accepted[rows] + accepted
+        shares = np.where(sum_tried > self._memory, 0.5, 1.0)
+        self.tried[rows], self.accepted[rows] = sum_tried * shares, sum_accepted * shares
+
+    def rates(self, rows: npt.NDArray[np.int64] | int, expected: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return (self.accepted[rows] + OWN_WEIGHT * expected) / (self.tried[rows] + OWN_WEIGHT)
+
+    def grow(self) -> None:
+        self.tried, self.accepted = (np.concatenate([x, np.zeros_like(x)]) for x in (self.tried, self.accepted))
+
+
+class Chains:
+    def __init__(self) -> None:
+        self._own, self._all = Counts(64, OWN_MEMORY), Counts(1, MEMORY)
+        self._rows: dict[str, int] = {}  # by request
+        self._free = list(range(64))
+        self._verified: dict[int, tuple[int, int]] = {}  # drafts and accepted ones by row: not counted yet
+        self._length = self._longest = 0  # of the chains that were chosen last; of all
+
+    @property
+    def reach(self) -> int:
+        return self._longest + REACH
+
+    def verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        row = self._row(request_id)
+        if row in self._verified:
+            self._count()
+        self._verified[row] = num_drafts, num_accepted
+
+    def ended(self, request_id: str) -> None:
+        self._count()
+        if (row := self._rows.pop(request_id, None)) is not None:
+            self._own.tried[row] = self._own.accepted[row] = 0
+            self._free.append(row)
+
+    def best(self, request_ids: Sequence[str], most: Sequence[int], line: Sequence[tuple[int, float]]) -> list[int]:
+        """The number of drafts of each request, at most `most`, with which the step yields the most tokens per second. `line`
+        says what steps take: (tokens, seconds), from the one without drafts on."""
+        self._count()
+        num_seqs, longest = len(request_ids), max(most)
+        if longest <= 0:
+            return [0] * num_seqs
+        rows = np.array([self._row(request_id) for request_id in request_ids])
+        rates = self._own.rates(rows, self._all.rates(0, _FIRST))[:, :longest]
+        survivals = np.cumprod(rates, axis=1)
+        survivals[(survivals < LEAST_SURVIVAL) | (_POSITIONS[:longest] >= np.array(most)[:, None])] = 0
+        survivals[survivals[:, 0] < LEAST_FIRST] = 0
+        num_drafts = np.count_nonzero(survivals, axis=0).cumsum()  # of a step with chains of each length
+        speeds = (num_seqs + survivals.sum(axis=0).cumsum()) / seconds_from(line, num_seqs + num_drafts)
+        if self._length:
+            speeds[self._length - 1 : self._length] *= STAY
+        speeds[(num_drafts > MOST_STEP_DRAFTS) | (num_drafts == 0)] = 0
+        chosen = int(speeds.argmax()) + 1
+        if speeds[chosen - 1] <= MARGIN * num_seqs / line[0][1]:
+            chosen = 0
+        self._length, self._longest = chosen, max(self._longest, chosen)
+        return np.minimum(np.count_nonzero(survivals, axis=1), chosen).tolist()  # type: ignore[no-any-return]
+
+    def _row(self, request_id: str) -> int:
+        row = self._rows.get(request_id)
+        if row is None:
+            if not self._free:
+                self._free = list(range(len(self._own.tried), 2 * len(self._own.tried)))
+                self._own.grow()
+            row = self._rows[request_id] = self._free.pop()
+        return row
+
+    def _count(self) -> None:
+        if not self._verified:
+            return
+        rows, (drafts, accepted) = np.array(list(self._verified)), np.array(list(self._verified.values())).T
+        self._verified.clear()
+        right = accepted[:, None] > _POSITIONS
+        tried = np.minimum(drafts, accepted + 1)[:, None] > _POSITIONS
+        self._own.add(rows, tried, right)
+        self._all.add(0, tried.sum(axis=0), right.sum(axis=0))
