@@ -65,6 +65,8 @@ GROUPS = {"one": (1, 1024), "16": (16, 272), "64": (64, 272)}
 """Sequences, and tokens of each, that the engine makes room for."""
 WINDOW = 512
 QUIET_BUSY, QUIET_COPY = 0.05, 0.85
+LATE = 45.0
+"""Seconds that a turn may last beyond `--seconds`."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--text-tokens", type=int, default=4096, help="of the text (default: 4096)")
     parser.add_argument("--cores", type=int, nargs="+", help="run the turns on these (default: all)")
     parser.add_argument("--wait", type=float, default=20, help="seconds that a turn waits for quiet at most (default: 20)")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no turn after so many")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no turn after so many, and end 45 s later")
     args = parser.parse_args(arguments)
     if args.zeros and not args.rewrite:
         parser.error("--zeros needs --rewrite BF16, say: zeros are not kept by every type")
@@ -284,7 +286,8 @@ def compare(args: argparse.Namespace, contenders: Sequence[Contender], path: Pat
                 if f"{name}, {group}" in failed or time.monotonic() - begin > args.seconds:
                     continue
                 state = quiet.wait()
-                found = turn(contender, group, cores)
+                left = args.seconds - (time.monotonic() - begin)
+                found = turn(contender, group, cores, timeout=min(180.0, left + LATE))
                 if "failed" in found:
                     failed[f"{name}, {group}"] = found["failed"]
                     print(f"{name}, {group}: {found['failed']}", flush=True)
