@@ -40,7 +40,7 @@ def peer(name: str, path: Path, threads: int) -> None:
     """A peer's start, in this process."""
     from peers_cpu import make, requests
 
-    engine = make(name, path, threads)
+    engine = make(name, path, threads, (1, 1024), {})
     age, begin, processor = seconds_since_process_start() or 0.0, time.perf_counter(), time.process_time()
     (record,) = engine.run(requests(1, PROMPT, ANSWER))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -228,6 +228,7 @@ def test_tables(config_only, capsys):
         (["throughput", "M", "--engine=transformers", "--dtype=float32", "--load-format=gguf"], "load_format"),
         (["throughput", "M", "--engine=llamacpp"], "engine"),  # its package is not there
         (["throughput", "M", "--engine=openvino"], "engine"),
+        (["throughput", "M", "--engine=onnxruntime"], "engine"),
         (["serve", "M", "--vocab-size=9", URL], "vocab_size"),
         (["serve"], "model"),
         (["serve", "M", "--arrivals=x"], "arrivals"),
@@ -256,7 +257,7 @@ def test_refuses(config_only, capsys, words, field):
         (["throughput", "M", "--max-num-seqs=4", "--engine=transformers"], "--engine slipstream"),
         (["throughput", "M", "--kernels=cpu", "--engine=transformers"], "--engine slipstream"),
         (["throughput", "M", "--dtype=bfloat16", "--engine=llamacpp"], "--engine slipstream"),
-        (["throughput", "M", "--max-model-len=64", "--engine=openvino"], "--engine slipstream"),
+        (["throughput", "M", "--max-model-len=64", "--engine=onnxruntime"], "--engine slipstream"),
         (["throughput", "M", "--tokenizer=x"], "--workload sharegpt"),
         (["latency", "M", "--tokenizer=x"], "--workload sharegpt"),
         (["serve", "M", "--max-num-seqs=4", URL], "an engine started here"),

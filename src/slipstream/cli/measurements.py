@@ -26,7 +26,8 @@ LENGTHS = ("fixed", "random", "shared-prefix")
 PEERS = {
     "transformers": ("dtype", "device", "num_threads", "load_format", "download_dir", "seed"),
     "llamacpp": ("num_threads", "max_model_len", "download_dir", "seed"),
-    "openvino": ("num_threads", "download_dir", "seed"),
+    "openvino": ("num_threads", "max_model_len", "download_dir", "seed"),
+    "onnxruntime": ("num_threads", "download_dir", "seed"),
 }
 """Other engines and the settings that they have."""
 
@@ -37,7 +38,7 @@ CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = 
     "prefix_len": ("--workload shared-prefix", 400, lambda args: args.workload == "shared-prefix"),
     "lengths_file": ("--workload lengths", None, lambda args: args.workload == "lengths"),
     "vocab_size": ("workloads of random token ids", None, lambda args: args.workload != "sharegpt"),
-    "batch_size": ("--engine transformers, llamacpp and openvino", 8, lambda args: args.engine != "slipstream"),
+    "batch_size": ("--engine transformers, llamacpp, openvino and onnxruntime", 8, lambda args: args.engine != "slipstream"),
     "served_model_name": ("--url", None, lambda args: args.url is not None),
     "api_key": ("--url", None, lambda args: args.url is not None),
     "ignore_eos": ("--url", True, lambda args: args.url is not None),

@@ -81,6 +81,7 @@ ENGINES: Mapping[str, EngineKind] = {
     "transformers": EngineKind(settings=("dtype", "device", "num_threads", "load_format", "seed")),
     "llamacpp": EngineKind(settings=("num_threads",)),
     "openvino": EngineKind(settings=("num_threads",)),
+    "onnxruntime": EngineKind(settings=("num_threads",)),
     "openai": EngineKind(settings=(*_ENDPOINT, "command"), remote=True),
     "vllm": EngineKind(settings=("arguments", "served_model_name"), schemes=True, parallel=True, remote=True),
 }

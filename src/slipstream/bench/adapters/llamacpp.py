@@ -77,8 +77,7 @@ class OfflineLlamaCpp:
             self._decode(rows)
             last_rows = [i for i, row in enumerate(rows) if row[3]]
             for (slot, (index, length, _)), row in zip(sorted(given.items()), last_rows, strict=True):
-                logits = self._lib.llama_get_logits_ith(self._context, row)
-                token = int(np.ctypeslib.as_array(logits, shape=(self._vocab_size,)).argmax())
+                token = int(self._logits(row).argmax())
                 times[index].append(time.monotonic())
                 running[slot] = (index, length, token)
                 if len(times[index]) == requests[index].output_tokens:
@@ -86,6 +85,21 @@ class OfflineLlamaCpp:
                     heapq.heappush(free, slot)
                     self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(self._context), slot, -1, -1)
         return [RequestRecord.of(len(r.prompt_token_ids), sent, t) for r, t in zip(requests, times, strict=True)]
+
+    def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """The natural log-probability of each token but the first, behind those before it. At most `BATCH_TOKENS` of them."""
+        last = len(token_ids) - 1
+        self._decode([(token, i, 0, i < last) for i, token in enumerate(token_ids)])
+        found = []
+        for i, token in enumerate(token_ids[1:]):
+            logits = self._logits(i).astype(np.float64)
+            found.append(float(logits[token] - np.logaddexp.reduce(logits)))
+        self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(self._context), 0, -1, -1)
+        return found
+
+    def _logits(self, row: int) -> np.ndarray:
+        """float32 [V] of a row of the last call."""
+        return np.ctypeslib.as_array(self._lib.llama_get_logits_ith(self._context, row), shape=(self._vocab_size,))
 
     def _decode(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
         batch = self._batch

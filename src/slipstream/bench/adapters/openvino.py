@@ -6,6 +6,7 @@ step that made it returns.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +20,14 @@ from slipstream.bench.workload import BenchRequest
 from slipstream.errors import ConfigError
 from slipstream.plan.hardware import available_cores
 
+BLOCK_SIZE = 32
+"""Tokens of a cache block on a CPU."""
+
 
 class OfflineOpenVINO:
-    """`batch_size` sequences at once."""
+    """`batch_size` sequences at once, of at most `max_model_len` tokens each."""
 
-    def __init__(self, path: Path, *, batch_size: int, num_threads: int) -> None:
+    def __init__(self, path: Path, *, batch_size: int, max_model_len: int, num_threads: int) -> None:
         try:
             import openvino
             import openvino_genai
@@ -32,10 +36,11 @@ class OfflineOpenVINO:
         self._openvino, self._genai = openvino, openvino_genai
         self.batch_size, self.num_threads = batch_size, num_threads
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.max_num_seqs, scheduler.cache_size = batch_size, 2
-        scheduler.max_num_batched_tokens = 2048
+        scheduler.max_num_seqs, scheduler.max_num_batched_tokens = batch_size, 2048
+        scheduler.num_kv_blocks = batch_size * (-(-max_model_len // BLOCK_SIZE) + 1)
         begin = time.monotonic()
-        properties = {"INFERENCE_NUM_THREADS": num_threads}
+        # Its own pinning counts cores from the machine's first, whatever this process was given.
+        properties = {"INFERENCE_NUM_THREADS": num_threads, "ENABLE_CPU_PINNING": available_cores() == os.cpu_count()}
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(path), scheduler, "CPU", properties)
         self.load_s = time.monotonic() - begin
 
@@ -60,6 +65,23 @@ class OfflineOpenVINO:
                 raise RuntimeError(f"OpenVINO made {len(seen)} tokens instead of {r.output_tokens}")
         return [RequestRecord.of(len(r.prompt_token_ids), sent, t) for r, t in zip(requests, times, strict=True)]
 
+    def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """The natural log-probability of each token but the first, behind those before it."""
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = 1, True, False
+        config.echo, config.logprobs = True, 1
+        ids = self._openvino.Tensor(np.array([token_ids], dtype=np.int64))
+        handle = self._pipeline.add_request(0, ids, config)
+        found: list[float] = []
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+            while handle.can_read():
+                for output in handle.read().values():
+                    found += output.generated_log_probs
+        if len(found) != len(token_ids) + 1:
+            raise RuntimeError(f"OpenVINO gave {len(found)} log-probabilities for {len(token_ids)} tokens and one more")
+        return found[1:-1]
+
     def describe(self) -> dict[str, Any]:
         return {
             "name": "openvino",
@@ -78,4 +100,5 @@ class OfflineOpenVINO:
 def make(setup: Setup, on_phase: OnPhase) -> OfflineOpenVINO:
     on_phase("weights")
     threads = setup.setting("num_threads") or available_cores()
-    return OfflineOpenVINO(path_of(setup), batch_size=setup.batch_size, num_threads=threads)
+    length = setup.max_model_len or 2048
+    return OfflineOpenVINO(path_of(setup), batch_size=setup.batch_size, max_model_len=length, num_threads=threads)

@@ -50,6 +50,12 @@ class OfflineSlipstream:
             if output.times is not None
         ]
 
+    def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """The natural log-probability of each token but the first, behind those before it."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+        (output,) = self.llm.generate([{"prompt_token_ids": list(token_ids)}], sampling, progress=False)
+        return [position.chosen.logprob for position in output.prompt_logprobs or () if position is not None]
+
     def describe(self) -> dict[str, Any]:
         llm = self.llm
         stats = llm.stats()

@@ -46,7 +46,7 @@ def _devices(setup: Setup) -> list[str] | None:
     """Those that the engine computes on; None of a server, which does not say."""
     if ENGINES[setup.engine].remote:
         return None
-    if setup.engine in ("llamacpp", "openvino"):
+    if setup.engine in ("llamacpp", "openvino", "onnxruntime"):
         return ["cpu"]
     if (count := setup.parallel.tensor * setup.parallel.pipeline) > 1 and setup.setting("device", "auto") != "cpu":
         return [f"cuda:{number}" for number in range(count)]
@@ -68,6 +68,7 @@ def version_of(engine: str) -> str | None:
         "transformers": "transformers",
         "llamacpp": "llama_cpp_python",
         "openvino": "openvino-genai",
+        "onnxruntime": "onnxruntime-genai",
         "vllm": "vllm",
     }
     try:
