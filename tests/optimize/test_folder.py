@@ -19,8 +19,11 @@ from slipstream.config.engine_folder import Machine, read_engine_folder
 from slipstream.engine import folder as of_engine
 from slipstream.engine.folder import settled, this_machine
 from slipstream.errors import ConfigError
+from slipstream.evals.scorer import Scorer
 from slipstream.kernels.host_ops import HostOps
 from slipstream.optimize.folder import build_folder
+from slipstream.plan.hardware import available_cores
+from tests import tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 SETTINGS = {"quantization": "int8", "max_model_len": 128, "max_num_seqs": 3, "kv_cache_bytes": 8 * 2**20}
@@ -148,6 +151,8 @@ def test_what_cannot_be_built_leaves_nothing(tiny_model, tmp_path):
         (dataclasses.replace(args, tokenizer="other"), "tokenizer"),
         (dataclasses.replace(args, speculative_model="small"), "speculative_model"),
         (dataclasses.replace(args, max_model_len=10**9), "max_model_len"),
+        (dataclasses.replace(args, tensor_parallel_size=3), "tensor_parallel_size"),
+        (dataclasses.replace(args, cpu_layers=1), "cpu_layers"),
     ):
         with pytest.raises(ConfigError) as caught:
             build_folder(given, tmp_path / "out")
@@ -157,6 +162,45 @@ def test_what_cannot_be_built_leaves_nothing(tiny_model, tmp_path):
     (tmp_path / "there" / "file").touch()
     with pytest.raises(ConfigError, match="is there already"):
         build_folder(args, tmp_path / "there")
+
+
+@pytest.fixture
+def wide_model(tmp_path):
+    """Half of its products is wide enough for int8."""
+    tiny_models.build_with_tokenizer(tmp_path / "wide", hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32)
+    return tmp_path / "wide"
+
+
+@pytest.fixture
+def of_two(wide_model, tmp_path):
+    if available_cores() < 2:
+        pytest.skip("two ranks need a core each")
+    args = EngineArgs(str(wide_model), device="cpu", tensor_parallel_size=2, **SETTINGS)
+    built = build_folder(args, tmp_path / "two", tune=lambda *_: pytest.fail("tiles are of one device"))
+    assert (built.packed_bytes, built.folder.graph_sizes) == (0, ())
+    return tmp_path / "two"
+
+
+def test_a_folder_of_two_ranks_starts_them_and_answers_as_one_device(of_two, wide_model):
+    with LLM(str(wide_model), device="cpu", num_threads=1, **SETTINGS) as llm:
+        expected = llm.generate("Hello there", GREEDY)[0].outputs[0].token_ids
+    assert yaml.safe_load((of_two / "serve.yaml").read_text())["engine"]["tensor_parallel_size"] == 2
+    with LLM(str(of_two), device="cpu") as llm:
+        assert llm.config.parallel.num_ranks == 2
+        assert len(llm.core.executor.ledgers) == 2
+        assert llm.generate("Hello there", GREEDY)[0].outputs[0].token_ids == expected
+        assert llm.config.model.quantization == "int8"
+
+
+def test_fewer_devices_are_told_where_the_form_stands_and_one_is_enough_to_measure_quality(of_two, monkeypatch):
+    monkeypatch.setattr("slipstream.worker.process_executor.available_cores", lambda: 1)
+    with pytest.raises(ConfigError, match=r"2 ranks need a core each, and there are 1; lower it in .*two/serve.yaml") as caught:
+        LLM(str(of_two), device="cpu")
+    assert caught.value.field == "tensor_parallel_size"
+    with pytest.raises(ConfigError, match=r"4 ranks .* lower it$"):  # it is the user's
+        LLM(str(of_two), device="cpu", tensor_parallel_size=4)
+    scorer = Scorer.load(EngineArgs(str(of_two), device="cpu", num_threads=1), context=64)
+    assert scorer.settings["quantization"] == "int8"
 
 
 def test_no_pickle_and_no_program_is_copied(tiny_model, tmp_path):

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from slipstream.cli.main import main
 from slipstream.cli.optimize import _cells, _line
@@ -25,7 +26,9 @@ from slipstream.optimize.run import Measurer, QualityLoss, parse_quality_loss, p
 from slipstream.optimize.traffic import Traffic, parse_traffic
 from slipstream.optimize.worker import task_loss
 from slipstream.plan.devices import find_device
+from slipstream.plan.hardware import available_cores
 from slipstream.spec.description import read_spec
+from slipstream.worker.device import detect
 from tests.waiting import wait_for
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -252,6 +255,63 @@ def test_the_prior_knows_bits_and_batches():
     assert bits_of("recipe:2:4") == (3, "int8")  # half of the weights, and it costs
 
 
+def test_the_prior_knows_forms():
+    folder = Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-3-8b"
+    traffic = Traffic(source="2000/32", lengths=((2000, 32),) * 16, arrivals="closed:16")
+    base = EngineArgs(model=str(folder), max_model_len=4096)
+    gpu, cpu = (simulated_prior(base, read_spec(folder), traffic, find_device(name)) for name in ("h200", "cpu-2-avx512"))
+
+    def of(prior, form, size=16):
+        return prior(Candidate("none", (("max_num_seqs", size), ("parallel", form))))
+
+    one, tensor, pipeline = (of(gpu, form) for form in ("tp1", "tp2", "tp1pp2"))
+    assert one == gpu(Candidate("none", (("max_num_seqs", 16),)))
+    assert one.throughput < tensor.throughput < 2 * one.throughput
+    assert one.throughput < pipeline.throughput < 2 * one.throughput
+    assert tensor.tpot_s < one.tpot_s
+    assert of(gpu, "tp1pp2", 1).throughput > 1.5 * of(gpu, "tp1", 1).throughput  # two requests are under way, one a stage
+    assert of(gpu, "tp3") == NOTHING  # heads that can't be shared
+    assert tensor.kl == pipeline.kl == one.kl
+    assert of(cpu, "tp2") == of(cpu, "tp1")  # its cores are the same
+
+
+def test_forms_become_settings_and_do_not_change_what_quality_is_of(tmp_path):
+    made = measurer(tmp_path)
+    candidate = Candidate("int8", (("kv_cache_dtype", "auto"), ("max_num_seqs", 3), ("parallel", "tp2pp2")))
+    given = made.args_of(candidate)
+    assert (given["tensor_parallel_size"], given["pipeline_parallel_size"], given["quantization"]) == (2, 2, "int8")
+    assert "parallel" not in given
+    assert made.folder_args(candidate)[0].pipeline_parallel_size == 2
+    assert candidate.quality_key == Candidate("int8", (("kv_cache_dtype", "auto"), ("parallel", "tp1"))).quality_key
+    assert candidate.name == "int8 kv_cache_dtype=auto max_num_seqs=3 parallel=tp2pp2"
+
+
+def test_what_several_ranks_cannot_do_is_left_out_in_the_engines_words(tiny_model, tmp_path, capsys):
+    description, info = read_spec(tiny_model), detect("cpu", tmp_path)
+    base = EngineArgs(str(tiny_model), device="cpu")
+    assert run.check_parallel(["tp2", "pp2"], base, description, info) == ("tp2", "tp1pp2")
+    drafts = (None, "suffix", f"eagle3:{tmp_path}")
+    space = Space(compressions=("none", "int8"), axes={"speculative_model": drafts, "parallel": ("tp1", "tp2")})
+    refused = run.refusals(space, base, description, info)
+    settings = (("speculative_model", f"eagle3:{tmp_path}"), ("parallel", "tp2"))
+    assert refused.keys() == {Candidate("none", settings), Candidate("int8", settings)}
+    assert all("runs on one device" in reason for reason in refused.values())
+    words = ["optimize", str(tiny_model), f"--out={tmp_path / 'out'}", "--device=cpu", "--parallel=tp2", "--text", __file__]
+    assert main([*words, "--eval-windows=1", f"--drafts=eagle3:{tmp_path}", "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["field"] == "parallel"
+    assert "no engine starts with any candidate" in error["message"]
+    assert not (tmp_path / "out.search").exists()
+
+
+def test_a_machine_without_so_many_gpus_is_told_before_anything_runs(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("slipstream.worker.process_executor.gpus", lambda: ("one",))
+    gpu = find_device("h200").device_info()
+    with pytest.raises(ConfigError, match=r"2 ranks need a GPU each, and there are 1; lower it \(leave out tp2\)") as caught:
+        run.check_parallel(["tp1", "tp2"], EngineArgs(str(tiny_model)), read_spec(tiny_model), gpu)
+    assert caught.value.field == "parallel"
+
+
 @pytest.mark.parametrize(
     ("words", "field"),
     [
@@ -262,7 +322,13 @@ def test_the_prior_knows_bits_and_batches():
         (["--arrivals=often"], "arrivals"),
         (["--traffic=1"], "traffic"),
         (["--num-requests=0"], "num_requests"),
-        (["--parallel=tp2"], "parallel"),
+        (["--parallel=two"], "parallel"),
+        (["--parallel="], "parallel"),
+        (["--parallel=tp0"], "parallel"),
+        (["--parallel=tp1,tp2,tp2pp1"], "parallel"),
+        (["--parallel=tp1,tp3"], "parallel"),
+        (["--parallel=tp1,tp4096"], "parallel"),
+        (["--parallel=pp99"], "parallel"),
         (["--drafts=none,no-such-folder"], "drafts"),
         (["--compressions=recipe:draft:1/3"], "compressions"),
         (["--load-format=dummy", "--compressions=recipe:int8"], "compressions"),
@@ -315,6 +381,34 @@ def test_without_optuna_nothing_is_left_behind(tiny_model, tmp_path, capsys, mon
     assert main(["optimize", str(tiny_model), f"--out={tmp_path / 'out'}", *words]) == 2
     assert "pip install 'slipstream[optimize]'" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]
+
+
+@pytest.mark.slow
+def test_one_device_and_two_are_measured_and_the_folder_serves_the_form(tiny_model, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("optuna")
+    if available_cores() < 2:
+        pytest.skip("two ranks need a core each")
+    small = Space(compressions=("none",), axes={"kv_cache_dtype": ("auto",), "max_num_seqs": (2,)})
+    monkeypatch.setattr(run, "default_space", lambda **_: small)
+    monkeypatch.setattr(run, "choose", lambda results, objectives: next(r for r in front if "parallel=tp2" in r.candidate.name))
+    front = []
+    monkeypatch.setattr(run, "append_result", lambda result, measurer: front.append(result))
+    (tmp_path / "text.txt").write_text("A text of some words, and so on. " * 500)
+    out = tmp_path / "best"
+    words = ["optimize", str(tiny_model), f"--out={out}", "--traffic=24/8", "--arrivals=closed:2", "--num-requests=4"]
+    words += [f"--text={tmp_path / 'text.txt'}", "--device=cpu", "--parallel=tp1,tp2", "--max-model-len=128"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_measured"], found["num_failed"], found["num_candidates"]) == (2, 0, 2)
+    assert found["chosen"]["settings"]["parallel"] == "tp2"
+    assert found["folder"]["output_throughput"] > 0
+    document = json.loads((out / "optimize.json").read_text())
+    assert [row["settings"]["parallel"] for row in document["results"]] == ["tp1", "tp2"]
+    assert {row["figures"]["kl"] for row in document["results"]} == {0.0}
+    assert '"parallel": "tp2"' in (out / "optimize.html").read_text().replace('"parallel":"', '"parallel": "')
+    assert yaml.safe_load((out / "serve.yaml").read_text())["engine"]["tensor_parallel_size"] == 2
+    assert main(["bench", "folder", str(out), "--device=cpu", "--against", str(tiny_model), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["holds"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -173,6 +174,38 @@ def test_figures_that_were_guessed_learn_from_the_same_compression_and_from_othe
     assert kl_of(known, "gptq", "int8") == pytest.approx(0.024)  # with what the cache cost the other
     search = Search(SPACE, prior, World(0), known=[result("gptq", "auto", 0.3, fits=False)])
     assert not any(c.compression == "gptq" for c in search.waiting())  # a rounded cache makes nothing better
+
+
+def test_the_better_form_is_found_though_the_prior_says_that_all_are_alike():
+    space = dataclasses.replace(SPACE, axes={**SPACE.axes, "parallel": ("tp1", "tp2", "tp1pp2")})
+    gain = {"tp1": 1.0, "tp2": 1.8, "tp1pp2": 0.6}
+
+    def measured(candidate):
+        found, by = prior(candidate), gain[dict(candidate.settings)["parallel"]]
+        return Result(
+            candidate=candidate,
+            throughput=found.throughput * by,
+            tpot_s=found.tpot_s / by,
+            kl=KL[candidate.compression],
+        )
+
+    search = Search(space, prior, measured, seed=0)
+    results = search.run(budget_s=1e9)
+    every = [measured(c) for c in space.candidates()]
+    assert len(results) < 0.15 * len(every)
+    assert {dict(r.candidate.settings)["parallel"] for r in search.front()} == {"tp2"}
+    assert volume(results, every) > 0.97
+    ways = [dict(r.candidate.settings)["parallel"] for r in results]
+    assert ways.count("tp2") > ways.count("tp1pp2")
+    unseen = [c for c in search.waiting() if ("parallel", "tp2") in c.settings]
+    assert all(search.predict(c).throughput > 1.4 * prior(c).throughput for c in unseen)  # one measurement tells of all
+
+
+def test_what_no_engine_starts_with_is_left_out():
+    some = frozenset(c for c in SPACE.candidates() if ("speculative_model", "ngram") in c.settings)
+    space = dataclasses.replace(SPACE, left_out=some)
+    assert len(space.candidates()) == len(SPACE.candidates()) // 2
+    assert not some & set(Search(space, prior, World(0)).waiting())
 
 
 def test_names():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slipstream.cli.console import phases, print_info, print_json, size
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
-from slipstream.config import EngineArgs
+from slipstream.config import EngineArgs, num_ranks
 from slipstream.errors import ConfigError
 
 
@@ -72,12 +72,12 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 0
+    unpacked = "the weights are used as they are stored"
+    if num_ranks(settings) > 1:
+        unpacked = "several ranks round and pack theirs at each start"
     rows = [
         ("size", size(built.num_bytes)),
-        (
-            "packed weights",
-            size(built.packed_bytes) if built.packed_bytes else "none: the weights are used as they are stored",
-        ),
+        ("packed weights", size(built.packed_bytes) if built.packed_bytes else f"none: {unpacked}"),
         ("settings", ", ".join(f"{k}={v}" for k, v in folder.settings.items()) or "none of your own"),
         ("chosen for this machine", ", ".join(f"{k}={v}" for k, v in folder.chosen.items())),
         ("an engine starts in", f"{built.start_s:.2f} s"),

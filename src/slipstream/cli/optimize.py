@@ -1,5 +1,5 @@
-"""`slipstream optimize MODEL --traffic T --out DIR`: search the compression and settings that serve this traffic best, by
-measuring.
+"""`slipstream optimize MODEL --traffic T --out DIR`: search the compression, settings and parallel form that serve this traffic
+best, by measuring.
 
 Every measured point is on a front of throughput, time between tokens and divergence from MODEL. The chosen one is written
 to DIR, which `slipstream serve DIR` runs: the fastest that loses no more quality than --max-quality-loss, and meets
@@ -77,7 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-cache-dtypes", metavar="T,…", help="types of the KV cache (default: auto,int8 on a CPU, auto,fp8 on a GPU)"
     )
-    parser.add_argument("--parallel", default="tp1", metavar="tp1", help="candidates are measured on one device")
+    parser.add_argument(
+        "--parallel",
+        default="tp1",
+        metavar="F,…",
+        help="how devices share the model: tpN by its layers' products, ppN by layers, tpNppM by both (default: tp1)",
+    )
     parser.add_argument(
         "--load-format",
         choices=("auto", "dummy"),
@@ -127,7 +132,6 @@ def run(args: argparse.Namespace) -> int:
         what = "max_quality_loss can't be kept with --load-format dummy: random weights have no quality; leave one of them out"
         raise ConfigError(what, field="max_quality_loss")
     objectives = parse_objectives(args.slo)
-    measuring.check_parallel(args.parallel)
     names = ("device", "download_dir", "max_model_len", "num_threads", "load_format")
     base = EngineArgs(model=args.model, **{name: value for name in names if (value := getattr(args, name)) is not None})
     description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
@@ -139,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
     types = ("auto",) if args.kv_cache_dtypes is None else tuple(dict.fromkeys(args.kv_cache_dtypes.split(",")))
     for kind in types:  # what no engine would take is said before one is measured
         resolve(dataclasses.replace(base, kv_cache_dtype=kind), description, info)
+    forms = measuring.check_parallel(args.parallel.split(","), base, description, info)
     context = min(512, description.spec.max_position)
     text = TextSettings(source=args.text, context=context, stride=context, num_windows=args.eval_windows)
     if args.load_format != "dummy":
@@ -161,6 +166,7 @@ def run(args: argparse.Namespace) -> int:
         space = dataclasses.replace(space, axes={**space.axes, "speculative_model": drafts})
     if args.kv_cache_dtypes is not None:
         space = dataclasses.replace(space, axes={**space.axes, "kv_cache_dtype": types})
+    space = dataclasses.replace(space, axes={**space.axes, "parallel": forms})
     if limits.tasks:
         from slipstream.evals.tasks import check_tasks
 
@@ -170,6 +176,13 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{no[0]} needs weights, and --load-format dummy has none", field="compressions")
         kept = tuple(c for c in space.compressions if c == "none" or c in SCHEMES)
         space = dataclasses.replace(space, compressions=kept)
+    refused = measuring.refusals(space, base, description, info)
+    space = dataclasses.replace(space, left_out=frozenset(refused))
+    reasons = "; ".join(dict.fromkeys(refused.values()))
+    if not space.candidates():
+        raise ConfigError(f"no engine starts with any candidate: {reasons}", field="parallel")
+    if refused:
+        say(f"slipstream: {len(refused)} combinations are left out: {reasons}")
     load_optuna()  # what is missing is said before a folder is made
     state = out.with_name(f"{out.name}.search")
     state.mkdir(parents=True, exist_ok=True)

@@ -35,8 +35,18 @@ NOT_KEPT = (
     "load_format",
     "skip_tokenizer_init",
     "num_threads",
+    "rank_address",
+    "local_ranks",
 )
 """Settings that belong to a start, not to a folder."""
+
+OF_SEVERAL_DEVICES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "pipeline_layers",
+    "expert_parallel_size",
+    "sequence_parallel",
+)
 
 MACHINE_DEPENDENT = (
     "dtype",
@@ -96,8 +106,9 @@ class EngineFolder:
         file = self.path / TILES_NAME
         return file if file.is_file() else None
 
-    def settle(self, args: EngineArgs, here: Machine) -> tuple[EngineArgs, list[str]]:
-        """`args` with what the folder says of what the user left open, and notices for the user."""
+    def settle(self, args: EngineArgs, here: Machine, *, one_device: bool = False) -> tuple[EngineArgs, list[str]]:
+        """`args` with what the folder says of what the user left open, and notices for the user. `one_device`: but for how
+        several devices share the model."""
         notices = [f"{self.path.name} was made on another machine ({d})" for d in self.machine.differences(here)]
         given = dict(self.settings)
         if notices:
@@ -111,6 +122,8 @@ class EngineFolder:
                 given["tile_table"] = str(self.tiles)
             elif here.gpus:
                 notices.append(f"its tiles are of {_words(self.machine.gpus)} and are not used")
+        if one_device:
+            given = {name: value for name, value in given.items() if name not in OF_SEVERAL_DEVICES}
         defaults = {f.name: f.default for f in dataclasses.fields(EngineArgs)}
         left_open = {name: value for name, value in given.items() if getattr(args, name) == defaults[name]}
         return dataclasses.replace(args, **left_open), notices

@@ -22,13 +22,13 @@ def this_machine() -> Machine:
     )
 
 
-def settled(args: EngineArgs) -> EngineArgs:
+def settled(args: EngineArgs, *, one_device: bool = False) -> EngineArgs:
     """`args`, with an engine folder's settings where the user left them open. Of another model they stay as they are. What the
-    user should know is logged."""
+    user should know is logged. `one_device`: for what runs on one, whatever form the folder is for."""
     path = Path(args.model).expanduser()
     if not args.model or not is_engine_folder(path):
         return args
-    found, notices = read_engine_folder(path).settle(args, this_machine())
+    found, notices = read_engine_folder(path).settle(args, this_machine(), one_device=one_device)
     for notice in notices:
         _logger.warning("%s", notice)
     return found

@@ -55,7 +55,7 @@ class Scorer:
     def load(cls, args: EngineArgs, *, context: int) -> Scorer:
         """Load the model of `args`, with a cache for `context` tokens. Arguments about an engine's size are ignored.
         UnsupportedModelError if it is not a decoder."""
-        args = settled(args)
+        args = settled(args, one_device=True)
         description, runner, _ = load_runner(
             dataclasses.replace(args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None), by_torch=True
         )

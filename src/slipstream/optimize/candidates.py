@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+ONE_DEVICE = "tp1"
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -28,14 +30,17 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Every compression with every choice of each axis."""
+    """Every compression with every choice of each axis. Axes are settings of the engine, and `parallel`, the form of
+    several devices (`tp2`). `left_out` are combinations that no engine starts with."""
 
     compressions: tuple[str, ...]
     axes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    left_out: frozenset[Candidate] = frozenset()
 
     def candidates(self) -> list[Candidate]:
         choices = [[(name, value) for value in values] for name, values in self.axes.items()]
-        return [Candidate(c, settings) for c in self.compressions for settings in itertools.product(*choices)]
+        every = (Candidate(c, settings) for c in self.compressions for settings in itertools.product(*choices))
+        return [candidate for candidate in every if candidate not in self.left_out]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,9 @@ def build_folder(
     ):
         if getattr(args, name) not in (None, "ngram", "suffix"):
             raise ConfigError(f"{name}={getattr(args, name)!r} can't travel in the folder: {why}", field=name)
+    if args.cpu_layers is not None:
+        what = "cpu_layers depends on what a GPU has free: leave it out, and give --cpu-layers at each start"
+        raise ConfigError(what, field="cpu_layers")
     if "model" in (args.speculative_config or {}):
         what = "a draft model or head can't travel in the folder; give --speculative-config at each start"
         raise ConfigError(what, field="speculative_config")
@@ -83,7 +86,7 @@ def build_folder(
         )
         write_engine_folder(folder)  # from here on the folder keeps its packed weights itself
         placed = dataclasses.replace(args, model=str(partial), download_dir=None)
-        if tune is not None:
+        if tune is not None and num_ranks(args) == 1:  # tiles are measured for whole products
             progress("tiles")
             tune(placed, partial)
         config, sizes, _ = _start(placed, progress)
@@ -144,10 +147,8 @@ def copy_checkpoint(source: Path, to: Path) -> None:
 
 
 def _start(args: EngineArgs, progress: Callable[[str], None]) -> tuple[EngineConfig, tuple[int, ...], float]:
-    """What an engine resolves to, the sizes of its graphs, and the seconds of its start. Its packed weights are written."""
-    if num_ranks(args) > 1:
-        why = "an engine folder is for one device so far: leave tensor_parallel_size at 1"
-        raise ConfigError(why, field="tensor_parallel_size")
+    """What an engine resolves to, the sizes of its graphs, and the seconds of its start. Its packed weights are written; those
+    of several ranks are none, and the sizes of their graphs are not asked for."""
     with LLM.from_engine_args(args, progress=progress) as llm:
         return llm.config, _packed(llm, progress), sum(llm.phases.values())
 
@@ -156,7 +157,8 @@ def _packed(llm: LLM, progress: Callable[[str], None]) -> tuple[int, ...]:
     """The sizes of its graphs, when its packed weights are written. No variable of the engine's lives on when it ends: the GPU
     memory that it names would stay with this process, and the next one, which measures the folder, needs it."""
     executor = llm.core.executor
-    assert isinstance(executor, LocalExecutor)  # LLM's is in this process
+    if not isinstance(executor, LocalExecutor):
+        return ()
     writer = executor.runner.model.writer
     if writer is not None:
         progress("packing weights")

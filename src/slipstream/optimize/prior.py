@@ -7,13 +7,15 @@ import dataclasses
 import math
 from functools import cache
 
+from slipstream.bench.adapters import Parallel, parse_parallel
 from slipstream.bench.load import parse_arrivals
 from slipstream.compress.recipe import Quantize, read_recipe
 from slipstream.compress.steps import PruneSettings, Sparsify
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError, OutOfMemoryError
-from slipstream.optimize.candidates import NOTHING, Candidate, Prediction, Prior
+from slipstream.optimize.candidates import NOTHING, ONE_DEVICE, Candidate, Prediction, Prior
 from slipstream.optimize.traffic import Traffic
+from slipstream.plan.capacity import with_limits
 from slipstream.plan.devices import Hardware
 from slipstream.plan.engines import plan_engine
 from slipstream.plan.simulate import simulate
@@ -46,7 +48,11 @@ def guessed_kl(compression: str, cache_dtype: str, num_parameters: float = LARGE
 
 
 def simulated_prior(base: EngineArgs, description: ModelDescription, traffic: Traffic, hardware: Hardware) -> Prior:
-    """The function that `search.Search` takes. `base` holds what all candidates share. Drafts are not simulated."""
+    """The function that `search.Search` takes. `base` holds what all candidates share. Drafts are not simulated.
+
+    GPUs that share layers out are the plan's. Those that share them by stages are as several engines, each with its part of
+    the memory that weights leave and of the sequences: so many steps are under way, and each passes all layers. Ranks on a CPU
+    share its cores and its memory, and are expected to do what one process does."""
     workload, arrivals = of_lengths(traffic.source, traffic.lengths), parse_arrivals(traffic.arrivals)
     load = workload.traffic(arrivals, len(traffic.lengths), seed=traffic.seed)
     # Of random weights no divergence is measured: `run` takes the guess of a large model for it.
@@ -56,9 +62,18 @@ def simulated_prior(base: EngineArgs, description: ModelDescription, traffic: Tr
     def predict(candidate: Candidate) -> Prediction:
         _, scheme = bits_of(candidate.compression)
         given = {name: value for name, value in candidate.settings if value is not None and name != "speculative_model"}
+        form = parse_parallel(given.pop("parallel", ONE_DEVICE), "parallel")
+        if not hardware.is_gpu:
+            form = Parallel()
         try:
-            engine = plan_engine(dataclasses.replace(base, quantization=scheme, **given), description, hardware)
-            found = simulate(engine.simulated, load).summary
+            args = dataclasses.replace(base, quantization=scheme, **given)
+            every = dataclasses.replace(hardware, memory_bytes=hardware.memory_bytes * form.pipeline)
+            engine = plan_engine(args, description, every, num_gpus=form.tensor).simulated
+            if form.pipeline > 1:
+                seqs = math.ceil(engine.scheduling.max_num_seqs / form.pipeline)
+                engine = with_limits(engine, max_num_seqs=seqs)
+                engine = dataclasses.replace(engine, num_blocks=engine.num_blocks // form.pipeline)
+            found = simulate(engine, load, num_replicas=form.pipeline).summary
         except (ConfigError, OutOfMemoryError):  # what it is, its measurement says
             return NOTHING
         if found.num_failed or not found.output_throughput:  # requests that the engine would refuse

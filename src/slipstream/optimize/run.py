@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.bench.adapters import parse_parallel
 from slipstream.compress.recipe import read_recipe
 from slipstream.compress.steps import DraftHead
-from slipstream.config import EngineArgs
+from slipstream.config import DeviceInfo, EngineArgs, num_ranks, resolve
 from slipstream.engine.folder import this_machine
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
 from slipstream.files import digest
@@ -29,7 +30,9 @@ from slipstream.optimize.candidates import Candidate, Result, Space
 from slipstream.optimize.prior import guessed_kl
 from slipstream.optimize.traffic import Traffic
 from slipstream.plan.environment import plain
+from slipstream.spec.description import ModelDescription
 from slipstream.spec.scheme import SCHEMES
+from slipstream.worker.process_executor import check_devices
 
 RESULTS_NAME = "results.jsonl"
 SURE = 1.96
@@ -174,11 +177,49 @@ def draft_settings(name: str) -> dict[str, Any]:
     return {"speculative_config": {"method": "mtp"}} if name == "mtp" else {"speculative_model": name}
 
 
-def check_parallel(text: str) -> None:
-    """Every candidate is measured on one device."""
-    if text != "tp1":
-        what = f"parallel={text!r} is not searched: one device measures candidates (tp1); `slipstream sweep` compares others"
-        raise ConfigError(what, field="parallel")
+def check_parallel(
+    names: Sequence[str], base: EngineArgs, description: ModelDescription, info: DeviceInfo
+) -> tuple[str, ...]:
+    """`tp2`, `pp2`, `tp2pp2`: forms that this machine has the devices for, and over which the model can be split."""
+    forms = tuple(str(parse_parallel(name, "parallel")) for name in names)
+    for form in forms:
+        args = EngineArgs(**settings_of(base, Candidate("none", (("parallel", form),))))
+        try:
+            if num_ranks(args) > 1:
+                check_devices(args, info)
+            resolve(args, description, info)
+        except ConfigError as error:
+            raise ConfigError(f"parallel: {error} (leave out {form})", field="parallel") from None
+    if len(set(forms)) < len(forms):
+        raise ConfigError("parallel: forms must be named, each once", field="parallel")
+    return forms
+
+
+def refusals(space: Space, base: EngineArgs, description: ModelDescription, info: DeviceInfo) -> dict[Candidate, str]:
+    """What several ranks can't do, such as drafts of a model, by candidate, in the engine's words. What one device
+    can't do its measurement tells."""
+    found = {}
+    for candidate in space.candidates():
+        args = EngineArgs(**settings_of(base, candidate))
+        if num_ranks(args) > 1:
+            try:
+                resolve(args, description, info)
+            except ConfigError as error:
+                found[candidate] = str(error)
+    return found
+
+
+def settings_of(base: EngineArgs, candidate: Candidate) -> dict[str, Any]:
+    """The settings of an engine for a candidate, but for the model if its compression is a checkpoint."""
+    given = dataclasses.asdict(base)
+    settings = {name: value for name, value in candidate.settings if value is not None}
+    if (draft := settings.pop("speculative_model", None)) is not None:
+        settings |= draft_settings(draft)
+    if (form := settings.pop("parallel", None)) is not None:
+        settings |= parse_parallel(form, "parallel").settings
+    if candidate.compression in SCHEMES:
+        settings["quantization"] = candidate.compression
+    return given | settings
 
 
 @dataclass(kw_only=True)
@@ -241,13 +282,8 @@ class Measurer:
 
     def args_of(self, candidate: Candidate) -> dict[str, Any]:
         """The settings of an engine for a candidate, its compression made first if it is a checkpoint."""
-        given = dataclasses.asdict(self.base)
-        settings = {name: value for name, value in candidate.settings if value is not None}
-        draft = settings.pop("speculative_model", None)
-        given |= settings | ({} if draft is None else draft_settings(draft))
-        if candidate.compression in SCHEMES:
-            given["quantization"] = candidate.compression
-        elif candidate.compression != "none":
+        given = settings_of(self.base, candidate)
+        if candidate.compression != "none" and candidate.compression not in SCHEMES:
             given["model"] = str(self.artefact(candidate.compression))
         return given
 

@@ -40,7 +40,10 @@ def speed(job: dict[str, Any]) -> dict[str, Any]:
             work = traffic.workload(engine.engine.description.spec.vocab_size)
             arrivals = parse_arrivals(traffic.arrivals)
             await run_load(engine, warmup(work, min(4, len(work.requests))), arrivals, seed=traffic.seed)
-            meter = EnergyMeter(devices=[engine.engine.config.device.info.device])
+            config = engine.engine.config
+            several = config.device.info.is_cuda and config.parallel.num_ranks > 1
+            devices = [f"cuda:{rank}" for rank in range(config.parallel.num_ranks)] if several else [config.device.info.device]
+            meter = EnergyMeter(devices=devices)
             before = meter.read()
             summary = summarize(await run_load(engine, work.requests, arrivals, seed=traffic.seed), job["objectives"])
             energy = meter.energy(before, meter.read(), summary.wall_s, summary.output_tokens)

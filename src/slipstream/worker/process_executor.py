@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NoReturn, TypeAlias, TypeVar
 
 from slipstream.config import (
@@ -41,6 +42,7 @@ from slipstream.config import (
     split_setting,
     stage_args,
 )
+from slipstream.config.engine_folder import SERVE_NAME, is_engine_folder, read_engine_folder
 from slipstream.errors import AdapterError, ConfigError, EngineError, OutOfMemoryError, SlipstreamError
 from slipstream.hub import machine_folder, resolve_model
 from slipstream.plan.estimate import held_weights_bytes, this_device
@@ -338,19 +340,26 @@ def _check(args: EngineArgs, description: ModelDescription) -> tuple[list[OfRank
     """ConfigError if the settings are wrong, or this machine has not got so many devices, before a process is started. Returns
     each rank's settings with its CPU (None: it has a GPU), and how the ranks share the model."""
     size, info = num_ranks(args), this_device(args.device)
-    field = split_setting(args)
     config = resolve(args, description, info)
     check_weights_fit(config, description)
     if config.parallel.on_host:
         return _beside_a_gpu(args, description, config), config.parallel
-    own = args.local_ranks or size
-    have, what = (len(gpus()), "GPU") if info.is_cuda else (available_cores(), "core")
-    if own > have:
-        raise ConfigError(f"{field}: {own} ranks need a {what} each, and there are {have}; lower it", field=field)
+    check_devices(args, info)
     for line in uneven_parts(description.spec, config.parallel.shard(0)):
         _logger.info("%s", line)
     cpu = None if info.is_cuda else detect("cpu", machine_folder(), num_threads=args.num_threads)
     return [(args, cpu)] * size, config.parallel
+
+
+def check_devices(args: EngineArgs, info: DeviceInfo) -> None:
+    """ConfigError if this machine has not got a device for each of its ranks."""
+    field, own = split_setting(args), args.local_ranks or num_ranks(args)
+    have, what = (len(gpus()), "GPU") if info.is_cuda else (available_cores(), "core")
+    if own > have:
+        remedy, path = "lower it", Path(args.model).expanduser()
+        if is_engine_folder(path) and read_engine_folder(path).settings.get(field) == getattr(args, field):
+            remedy = f"lower it in {path / SERVE_NAME}, where it stands"
+        raise ConfigError(f"{field}: {own} ranks need a {what} each, and there are {have}; {remedy}", field=field)
 
 
 def _beside_a_gpu(args: EngineArgs, description: ModelDescription, config: EngineConfig) -> list[OfRank]:

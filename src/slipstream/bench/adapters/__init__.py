@@ -7,6 +7,7 @@ that it can't grant is refused by name, in the same words everywhere, before any
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,22 @@ class Parallel:
 
     def __str__(self) -> str:
         return f"tp{self.tensor}" + (f"pp{self.pipeline}" if self.pipeline > 1 else "")
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """Those of `EngineArgs`."""
+        return {"tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipeline}
+
+
+def parse_parallel(text: str, where: str) -> Parallel:
+    """`tp2`, `pp4`, `tp2pp2`. ConfigError names the field `where`."""
+    match = re.fullmatch(r"(?:tp(\d+))?(?:pp(\d+))?", text, re.ASCII)
+    if not text or match is None:
+        raise ConfigError(f"{where}: {text!r} is not tpN, ppN or tpNppM", field=where)
+    tensor, pipeline = (int(number or 1) for number in match.groups())
+    if tensor < 1 or pipeline < 1:
+        raise ConfigError(f"{where}: {text!r} must be of 1 device or more", field=where)
+    return Parallel(tensor=tensor, pipeline=pipeline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

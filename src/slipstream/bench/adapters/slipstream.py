@@ -113,8 +113,7 @@ def engine_args(setup: Setup) -> EngineArgs:
         "skip_tokenizer_init": True,
         "max_num_seqs": setup.batch_size,
         "max_model_len": setup.max_model_len,
-        "tensor_parallel_size": setup.parallel.tensor,
-        "pipeline_parallel_size": setup.parallel.pipeline,
+        **setup.parallel.settings,
         **setup.settings,
     }
     if setup.scheme != AS_STORED:

@@ -22,14 +22,13 @@ Errors name the place of a wrong setting ("engines[1].schemes").
 from __future__ import annotations
 
 import dataclasses
-import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.bench.adapters import AS_STORED, ENGINES, Parallel
+from slipstream.bench.adapters import AS_STORED, ENGINES, Parallel, parse_parallel
 from slipstream.bench.metrics import OBJECTIVES
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
@@ -38,7 +37,6 @@ from slipstream.spec.scheme import SCHEMES
 
 T = TypeVar("T")
 MOST_ROWS = 100_000
-_PARALLEL = re.compile(r"(?:tp(\d+))?(?:pp(\d+))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,21 +219,10 @@ def _engine(given: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> 
         label=_typed(given.get("label", name), str, f"{where}.label"),
         models=tuple(_list(merged, "models", str, f"{where}.", default=None)),
         schemes=schemes,
-        parallel=tuple(_parallel(form, f"{where}.parallel") for form in forms),
+        parallel=tuple(parse_parallel(form, f"{where}.parallel") for form in forms),
         python=None if python is None else _typed(python, str, f"{where}.python"),
         settings=settings,
     )
-
-
-def _parallel(text: str, where: str) -> Parallel:
-    """`tp2`, `pp4`, `tp2pp2`."""
-    match = _PARALLEL.fullmatch(text)
-    if not text or match is None:
-        raise ConfigError(f"{where}: {text!r} is not tpN, ppN or tpNppM", field=where)
-    tensor, pipeline = (int(number or 1) for number in match.groups())
-    if tensor < 1 or pipeline < 1:
-        raise ConfigError(f"{where}: {text!r} must be of 1 device or more", field=where)
-    return Parallel(tensor=tensor, pipeline=pipeline)
 
 
 def _length(pair: Sequence[Any], where: str) -> tuple[int, int]:
