@@ -167,7 +167,8 @@ def test_what_cannot_be_built_leaves_nothing(tiny_model, tmp_path):
 @pytest.fixture
 def wide_model(tmp_path):
     """Half of its products is wide enough for int8."""
-    tiny_models.build_with_tokenizer(tmp_path / "wide", hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
+    tiny_models.build_with_tokenizer(tmp_path / "wide", **sizes)
     return tmp_path / "wide"
 
 
