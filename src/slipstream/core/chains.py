@@ -63,6 +63,7 @@ class Chains:
         self._free = list(range(64))
         self._verified: dict[int, tuple[int, int]] = {}  # drafts and accepted ones by row: not counted yet
         self._length = self._longest = 0  # of the chains that were chosen last; of all
+        self.gain = 0.0  # of those chosen last: tokens per second, over plain steps' (0: none)
 
     @property
     def reach(self) -> int:
@@ -98,8 +99,9 @@ class Chains:
             speeds[self._length - 1 : self._length] *= STAY
         speeds[(num_drafts > MOST_STEP_DRAFTS) | (num_drafts == 0)] = 0
         chosen = int(speeds.argmax()) + 1
-        if speeds[chosen - 1] <= MARGIN * num_seqs / line[0][1]:
-            chosen = 0
+        self.gain = float(speeds[chosen - 1]) * line[0][1] / num_seqs
+        if self.gain <= MARGIN:
+            chosen, self.gain = 0, 0.0
         self._length, self._longest = chosen, max(self._longest, chosen)
         return np.minimum(np.count_nonzero(survivals, axis=1), chosen).tolist()  # type: ignore[no-any-return]
 

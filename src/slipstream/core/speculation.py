@@ -30,7 +30,7 @@ from slipstream.config import MOST_DRAFTS, MOST_STEP_DRAFTS, SpeculationConfig
 from slipstream.core.chains import Chains
 from slipstream.core.proposer import LookUp, Proposal, Proposer, Traffic
 from slipstream.core.request import Request
-from slipstream.core.step_times import LEAST_SURVIVAL, MARGIN, StepCosts, seconds_from
+from slipstream.core.step_times import LEAST_SURVIVAL, MARGIN, STALE, SURE, SURE_STALE, StepCosts, seconds_from
 from slipstream.types import FROM_MODEL
 
 MOST_SALTS = 64
@@ -97,7 +97,8 @@ class Speculation:
         for request in decodes:
             request.drafts = ()
         most = self.config.num_speculative_tokens
-        plain = None if most is not None else self.costs.plain(len(decodes))
+        is_sure = self._chains is not None and self._chains.gain > SURE
+        plain = None if most is not None else self.costs.plain(len(decodes), SURE_STALE if is_sure else STALE)
         if not decodes or (most is None and plain is None):
             return False
         if self._chains is not None:
