@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import SpeculationConfig
+from slipstream.core.chains import Chains
 from slipstream.core.proposer import Proposal, Proposer
 from slipstream.core.request import Request
 from slipstream.core.speculation import LEVELS, Acceptance, Drafting, Speculation
@@ -153,6 +154,21 @@ def test_chains_of_a_model_are_alike_and_no_more_than_a_step_verifies(num_seqs, 
     for _ in range(4):  # chains grow
         assert not speculation.choose(requests)
     assert [len(request.drafts) for request in requests] == [each] * num_seqs
+
+
+def test_what_was_prepared_is_taken_once_and_for_the_same_requests():
+    """While a step is in flight the next one's drafts are chosen, unless chains become longer or shorter."""
+    chains, line, names = Chains(), [(2, 1.0), (6, 1.1)], ["a", "b"]
+    assert chains.best(names, [2, 2], line) == [2, 2]
+    chains.prepare(names, 2, line)
+    dear = [(2, 1.0), (4, 9.0)]
+    assert chains.best(names, [1, 2], dear) == [1, 2]  # as it was prepared
+    assert chains.best(names, [1, 2], dear) == [0, 0]
+    chains.best(names, [2, 2], line)
+    chains.prepare(names, 2, line)
+    assert chains.best([*names, "c"], [2, 2, 2], [(3, 1.0), (6, 9.0)]) == [0, 0, 0]
+    chains.prepare(names, 2, line)  # longer than none
+    assert chains.best(names, [2, 2], dear) == [0, 0]
 
 
 @pytest.mark.parametrize(("seconds_of_drafts", "is_kept"), [(1.1, True), (4.0, False)])
