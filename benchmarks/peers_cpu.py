@@ -90,7 +90,7 @@ def make(engine: str, path: Path, threads: int, room: tuple[int, int], settings:
     from slipstream.bench.adapters import Setup, make_engine
 
     num_seqs, length = room
-    given: dict[str, Any] = {"num_threads": threads, **settings}
+    given: dict[str, Any] = {"num_threads": threads, **({"device": "cpu"} if engine == "slipstream" else {}), **settings}
     return make_engine(
         Setup(engine=engine, model=path.stem, path=path, batch_size=num_seqs, max_model_len=length, settings=given)
     )

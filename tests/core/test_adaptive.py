@@ -38,6 +38,7 @@ def test_auto_is_near_the_best_number(num_seqs, right, least):
 
 @pytest.mark.parametrize(("right", "least"), [("3 of 4 right", 1.7), ("1 of 10 right", 0.98), ("of each third request", 1.0)])
 def test_auto_under_a_load_that_varies(right, least):
-    """Requests that come at random, so that each step may have another number of sequences. Their mean time counts."""
-    plain, auto = (poisson(VirtualGPU(n, 64, RIGHT[right]()), 4, 8) for n in (None, "auto"))
+    """Requests that come at random, so that each step may have another number of sequences. Their mean time counts, of several
+    loads: one alone is 5 % off."""
+    plain, auto = (sum(poisson(VirtualGPU(n, 64, RIGHT[right]()), 4, 8, seed=i) for i in range(4)) for n in (None, "auto"))
     assert plain > least * auto

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import SpeculationConfig
+from slipstream.core.chains import Chains
 from slipstream.core.proposer import Proposal, Proposer
 from slipstream.core.request import Request
 from slipstream.core.speculation import LEVELS, Acceptance, Drafting, Speculation
-from slipstream.core.step_times import COUNTS, NUM_TIMES, STALE, StepCosts, _near, seconds_from
+from slipstream.core.step_times import COUNTS, NUM_TIMES, STALE, SURE_STALE, StepCosts, _near, seconds_from
 from slipstream.types import EngineRequest, SamplingParams
 
 
@@ -153,6 +154,43 @@ def test_chains_of_a_model_are_alike_and_no_more_than_a_step_verifies(num_seqs, 
     for _ in range(4):  # chains grow
         assert not speculation.choose(requests)
     assert [len(request.drafts) for request in requests] == [each] * num_seqs
+
+
+def test_what_was_prepared_is_taken_once_and_for_the_same_requests():
+    """While a step is in flight the next one's drafts are chosen, unless chains become longer or shorter."""
+    chains, line, names = Chains(), [(2, 1.0), (6, 1.1)], ["a", "b"]
+    assert chains.best(names, [2, 2], line) == [2, 2]
+    chains.prepare(names, 2, line)
+    dear = [(2, 1.0), (4, 9.0)]
+    assert chains.best(names, [1, 2], dear) == [1, 2]  # as it was prepared
+    assert chains.best(names, [1, 2], dear) == [0, 0]
+    chains.best(names, [2, 2], line)
+    chains.prepare(names, 2, line)
+    assert chains.best([*names, "c"], [2, 2, 2], [(3, 1.0), (6, 9.0)]) == [0, 0, 0]
+    chains.prepare(names, 2, line)  # longer than none
+    assert chains.best(names, [2, 2], dear) == [0, 0]
+
+
+@pytest.mark.parametrize(("seconds_of_drafts", "is_kept"), [(1.1, True), (4.0, False)])
+def test_plain_steps_are_measured_seldom_while_drafts_are_far_ahead(seconds_of_drafts, is_kept):
+    """Steps with two drafts make three tokens in the time of 1.1 plain ones, or two in that of 4."""
+    speculation, request = Speculation(SpeculationConfig(method="eagle3", model="head")), decoding()
+    timed(speculation.costs, (1, 1, 1.0), (1, 3, seconds_of_drafts), (1, 5, 9.0))
+    for _ in range(40):
+        speculation.choose([request])
+        speculation.verified(request, 2, 2 if is_kept else 1)
+    assert not speculation.choose([request])
+    assert len(request.drafts) == (2 if is_kept else 0)
+    for _ in range(STALE + 1):
+        speculation.costs.add(1, 3, seconds_of_drafts)
+    speculation.choose([request])
+    assert bool(request.drafts) == is_kept
+    assert speculation.costs.plain(1) is None
+    assert speculation.costs.plain(1, SURE_STALE) == 1.0
+    for _ in range(SURE_STALE):
+        speculation.costs.add(1, 3, seconds_of_drafts)
+    speculation.choose([request])
+    assert not request.drafts
 
 
 def test_old_times_are_forgotten():

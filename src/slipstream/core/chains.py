@@ -63,6 +63,8 @@ class Chains:
         self._free = list(range(64))
         self._verified: dict[int, tuple[int, int]] = {}  # drafts and accepted ones by row: not counted yet
         self._length = self._longest = 0  # of the chains that were chosen last; of all
+        self.gain = 0.0  # of those chosen last: tokens per second, over plain steps' (0: none)
+        self._prepared: tuple[Sequence[str], list[int]] = (), []
 
     @property
     def reach(self) -> int:
@@ -80,13 +82,31 @@ class Chains:
             self._own.tried[row] = self._own.accepted[row] = 0
             self._free.append(row)
 
+    def prepare(self, request_ids: Sequence[str], most: int, line: Sequence[tuple[int, float]]) -> None:
+        """Choose for the step after the one in flight, whose drafts are not verified yet, while nobody waits. It is kept if
+        chains stay as long as they are: others are chosen by what is known last."""
+        length, _, counts = self._choose(request_ids, [most] * len(request_ids), line)
+        self._prepared = (request_ids, counts) if length == self._length else ((), [])
+
     def best(self, request_ids: Sequence[str], most: Sequence[int], line: Sequence[tuple[int, float]]) -> list[int]:
         """The number of drafts of each request, at most `most`, with which the step yields the most tokens per second. `line`
-        says what steps take: (tokens, seconds), from the one without drafts on."""
+        says what steps take: (tokens, seconds), from the one without drafts on. What was prepared for the same requests is
+        taken once."""
+        (prepared, counts), self._prepared = self._prepared, ((), [])
+        if prepared == request_ids:
+            return [min(count, bound) for count, bound in zip(counts, most, strict=True)]
+        self._length, self.gain, counts = self._choose(request_ids, most, line)
+        self._longest = max(self._longest, self._length)
+        return counts
+
+    def _choose(
+        self, request_ids: Sequence[str], most: Sequence[int], line: Sequence[tuple[int, float]]
+    ) -> tuple[int, float, list[int]]:
+        """The length of the chains, their gain, and the drafts of each request."""
         self._count()
         num_seqs, longest = len(request_ids), max(most)
         if longest <= 0:
-            return [0] * num_seqs
+            return 0, 0.0, [0] * num_seqs
         rows = np.array([self._row(request_id) for request_id in request_ids])
         rates = self._own.rates(rows, self._all.rates(0, _FIRST))[:, :longest]
         survivals = np.cumprod(rates, axis=1)
@@ -98,10 +118,10 @@ class Chains:
             speeds[self._length - 1 : self._length] *= STAY
         speeds[(num_drafts > MOST_STEP_DRAFTS) | (num_drafts == 0)] = 0
         chosen = int(speeds.argmax()) + 1
-        if speeds[chosen - 1] <= MARGIN * num_seqs / line[0][1]:
-            chosen = 0
-        self._length, self._longest = chosen, max(self._longest, chosen)
-        return np.minimum(np.count_nonzero(survivals, axis=1), chosen).tolist()  # type: ignore[no-any-return]
+        gain = float(speeds[chosen - 1]) * line[0][1] / num_seqs
+        if gain <= MARGIN:
+            chosen, gain = 0, 0.0
+        return chosen, gain, np.minimum(np.count_nonzero(survivals, axis=1), chosen).tolist()
 
     def _row(self, request_id: str) -> int:
         row = self._rows.get(request_id)

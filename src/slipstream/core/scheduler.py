@@ -222,10 +222,12 @@ class Scheduler:
         now, scheduling = self._clock(), self.scheduling
         self._outputs += self.requests.expire(now)
         self.tend()
-        if self.speculation is not None and (
-            any(step.drafts for step in self._in_flight.values()) or self.speculation.choose(self.requests.running)
-        ):
-            return None
+        if self.speculation is not None:
+            if any(step.drafts for step in self._in_flight.values()):
+                self.speculation.prepare(self.requests.running)
+                return None
+            if self.speculation.choose(self.requests.running):
+                return None
         self.requests.admit_forks()
         step = StepBuilder(scheduling.max_num_batched_tokens, self.requests.table_updates)
         unfinished: list[Request] = []  # prompts that are partly computed

@@ -30,7 +30,7 @@ from slipstream.config import MOST_DRAFTS, MOST_STEP_DRAFTS, SpeculationConfig
 from slipstream.core.chains import Chains
 from slipstream.core.proposer import LookUp, Proposal, Proposer, Traffic
 from slipstream.core.request import Request
-from slipstream.core.step_times import LEAST_SURVIVAL, MARGIN, StepCosts, seconds_from
+from slipstream.core.step_times import LEAST_SURVIVAL, MARGIN, STALE, SURE, SURE_STALE, StepCosts, seconds_from
 from slipstream.types import FROM_MODEL
 
 MOST_SALTS = 64
@@ -91,14 +91,11 @@ class Speculation:
     def choose(self, running: Iterable[Request]) -> bool:
         """Put drafts behind the last tokens of running requests, where that pays. True: nothing may be scheduled before the
         step in flight is done, since the drafts need its tokens."""
-        decodes = [
-            r for r in running if r.num_tokens - r.num_computed_tokens == 1 and r.num_computed_tokens < r.end - 1
-        ]
+        decodes = _decodes(running)
         for request in decodes:
             request.drafts = ()
-        most = self.config.num_speculative_tokens
-        plain = None if most is not None else self.costs.plain(len(decodes))
-        if not decodes or (most is None and plain is None):
+        plain = self._plain(len(decodes))
+        if not decodes or (self.config.num_speculative_tokens is None and plain is None):
             return False
         if self._chains is not None:
             return self._choose_chains(self._chains, decodes, plain)
@@ -114,6 +111,22 @@ class Speculation:
             assert request.drafting is not None
             request.drafting.match = proposal.match
         return False
+
+    def prepare(self, running: Iterable[Request]) -> None:
+        """As `choose`, of the step after the one in flight, while the drafts of that are verified."""
+        if self._chains is None or self.config.num_speculative_tokens is not None:
+            return
+        decodes = _decodes(running)
+        if decodes and (plain := self._plain(len(decodes))) is not None:
+            limit, line = min(self.config.limit, self._chains.reach), self.costs.line(len(decodes), plain)
+            self._chains.prepare([r.request_id for r in decodes], limit, line)
+
+    def _plain(self, num_seqs: int) -> float | None:
+        """`StepCosts.plain`, with a fixed number of drafts None."""
+        if self.config.num_speculative_tokens is not None:
+            return None
+        is_sure = self._chains is not None and self._chains.gain > SURE
+        return self.costs.plain(num_seqs, SURE_STALE if is_sure else STALE)
 
     def _choose_chains(self, chains: Chains, decodes: Sequence[Request], plain: float | None) -> bool:
         """Leave the drafts to the worker's draft model, so many for each request. `plain`: as `StepCosts.plain`; None takes as
@@ -242,3 +255,8 @@ class Speculation:
             self._chains.ended(request.request_id)
         if self.config.method == "suffix" and request.drafting is not None:
             self._traffic_of(request).add(request.token_ids[request.num_prompt_tokens :])
+
+
+def _decodes(running: Iterable[Request]) -> list[Request]:
+    """Those whose next step has one token besides drafts, if all that is in flight counts."""
+    return [r for r in running if r.num_tokens - r.num_computed_tokens == 1 and r.num_computed_tokens < r.end - 1]

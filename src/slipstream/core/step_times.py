@@ -32,6 +32,10 @@ SIMILAR = 1.34
 STALE = 256
 """Steps after which a size is measured anew: the machine, or the lengths of the sequences, may have changed."""
 
+SURE, SURE_STALE = 1.25, 2048
+"""While chains promise so many times the tokens per second of plain steps, those are measured anew after so many steps. A
+measurement takes some plain steps, and then the drafter has tokens to catch up on."""
+
 GUESSED_SLOPE = 0.04
 """The assumed cost of a further token, as a share of a plain step's time, until it was measured. It is low, so that drafts are
 tried."""
@@ -66,24 +70,21 @@ class StepCosts:
         self._measured[key] = self._step
         self._lines.pop(key[0], None)
 
-    def plain(self, num_seqs: int) -> float | None:
-        """Seconds of a step with one token of each sequence. None: it must be measured first."""
-        key = self._like(num_seqs)
+    def plain(self, num_seqs: int, stale: int = STALE) -> float | None:
+        """Seconds of a step with one token of each sequence. None: it must be measured first, or was not for `stale` steps."""
+        key = self._like(num_seqs, stale)
         return None if key is None else float(median(self._times[key, key]))
 
-    def _like(self, num_seqs: int) -> int | None:
+    def _like(self, num_seqs: int, stale: int = STALE) -> int | None:
         """The number of sequences whose plain steps are known that is nearest, if it is near enough."""
         first = _near(num_seqs)
-        if self._is_known(first):
-            return first
-        near = [n for n, of in self._times if n == of and max(n, first) <= SIMILAR * min(n, first) and self._is_known(n)]
-        return min(near, key=lambda n: abs(n - first), default=None)
+        near = [n for n, of in self._times if n == of and max(n, first) <= SIMILAR * min(n, first)]
+        known = [n for n in near if self._is_known(n, stale)]
+        return min(known, key=lambda n: abs(n - first), default=None)
 
-    def _is_known(self, first: int) -> bool:
+    def _is_known(self, first: int, stale: int) -> bool:
         times = self._times.get((first, first), ())
-        if times and self._step - self._measured[first, first] > STALE:
-            self._times[first, first].clear()
-        return len(times) >= LEAST_TIMES
+        return len(times) >= LEAST_TIMES and self._step - self._measured[first, first] <= stale
 
     def line(self, num_seqs: int, plain: float) -> list[tuple[int, float]]:
         """The measured steps of `num_seqs` sequences, (tokens, seconds), beginning with the plain step."""

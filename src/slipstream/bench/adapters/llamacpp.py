@@ -31,8 +31,8 @@ class OfflineLlamaCpp:
     def __init__(self, path: Path, *, batch_size: int, max_model_len: int, num_threads: int) -> None:
         try:
             import llama_cpp
-        except ImportError:
-            raise ConfigError("engine='llamacpp' needs it: pip install llama-cpp-python", field="engine") from None
+        except ImportError as error:
+            raise ConfigError(f"engine='llamacpp': {error}; pip install llama-cpp-python", field="engine") from None
         self.batch_size, self.num_threads = batch_size, num_threads
         self._lib: Any = llama_cpp
         begin = time.monotonic()

@@ -29,8 +29,8 @@ class OfflineOnnxRuntime:
     def __init__(self, path: Path, *, batch_size: int, num_threads: int) -> None:
         try:
             import onnxruntime_genai
-        except ImportError:
-            raise ConfigError("engine='onnxruntime' needs it: pip install onnxruntime-genai", field="engine") from None
+        except ImportError as error:
+            raise ConfigError(f"engine='onnxruntime': {error}; pip install onnxruntime-genai", field="engine") from None
         self._genai: Any = onnxruntime_genai
         self.batch_size, self.num_threads = batch_size, num_threads
         begin = time.monotonic()

@@ -31,8 +31,8 @@ class OfflineOpenVINO:
         try:
             import openvino
             import openvino_genai
-        except ImportError:
-            raise ConfigError("engine='openvino' needs it: pip install openvino-genai", field="engine") from None
+        except ImportError as error:
+            raise ConfigError(f"engine='openvino': {error}; pip install openvino-genai", field="engine") from None
         self._openvino, self._genai = openvino, openvino_genai
         self.batch_size, self.num_threads = batch_size, num_threads
         scheduler = openvino_genai.SchedulerConfig()
