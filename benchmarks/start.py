@@ -49,8 +49,8 @@ def peer(name: str, path: Path, threads: int) -> None:
 
 def slipstream(path: Path, threads: int, env: Mapping[str, str]) -> dict[str, float]:
     """`slipstream run`, as a user starts it: until the first character of its answer."""
-    sizes = ["--max-tokens", str(ANSWER), "--max-model-len", "1024", "--num-threads", str(threads)]
-    command = [sys.executable, "-m", "slipstream", "run", str(path), TEXT, "--raw", "--temperature", "0", "--device", "cpu", *sizes]
+    sizes = ["--max-tokens", str(ANSWER), "--max-model-len", "1024", "--num-threads", str(threads), "--device", "cpu"]
+    command = [sys.executable, "-m", "slipstream", "run", str(path), TEXT, "--raw", "--temperature", "0", *sizes]
     begin = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as process:
         assert process.stdout is not None

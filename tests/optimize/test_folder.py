@@ -61,6 +61,13 @@ def test_a_folder_needs_nothing_else_and_is_not_packed_twice(built, tiny_model, 
     assert not [r for r in caplog.records if "another machine" in r.message]
 
 
+def test_info_counts_with_the_folders_settings(built, capsys):
+    assert main(["info", str(built), "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["quantization"] == "int8"
+    assert found["memory_estimate"]["max_model_len"] == 128
+
+
 def test_packed_weights_are_read(built, monkeypatch):
     """A start from the folder rounds nothing."""
     real = HostOps.quantize_weight

@@ -43,10 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from slipstream.cli.pull import files_bytes
     from slipstream.compress.recipe import recipe_of
+    from slipstream.engine.folder import settled
     from slipstream.hub import resolve_model
     from slipstream.spec.description import read_spec
 
-    settings = engine_args(args)
+    settings = settled(engine_args(args))
     path = resolve_model(settings.model, download_dir=settings.download_dir)
     description = read_spec(path)
     config, ledger = estimate(settings, description)
