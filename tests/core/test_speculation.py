@@ -281,3 +281,13 @@ def test_never_slower_than_plain(kind, least, slope):
     if slope == 0.6:  # nothing can win much
         least = min(least, 0.98)
     assert plain / spent > least
+
+
+def test_the_rates_of_ended_requests_are_forgotten():
+    chains = Chains()
+    for i in range(500):
+        chains.verified(str(i), 2, 1)
+        chains.ended(str(i))
+    assert len(chains._own.tried) == 64
+    assert not chains._own.tried.any()
+    assert chains._all.tried[0, 0] == 500

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 
 from slipstream.bench.load import ClosedLoop
 from slipstream.config import EngineArgs, SpeculationConfig
+from slipstream.core.request import Request
 from slipstream.errors import ConfigError
 from slipstream.plan.devices import find_device
-from slipstream.plan.drafts import Acceptance, Drafts, DraftSteps, drawn, parse_acceptance
+from slipstream.plan.drafts import Acceptance, Drafts, DraftSteps, SimulatedSpeculation, drawn, parse_acceptance
 from slipstream.plan.engines import plan_engine, this_hardware
 from slipstream.plan.simulate import simulate
 from slipstream.plan.step_cost import MeasuredStep, StepShape, fit_steps, read_table
 from slipstream.plan.traffic import of_lengths
 from slipstream.spec.description import read_spec
-from slipstream.types import FROM_MODEL, ScheduledRequest
+from slipstream.types import FROM_MODEL, EngineRequest, SamplingParams, ScheduledRequest
 from slipstream.worker.executor import LocalExecutor
 from tests.plan.test_simulate import Linear, engine, traffic
 from tests.tiny_models import build
@@ -172,3 +173,13 @@ def test_a_plan_with_a_draft_model_has_as_many_blocks_as_the_engine(tmp_path, bl
     assert planned.config.origins["max_model_len"].source == "memory", "it was lowered in both"
     cost = planned.drafts.cost
     assert (cost.dtype, cost.spec.num_layers) == ("float32", 1)
+
+
+def test_ended_requests_leave_nothing_in_a_long_simulation():
+    config = SpeculationConfig(method="draft", model="m")
+    speculation = SimulatedSpeculation(Drafts(config=config, acceptance=Acceptance(rates=(0.5,))))
+    request = Request(EngineRequest(request_id="a", prompt_token_ids=(1,), sampling=SamplingParams()), (0, 0.0, 0), b"", 1)
+    speculation.verified(request, 2, 1)
+    assert speculation._chains._rows
+    speculation.ended(request)
+    assert not speculation._chains._rows

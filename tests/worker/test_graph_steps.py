@@ -15,6 +15,7 @@ import torch
 
 from slipstream import LLM, BeamSearchParams, SamplingParams
 from slipstream.config import ParallelConfig
+from slipstream.kernels.native import PackedExperts
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.layers import Partition, one_of_each_kind
 from slipstream.plan.graph_sizes import MIXED_PROMPTS, mixed_prompts
@@ -394,6 +395,8 @@ def test_one_layer_of_each_kind_compiles(tmp_path):
     assert one_of_each_kind([*layers, other, layers[2], other]) == [0, 3]
     wider = dataclasses.replace(layers[0].mlp, down=dataclasses.replace(layers[0].mlp.down, weight=torch.zeros(2, 3)))
     assert one_of_each_kind([*layers, dataclasses.replace(layers[0], mlp=wider)]) == [0, 3]
+    on_host = [dataclasses.replace(x, mlp=PackedExperts(0, 1, 1, 1, np.zeros(64, np.uint8))) for x in layers]
+    assert one_of_each_kind(on_host) == [0, 1, 2]
 
 
 def test_a_mixed_size_is_captured_when_it_is_wanted_again(tmp_path, monkeypatch):

@@ -85,8 +85,10 @@ class Chains:
     def prepare(self, request_ids: Sequence[str], most: int, line: Sequence[tuple[int, float]]) -> None:
         """Choose for the step after the one in flight, whose drafts are not verified yet, while nobody waits. It is kept if
         chains stay as long as they are: others are chosen by what is known last."""
-        length, _, counts = self._choose(request_ids, [most] * len(request_ids), line)
-        self._prepared = (request_ids, counts) if length == self._length else ((), [])
+        length, gain, counts = self._choose(request_ids, [most] * len(request_ids), line)
+        self._prepared = (), []
+        if length == self._length:
+            self._prepared, self.gain = (request_ids, counts), gain
 
     def best(self, request_ids: Sequence[str], most: Sequence[int], line: Sequence[tuple[int, float]]) -> list[int]:
         """The number of drafts of each request, at most `most`, with which the step yields the most tokens per second. `line`

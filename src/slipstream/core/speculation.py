@@ -250,9 +250,12 @@ class Speculation:
         self._was_plain = only_decodes and is_plain
 
     def ended(self, request: Request) -> None:
-        """Its answer may help others with the same salt."""
         if self._chains is not None:
             self._chains.ended(request.request_id)
+        self._remember(request)
+
+    def _remember(self, request: Request) -> None:
+        """Its answer may help others with the same salt."""
         if self.config.method == "suffix" and request.drafting is not None:
             self._traffic_of(request).add(request.token_ids[request.num_prompt_tokens :])
 

@@ -327,8 +327,9 @@ def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:
 
 
 def _kind_of(part: Any) -> Any:
-    """What it is made of, with the shapes and types of its tensors."""
-    if hasattr(part, "dtype") and hasattr(part, "shape"):
+    """What it is made of, with the shapes and types of its tensors. What the host holds, such as experts that it computes,
+    is of its own kind."""
+    if hasattr(part, "dtype") and hasattr(part, "stride"):
         return tuple(part.shape), part.stride(), part.dtype
     if dataclasses.is_dataclass(part):
         return type(part), *(_kind_of(getattr(part, f.name)) for f in dataclasses.fields(part))

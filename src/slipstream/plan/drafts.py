@@ -89,7 +89,7 @@ class SimulatedSpeculation(Speculation):
     def _proposer(self, request: Request) -> Proposer:
         return _Guesses()
 
-    def ended(self, request: Request) -> None:
+    def _remember(self, request: Request) -> None:
         """Its answer is no text that others could go on like."""
 
 
