@@ -178,7 +178,8 @@ def test_a_plan_with_a_draft_model_has_as_many_blocks_as_the_engine(tmp_path, bl
 def test_ended_requests_leave_nothing_in_a_long_simulation():
     config = SpeculationConfig(method="draft", model="m")
     speculation = SimulatedSpeculation(Drafts(config=config, acceptance=Acceptance(rates=(0.5,))))
-    request = Request(EngineRequest(request_id="a", prompt_token_ids=(1,), sampling=SamplingParams()), (0, 0.0, 0), b"", 1)
+    spec = EngineRequest(request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(), max_tokens=9)
+    request = Request(spec, (0, 0.0, 0), b"", 1)
     speculation.verified(request, 2, 1)
     assert speculation._chains._rows
     speculation.ended(request)
