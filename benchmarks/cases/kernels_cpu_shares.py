@@ -43,10 +43,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measured(args: argparse.Namespace, isa: str, form: str, cache: str) -> Roofline:
     choice = CpuChoice(isa=isa, dtype="bfloat16", num_threads=args.threads, timings=())
     settings = EngineArgs(
-        model=str(args.model), load_format="dummy", skip_tokenizer_init=True, device="cpu", dtype="bfloat16", seed=0,
-        quantization=FORMS[form], kv_cache_dtype=cache, num_threads=args.threads, max_model_len=1024, max_num_seqs=64,
+        model=str(args.model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        device="cpu",
+        dtype="bfloat16",
+        seed=0,
+        quantization=FORMS[form],
+        kv_cache_dtype=cache,
+        num_threads=args.threads,
+        max_model_len=1024,
+        max_num_seqs=64,
     )
-    with patch("slipstream.worker.device.choose_cpu", lambda *_, **__: choice), patch.object(CpuChoice, "reason", "given"):
+    with (
+        patch("slipstream.worker.device.choose_cpu", lambda *_, **__: choice),
+        patch.object(CpuChoice, "reason", "given"),
+    ):
         executor = LocalExecutor.build(settings, by_torch=True)
     try:
         assert isinstance(executor.runner, ModelRunner)
@@ -68,6 +80,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                     print(f"\n{form}, cache {cache}, {isa}: {step.name}: {step.seconds * 1e6:,.0f} µs", flush=True)
                     for o in sorted(step.operators, key=lambda o: -o.seconds):
                         rate = f"{o.operations / o.seconds / 1e9:8,.0f} GOP/s" if o.operations else ""
-                        print(f"  {o.operator:40} {o.count:4} × {o.seconds / o.count * 1e6:9,.1f} = {o.seconds * 1e6:9,.0f} µs {rate}", flush=True)
+                        print(
+                            f"  {o.operator:40} {o.count:4} × {o.seconds / o.count * 1e6:9,.1f} = {o.seconds * 1e6:9,.0f} µs {rate}",
+                            flush=True,
+                        )
                 found.append({"form": form, "cache": cache, "isa": isa} | dataclasses.asdict(roofline))
                 save(threads=args.threads, shares=found)

@@ -1,15 +1,17 @@
-// The kernels of a machine with tile registers: products of bfloat16 and their ceiling by tiles, all else by the kernels of `BASE`.
+// The kernels of a machine with tile registers: products and their ceilings by tiles, all else by the kernels of `BASE`.
 #include "linear_tiles.h"
 
 namespace ISA {
 
 // As `multiply` of ceiling.h: two tiles of tokens by two of weights, whose operands lie in the nearest cache.
+template <bool INT8>
 static float multiply_tiles(const uint8_t* data, int64_t rounds) {
     const Tiles registers(TILE, 64);
     Tiles::clear<0>(), Tiles::clear<1>(), Tiles::clear<2>(), Tiles::clear<3>();
     for (int64_t r = 0; r < rounds; r++) {
         Tiles::read<4>(data, 64), Tiles::read<5>(data + 1024, 64), Tiles::read<6>(data + 2048, 64), Tiles::read<7>(data + 3072, 64);
-        Tiles::add_bf16<0, 4, 6>(), Tiles::add_bf16<1, 4, 7>(), Tiles::add_bf16<2, 5, 6>(), Tiles::add_bf16<3, 5, 7>();
+        if (INT8) Tiles::add_int8<0, 4, 6>(), Tiles::add_int8<1, 4, 7>(), Tiles::add_int8<2, 5, 6>(), Tiles::add_int8<3, 5, 7>();
+        else Tiles::add_bf16<0, 4, 6>(), Tiles::add_bf16<1, 4, 7>(), Tiles::add_bf16<2, 5, 6>(), Tiles::add_bf16<3, 5, 7>();
     }
     alignas(64) float sums[4][TILE * PANEL];
     Tiles::write<0>(sums[0], 64), Tiles::write<1>(sums[1], 64), Tiles::write<2>(sums[2], 64), Tiles::write<3>(sums[3], 64);
@@ -17,10 +19,12 @@ static float multiply_tiles(const uint8_t* data, int64_t rounds) {
 }
 
 static float ceiling(int32_t what, const uint8_t* data, int64_t bytes, int64_t rounds) {
-    return what == CEILING_BF16 ? multiply_tiles(data, rounds) : BASE()->ceiling(what, data, bytes, rounds);
+    if (what == CEILING_INT8) return multiply_tiles<true>(data, rounds);
+    return what == CEILING_BF16 ? multiply_tiles<false>(data, rounds) : BASE()->ceiling(what, data, bytes, rounds);
 }
 
 static int64_t ceiling_macs(int32_t what) {
+    if (what == CEILING_INT8) return 4 * TILE * PANEL * 64;
     return what == CEILING_BF16 ? 4 * TILE * PANEL * 32 : BASE()->ceiling_macs(what);
 }
 

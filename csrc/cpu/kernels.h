@@ -120,9 +120,9 @@ struct Kernels {
     int64_t (*prefill_scratch)(const AttentionArgs&, int64_t tokens);
 };
 
-// Room for two pairs of panels of S8, unpacked to I8 for many tokens.
+// Room for two pairs of panels of whole numbers, unpacked to I8 for many tokens.
 static inline int64_t linear_scratch(const LinearArgs& a) {
-    return a.kind == KIND_S8 ? 2 * Layout(KIND_I8, 2 * PANEL, a.inner).bytes / 4 : 0;
+    return form_of(a.kind) == FORM_Q ? 2 * Layout(KIND_I8, 2 * PANEL, a.inner).bytes / 4 : 0;
 }
 
 constexpr int64_t KEY_TILE = 64;

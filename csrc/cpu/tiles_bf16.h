@@ -1,0 +1,73 @@
+// Products of bfloat16 by tile registers. All sums stay in them: with 2 × 2 tiles each read of a register serves two products.
+#pragma once
+#include "tiles.h"
+
+namespace ISA {
+
+class Bf16 {
+public:
+    static constexpr int AT_ONCE = 2, BYTES = 64;
+    Bf16(const LinearArgs& a, const Cut& cut, float*) : a_(a), cut_(cut) {}
+
+    void begin(const int64_t* first, int halves, int panels) {
+        for (int i = 0; i < halves; i++) first_[i] = first[i];
+        panels_ = panels;
+    }
+    void multiply(int half, const Tile* tiles, int count, int64_t y_stride) const {
+        const int64_t panel = first_[half];
+        if (count == 2) {
+            if (panels_ == 2) multiply<2, 2>(panel, tiles, y_stride);
+            else multiply<2, 1>(panel, tiles, y_stride);
+        } else {
+            if (panels_ == 2) multiply<1, 2>(panel, tiles, y_stride);
+            else multiply<1, 1>(panel, tiles, y_stride);
+        }
+    }
+
+private:
+    // NT tiles of tokens × NP panels.
+    template <int NT, int NP>
+    __attribute__((noinline)) void multiply(int64_t panel, const Tile* tiles, int64_t y_stride) const {
+        const Layout at(KIND_BF16, a_.rows, a_.inner);
+        const bool ahead = tiles[0].token == cut_.begin;
+        const uint8_t *x[2], *codes[2];
+        for (int i = 0; i < NT; i++) x[i] = a_.x + tiles[i].token * a_.x_stride;
+        for (int p = 0; p < NP; p++) codes[p] = a_.packed + (panel + p) * at.code_bytes;
+        Tiles::clear<0>();
+        if (NP > 1) Tiles::clear<1>();
+        if (NT > 1) Tiles::clear<2>();
+        if (NT > 1 && NP > 1) Tiles::clear<3>();
+        for (int64_t g = 0; g < at.groups; g++) {
+            constexpr int64_t bytes = GROUP * PANEL * 2;
+            if (ahead)  // the pair of panels that follows: with few tokens a product is bound by reading them
+                for (int p = 0; p < NP; p++)
+                    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(codes[p] + NP * at.code_bytes + g * bytes + i);
+            Tiles::read<4>(x[0] + g * GROUP * 2, a_.x_stride);
+            Tiles::read<6>(codes[0] + g * bytes, 64);
+            Tiles::add_bf16<0, 4, 6>();
+            if (NP > 1) Tiles::read<7>(codes[1] + g * bytes, 64);
+            if (NP > 1) Tiles::add_bf16<1, 4, 7>();
+            if (NT > 1) Tiles::read<5>(x[1] + g * GROUP * 2, a_.x_stride);
+            if (NT > 1) Tiles::add_bf16<2, 5, 6>();
+            if (NT > 1 && NP > 1) Tiles::add_bf16<3, 5, 7>();
+        }
+        alignas(64) float sums[NT][NP][TILE * PANEL];
+        Tiles::write<0>(sums[0][0], 64);
+        if (NP > 1) Tiles::write<1>(sums[0][NP - 1], 64);
+        if (NT > 1) Tiles::write<2>(sums[NT - 1][0], 64);
+        if (NT > 1 && NP > 1) Tiles::write<3>(sums[NT - 1][NP - 1], 64);
+        for (int i = 0; i < NT; i++)
+            for (int p = 0; p < NP; p++) {
+                Tile tile = tiles[i];
+                tile.y += p * PANEL;
+                put_sums(a_, panel + p, sums[i][p], tile, cut_.rows, y_stride);
+            }
+    }
+
+    const LinearArgs& a_;
+    const Cut& cut_;
+    int64_t first_[2] = {};
+    int panels_ = 0;
+};
+
+}  // namespace ISA
