@@ -1,5 +1,5 @@
-"""Products of bfloat16 by tile registers (AMX) beside those of the same machine without: the same for a token whatever number
-of others there is. Other products are the base set's. On a machine without AMX its registers are emulated."""
+"""Products by tile registers (AMX) beside those of the same machine without. Of whole numbers they are the same bit for bit; of
+bfloat16 they are the same for a token whatever number of others there is. On a machine without AMX its registers are emulated."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.spec.scheme import SCHEMES
-from tests.kernels.test_cpu_ops import OPS
+from tests.kernels.test_cpu_ops import OPS, any_blocks
 
 PAIRS = [("portable-amx", "portable")] + [("amx", "avx512-bf16")] * ("amx" in native.instruction_sets())
 TOKENS = [4, 5, 8, 9, 15, 16, 17, 31, 33, 48, 70]
 """Whole tiles, smaller ones, and such that overlap because they do not come out even."""
+WHOLE_KINDS = [kind for kind in native.KIND_NAMES if native.form_of(kind) == native.FORM_Q]
 
 
 @pytest.fixture(params=PAIRS, ids=lambda pair: pair[0])
@@ -33,21 +34,73 @@ def begun(ops: NativeOps, weight: torch.Tensor, scheme: str | None, x: torch.Ten
 
 
 @pytest.mark.parametrize(("out", "inner"), [(16, 32), (33, 96), (100, 352)])
-def test_products_equal_those_without(pair, out, inner):
-    """To the rounding of float32 sums in another order. Rounded weights take the base set's way: bit for bit."""
+def test_products_of_bfloat16_equal_those_without(pair, out, inner):
+    """To the rounding of float32 sums in another order."""
     weight, bias = torch.randn(out, inner).bfloat16(), torch.randn(out).bfloat16()
-    for scheme in (None, "int8"):
-        ours, theirs = (o.quantize_weight(weight, bias, SCHEMES[scheme] if scheme else None) for o in pair)
-        for tokens in (1, 2, *TOKENS):
-            x = torch.randn(tokens, inner).bfloat16()
-            found, wanted = pair[0].linear(x, ours).float(), pair[1].linear(x, theirs).float()
-            torch.testing.assert_close(found, wanted, rtol=0 if scheme else 1e-2, atol=0 if scheme else 1e-2)
+    ours, theirs = (o.quantize_weight(weight, bias, None) for o in pair)
+    for tokens in (1, 2, *TOKENS):
+        x = torch.randn(tokens, inner).bfloat16()
+        found, wanted = pair[0].linear(x, ours).float(), pair[1].linear(x, theirs).float()
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+
+
+def weight_of(kind: int, out: int, inner: int) -> native.Packed:
+    """Any weight of this kind."""
+    rng = np.random.default_rng(kind)
+    arena = native.Arena()
+    if kind in (native.I8, native.S8):
+        packed = native.Packed.empty(native.I8, out, inner, arena)
+        codes = rng.integers(-127, 128, (out, inner), dtype=np.int8)
+        if kind == native.S8:
+            codes *= rng.random((out, inner)) < 0.3
+        packed.put_codes(codes, rng.random(out, dtype=np.float32))
+        return packed if kind == native.I8 else packed.sparse(arena)
+    packed = native.Packed.empty(kind, out, inner, arena)
+    if kind in (native.W4, native.W4M, native.W4M32):
+        shape = (out, inner // (32 if kind == native.W4M32 else 128))
+        minima = None if kind == native.W4 else rng.standard_normal(shape, dtype=np.float32)
+        packed.put_codes4(
+            rng.integers(0, 16, (out, inner), dtype=np.uint8), rng.random(shape, dtype=np.float32), minima
+        )
+    else:
+        blocks = any_blocks(rng, native.KIND_NAMES[kind], out, inner)
+        packed.put_blocks(native.address(blocks), out)
+    return packed
+
+
+def product_of(
+    ops: NativeOps, w: native.Packed, x: torch.Tensor, *, gated: bool, bias: torch.Tensor, onto: bool
+) -> torch.Tensor:
+    p = native.Program(ops.pool)
+    q = p.buffer(w.form, w.inner)
+    p.add("convert", p.bound(x), q, w.form, w.inner, 1)
+    shape = (w.kind, w.rows, w.inner, w.data, bias)
+    if gated:
+        y = torch.zeros(len(x), w.rows // 2)
+        p.add("gated_linear", q, p.bound(y), native.FORM_F32, *native.activation_of("silu"), *shape, None, 0)
+    else:
+        y = torch.ones(len(x), w.rows)
+        p.add("linear", q, p.bound(y), 0, *shape, int(onto), None, 0)
+    p.run(native.StepInputs(num_tokens=len(x)))
+    return y
+
+
+@pytest.mark.parametrize("kind", WHOLE_KINDS, ids=lambda kind: native.KIND_NAMES[kind])
+def test_products_of_whole_numbers_equal_those_without(pair, kind):
+    """Bit for bit: with panels that are not full, tokens that are left over, or that two tiles share, which are added once."""
+    for out, inner, gated in ((17, 256, False), (100, 768, False), (192, 512, True)):
+        w, bias = weight_of(kind, out, inner), torch.randn(out)
+        for tokens in (15, 16, 17, 21, 22, 31, 33, 70):
+            x = torch.randn(tokens, inner) * torch.logspace(-2, 2, tokens)[:, None]
+            ours, theirs = (product_of(o, w, x, gated=gated, bias=bias, onto=tokens % 2 == 1) for o in pair)
+            assert theirs.isfinite().all()
+            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("form", [native.FORM_F32, native.FORM_BF16, native.FORM_Q])
 @pytest.mark.parametrize("scheme", [None, "int8", "int4-g32"])
 def test_gate_and_up(pair, scheme, form):
-    """Rounded ones bit for bit; of bfloat16 the sums are in another order."""
+    """Of whole numbers bit for bit; of bfloat16 the sums are in another order."""
     half, inner = 96, 160
     weight, bias = torch.randn(2 * half, inner) / 12, torch.randn(2 * half)
     if scheme is None:
