@@ -1,6 +1,7 @@
 // The kernels for the instruction set that the including file is compiled for. `ISA` names a namespace of its own for each, so
 // that the linker does not merge functions of different instruction sets.
-#include "attention.h"
+#include "attention_decode.h"
+#include "attention_vectors.h"
 #include "ceiling.h"
 #include "linear.h"
 #include "pointwise.h"

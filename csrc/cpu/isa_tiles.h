@@ -1,4 +1,6 @@
-// The kernels of a machine with tile registers: products and their ceilings by tiles, all else by the kernels of `BASE`.
+// The kernels of a machine with tile registers: products, their ceilings and the attention of many tokens by
+// tiles, all else by the kernels of `BASE`.
+#include "attention_tiles.h"
 #include "linear_tiles.h"
 
 namespace ISA {
@@ -34,8 +36,8 @@ static int64_t ceiling_macs(int32_t what) {
 // adds the functions of `BASE`.
 #define SLIPSTREAM_TILES(function, label)                                                                                        \
     const Kernels* function() {                                                                                                  \
-        static const Kernels table = {label,   ISA::linear, ISA::gated,   nullptr,      nullptr,           nullptr,             \
-                                      nullptr, nullptr,     nullptr,      nullptr,      nullptr,           nullptr,             \
-                                      ISA::ceiling, ISA::ceiling_macs, nullptr, nullptr};                                      \
+        static const Kernels table = {label,   ISA::linear,  ISA::gated, nullptr, nullptr,      nullptr,           nullptr, nullptr, \
+                                      nullptr, ISA::prefill, nullptr,    nullptr, ISA::ceiling, ISA::ceiling_macs, nullptr, \
+                                      ISA::prefill_scratch};                                                                 \
         return &table;                                                                                                           \
     }

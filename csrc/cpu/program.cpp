@@ -138,7 +138,8 @@ struct Linear : Op {
         const int64_t a_token = (a.x_stride + (gated ? args.out_stride : p.stride(out))) / std::min(heads, pair_chunks);
         const int64_t near = std::min((tokens * a_token + NEAR_BYTES - 1) / NEAR_BYTES, MAX_CHUNKS / pair_chunks);
         const int64_t cuts = std::max<int64_t>(1, std::max(for_all, near));
-        tokens_per_chunk = std::max<int64_t>(1, round_up((tokens + cuts - 1) / cuts, 12));
+        const int64_t each = (tokens + cuts - 1) / cuts;
+        tokens_per_chunk = std::max<int64_t>(1, round_up(each, each > 24 ? 48 : 12));  // whole tiles: of 6, 12 or, with AMX, 16
         return (int)(pair_chunks * ((tokens + tokens_per_chunk - 1) / tokens_per_chunk));
     }
     int64_t scratch_floats(Program&) override {

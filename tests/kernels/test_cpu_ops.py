@@ -40,10 +40,11 @@ reference = ReferenceOps()
 ISAS = native.instruction_sets(emulated=True)
 OPS = {isa: NativeOps(2, isa) for isa in ISAS}
 DTYPES = [torch.float32, torch.bfloat16]
-MULTIPLY_BFLOAT16 = ("avx512-bf16", "amx", "neon-i8mm")
+MULTIPLY_BFLOAT16 = ("avx512-bf16", "portable-amx", "amx", "neon-i8mm")
 """Instruction sets with a product of bfloat16 pairs, which attention over an 8-bit cache uses."""
 OF_TILES = ("portable-amx", "amx")
-"""Their products are their own; all else is another's (`with_tiles` of api.cpp). Tests of random shapes draw from them, too."""
+"""Their products and their attention of many tokens in bfloat16 are their own; all else is another's (`with_tiles` of api.cpp).
+Tests of random shapes draw from them, too."""
 SHAPES = [(1, 3), (7, 5), (16, 32), (33, 64), (48, 96), (160, 100), (100, 352)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 40]
 
@@ -55,7 +56,7 @@ def ops(request) -> NativeOps:
 
 @pytest.fixture(params=[isa for isa in ISAS if isa not in OF_TILES])
 def attending(request) -> NativeOps:
-    """Those with an attention of their own."""
+    """Those with an attention of their own, in every type."""
     return OPS[request.param]
 
 

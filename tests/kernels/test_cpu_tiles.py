@@ -1,5 +1,6 @@
-"""Products by tile registers (AMX) beside those of the same machine without. Of whole numbers they are the same bit for bit; of
-bfloat16 they are the same for a token whatever number of others there is. On a machine without AMX its registers are emulated."""
+"""Products and attention by tile registers (AMX) beside those of the same machine without. Products of whole numbers are the
+same bit for bit. Those of bfloat16 are the same for a token whatever number of others there is, and so is attention. On a
+machine without AMX its registers are emulated."""
 
 from __future__ import annotations
 
@@ -10,9 +11,14 @@ import torch
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.layouts import AttentionParams
+from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.kernels.reference import ReferenceOps
 from slipstream.spec.scheme import SCHEMES
-from tests.kernels.test_cpu_ops import OPS, any_blocks
+from tests.kernels.cases import Shape, step
+from tests.kernels.test_cpu_ops import OPS, any_blocks, cached
 
+reference = ReferenceOps()
 PAIRS = [("portable-amx", "portable")] + [("amx", "avx512-bf16")] * ("amx" in native.instruction_sets())
 TOKENS = [4, 5, 8, 9, 15, 16, 17, 31, 33, 48, 70]
 """Whole tiles, smaller ones, and such that overlap because they do not come out even."""
@@ -136,6 +142,40 @@ def test_a_tokens_bfloat16_does_not_depend_on_the_others(pair, out, inner):
     for tokens in (2, 3, 7, *TOKENS):
         assert torch.equal(ops.linear(x[:tokens], w), alone[:tokens])
         assert torch.equal(ops.linear(x[-tokens:], w), alone[-tokens:])
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("cache", ["same", "int8"])
+def test_attention_of_long_prompts(pair, cache, dim):
+    """Several tiles of tokens and keys, some not full. Queries and weights are rounded to bfloat16."""
+    sequences = ((150, 30), (70, 0), (65, 127), (2, 0))
+    for (heads, kv_heads), more in zip(((9, 3), (8, 1), (2, 2)), ({}, {"window": 20}, {"softcap": 3.0}), strict=True):
+        case = step(Shape(sequences=sequences, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim), torch.bfloat16)
+        kv, params = cached(case, cache), AttentionParams(scale=0.1, **more)
+        found, wanted = (
+            pair[0].attention(case.q, kv, case.meta, params),
+            reference.attention(case.q, kv, case.meta, params),
+        )
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-6, atol=2**-5)
+
+
+def test_a_tokens_attention_does_not_depend_on_its_chunk(pair):
+    """A prompt of 150 after 30 tokens in one step, and in steps that begin and end within tiles."""
+    case = step(Shape(sequences=((150, 30),), num_heads=9, num_kv_heads=3, head_dim=64), torch.bfloat16)
+    whole = pair[0].attention(case.q, case.kv, case.meta, AttentionParams(scale=0.1))
+    for begin, end in ((0, 7), (7, 71), (71, 150)):
+        meta = AttentionMetadata(
+            query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
+            seq_lens=torch.tensor([30 + end], dtype=torch.int32),
+            block_table=case.meta.block_table,
+            positions=case.meta.positions[begin:end],
+            slot_mapping=case.meta.slot_mapping[begin:end],
+            num_decodes=0,
+            max_query_len=end - begin,
+            max_seq_len=30 + end,
+        )
+        found = pair[0].attention(case.q[begin:end].contiguous(), case.kv, meta, AttentionParams(scale=0.1))
+        assert torch.equal(found, whole[begin:end])
 
 
 def test_a_product_may_be_added_to_what_is_there(pair):
