@@ -32,7 +32,7 @@ alignas(4096) static int32_t ring[16][256 + 64];
 alignas(64) static float out[16 * 16];
 
 // MODE 0: scale of a token; 1: and of a group; 2: and a minimum. PARTS: 1 tiles, 2 vectors, 3 both. D: distance; PAD: words between slots.
-template <int MODE, int PARTS, int D, int R, int PAD>
+template <int MODE, int PARTS, int D, int R, int PAD, int AHEAD = 0>
 __attribute__((noinline)) static void run(int groups, int units, int stride) {
     int32_t* slots = &ring[0][0];
     constexpr int SLOT = 256 + PAD;
@@ -40,6 +40,10 @@ __attribute__((noinline)) static void run(int groups, int units, int stride) {
     const uint8_t* px = X;
     int64_t step = 0;
     auto produce = [&](int64_t i) __attribute__((always_inline)) {
+        if (AHEAD) {
+            if (pg % 2 == 0) for (int t = 0; t < 16; t++) __builtin_prefetch(px + t * stride + (pg + AHEAD) * 32);
+            for (int j = 0; j < 8; j++) __builtin_prefetch(W + (pg + AHEAD) * 512 + j * 64);
+        }
         Tiles::clear<0>();
         Tiles::read<4>(px + pg * 32, stride);
         Tiles::read<6>(W + pg * 512, 64);
@@ -122,13 +126,19 @@ __attribute__((noinline)) static void batches(int groups, int units, int stride)
 }
 
 // All inputs in the registers: 2 x 2 tiles.
-template <bool BF16>
+// AHEAD: steps whose operands are asked for ahead of time.
+template <bool BF16, int AHEAD>
 __attribute__((noinline)) static void whole(int groups, int units, int stride) {
     const int steps = BF16 ? groups : groups / 2, bytes = 1024;
     for (int u = 0; u < units / 4; u++) {
         const uint8_t* x = X + (u % 2) * 32 * stride;
         Tiles::clear<0>(), Tiles::clear<1>(), Tiles::clear<2>(), Tiles::clear<3>();
         for (int g = 0; g < steps; g++) {
+            if (AHEAD) {
+                const uint8_t *a = x + (g + AHEAD) * 64, *b = W + (g + AHEAD) * bytes;
+                for (int i = 0; i < 32; i++) __builtin_prefetch(a + i * stride);
+                for (int i = 0; i < 16; i++) __builtin_prefetch(b + i * 64), __builtin_prefetch(b + steps * bytes + i * 64);
+            }
             Tiles::read<4>(x + g * 64, stride);
             Tiles::read<6>(W + g * bytes, 64);
             if (BF16) Tiles::add_bf16<0, 4, 6>(); else add_int8<0, 4, 6>();
@@ -219,11 +229,16 @@ int main() {
         SAY("both, distance 4 of 4: and a minimum", 32, (run<2, 3, 4, 4, 0>));
         SAY("both, distance 8 of 8: and a minimum", 32, (run<2, 3, 8, 8, 0>));
         SAY("both, distance 16 of 16: and a minimum", 32, (run<2, 3, 16, 16, 0>));
+        SAY("both, distance 4 of 4: and a minimum, asked for 4 ahead", 32, (run<2, 3, 4, 4, 0, 4>));
+        SAY("tiles alone, asked for 4 ahead", 32, (run<0, 1, 4, 4, 0, 4>));
         SAY("batches of 6 groups x 2 panels: token scale", 32, (batches<0, 6>));
         SAY("batches of 6 groups x 2 panels: token and group scale", 32, (batches<1, 6>));
         SAY("batches of 6 groups x 2 panels: and a minimum", 32, (batches<2, 6>));
         SAY("batches of 3 groups x 2 panels: and a minimum", 32, (batches<2, 3>));
-        SAY("whole depth, int8, 2 x 2", 64, whole<false>);
-        measure("whole depth, bfloat16, 2 x 2", 64, whole<true>, groups, units, groups * 64);
+        SAY("whole depth, int8, 2 x 2", 64, (whole<false, 0>));
+        measure("whole depth, bfloat16, 2 x 2", 64, whole<true, 0>, groups, units, groups * 64);
+        measure("whole depth, bfloat16, 2 x 2, asked for 1 ahead", 64, whole<true, 1>, groups, units, groups * 64);
+        measure("whole depth, bfloat16, 2 x 2, asked for 2 ahead", 64, whole<true, 2>, groups, units, groups * 64);
+        measure("whole depth, bfloat16, 2 x 2, 4 steps alone", 64, whole<true, 0>, 4, units, groups * 64);
     }
 }
