@@ -1,5 +1,7 @@
 // Attention of many tokens over the keys that they see (attention_keys.h).
 #pragma once
+#include <utility>
+
 #include "attention_keys.h"
 
 namespace ISA {
@@ -77,7 +79,7 @@ static void prefill_by(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
     const int64_t qs = PAIRS ? dp / 2 : dp;  // floats a row
     const int64_t room = rows + ROWS;  // a block of rows may end beyond the last
     float *q = scratch, *mixed = q + room * dp, *keys = mixed + room * vp, *values = keys + KT * dp;
-    float *scores = values + KT * vp, *weights = scores + ROWS * KT;
+    float *scores = values + KT * vp, *weights = scores + 2 * ROWS * KT;
     Running* running = (Running*)((char*)scratch + round_up((char*)(weights + ROWS * KT) - (char*)scratch, 64));
     int64_t at[KT];
     for (int64_t r = 0; r < rows; r++) {
@@ -104,18 +106,23 @@ static void prefill_by(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
         pack_keys<PAIRS>(a, at, n, keys);
         pack_values<PAIRS>(a, at, n, values);
         int64_t r0 = a.causal ? (key - (first + token0)) * heads : 0;  // the first row that sees one of these keys
-        for (r0 = r0 < 0 ? 0 : r0; r0 < rows; r0 += ROWS) {
+        float *coming = scores, *known = scores + ROWS * KT;
+        auto score = [&](int64_t r) { How::score(q + r * qs, qs, keys, coming, rows - r < ROWS ? rows - r : ROWS); };
+        r0 = r0 < 0 ? 0 : r0;
+        if (r0 < rows) score(r0);
+        for (; r0 < rows; r0 += ROWS) {
             const int64_t count = rows - r0 < ROWS ? rows - r0 : ROWS;
             float scales[ROWS];
-            How::score(q + r0 * qs, qs, keys, scores, count);
+            std::swap(coming, known);
+            if (r0 + ROWS < rows) score(r0 + ROWS);  // before this block's, which tile registers compute meanwhile
             for (int64_t r = 0; r < count; r++) {
                 const int64_t token = token0 + (r0 + r) / heads, head = kv_head * heads + (r0 + r) % heads;
-                float* s = scores + r * KT;
+                float* s = known + r * KT;
                 scales[r] = soften(a, s, key, n, first + token, head, running + r0 + r);
                 if (PAIRS)
                     for (int64_t j = 0; j < KT; j += 16) store_bf16((uint16_t*)(weights + r * KT) + j, load(s + j));
             }
-            How::mix(PAIRS ? weights : scores, values, scales, mixed + r0 * vp, vp, count);
+            How::mix(PAIRS ? weights : known, values, scales, mixed + r0 * vp, vp, count);
         }
     }
     for (int64_t r = 0; r < rows; r++) {
@@ -130,7 +137,7 @@ static bool in_pairs(const AttentionArgs& a) { return a.cache != CACHE_F32 && (a
 
 static int64_t scratch_by(const AttentionArgs& a, int64_t tokens, int64_t block_rows) {  // floats
     const int64_t rows = tokens * (a.num_heads / a.num_kv_heads), dims = round_up(a.head_dim, 16) + round_up(a.value_dim, 16);
-    return (rows + block_rows) * dims + KT * dims + 2 * block_rows * KT + rows * (int64_t)sizeof(Running) / 4 + 64;
+    return (rows + block_rows) * dims + KT * dims + 3 * block_rows * KT + rows * (int64_t)sizeof(Running) / 4 + 64;
 }
 
 }  // namespace ISA

@@ -29,7 +29,6 @@ private:
     template <int NT, int NP>
     __attribute__((noinline)) void multiply(int64_t panel, const Tile* tiles, int64_t y_stride) const {
         const Layout at(KIND_BF16, a_.rows, a_.inner);
-        const bool ahead = tiles[0].token == cut_.begin;
         const uint8_t *x[2], *codes[2];
         for (int i = 0; i < NT; i++) x[i] = a_.x + tiles[i].token * a_.x_stride;
         for (int p = 0; p < NP; p++) codes[p] = a_.packed + (panel + p) * at.code_bytes;
@@ -37,11 +36,19 @@ private:
         if (NP > 1) Tiles::clear<1>();
         if (NT > 1) Tiles::clear<2>();
         if (NT > 1 && NP > 1) Tiles::clear<3>();
+        constexpr int64_t bytes = GROUP * PANEL * 2;
+        // The pair of panels that follows is brought near, with few tokens by the only pass over this pair, else each pass brings a part.
+        const int64_t pass = (tiles[0].token + tiles[0].skip - cut_.begin) / (AT_ONCE * cut_.rows);
+        const int64_t passes = (cut_.tiles + AT_ONCE - 1) / AT_ONCE, parts = passes < 16 ? passes : 16;
         for (int64_t g = 0; g < at.groups; g++) {
-            constexpr int64_t bytes = GROUP * PANEL * 2;
-            if (ahead)  // the pair of panels that follows: with few tokens a product is bound by reading them
+            if (pass < parts)
                 for (int p = 0; p < NP; p++)
-                    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(codes[p] + NP * at.code_bytes + g * bytes + i);
+                    for (int64_t i = 64 * pass; i < bytes; i += 64 * parts) __builtin_prefetch(codes[p] + NP * at.code_bytes + g * bytes + i, 0, 2);
+            // A tile that is not in the nearest cache is read slowly, since few reads of tiles overlap.
+            for (int i = 0; i < NT; i++)
+                for (int t = 0; t < cut_.rows; t++) __builtin_prefetch(x[i] + t * a_.x_stride + (g + 1) * GROUP * 2);
+            for (int p = 0; p < NP; p++)
+                for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(codes[p] + (g + 1) * bytes + i);
             Tiles::read<4>(x[0] + g * GROUP * 2, a_.x_stride);
             Tiles::read<6>(codes[0] + g * bytes, 64);
             Tiles::add_bf16<0, 4, 6>();

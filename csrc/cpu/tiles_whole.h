@@ -79,7 +79,7 @@ private:
         // Four tokens' addresses are one register and the stride: there are not enough for each to have its own.
         const int64_t stride = a_.x_stride, stride3 = 3 * stride;
         const uint8_t* q[TILE / 4];
-        for (int t = 0; t < TILE; t += 4) q[t / 4] = a_.x + (tile.token + t) * stride + at_.groups * GROUP;
+        _Pragma("GCC unroll 4") for (int t = 0; t < TILE; t += 4) q[t / 4] = a_.x + (tile.token + t) * stride + at_.groups * GROUP;
         F acc[TILE];
         TOKENS acc[t] = zero(), __builtin_prefetch(tile.y + t * y_stride, 1);
         for (int64_t g = 0; g < at_.groups; g++) {
