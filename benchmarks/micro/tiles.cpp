@@ -28,11 +28,11 @@ static double cycle_s() {  // of the core's clock: dependent additions
 struct Meta { float scale, sum; int32_t a, b; };
 constexpr int MOST = 48;
 static uint8_t* X; static uint8_t* W; static float* S; static float* M;
-alignas(4096) static int32_t ring[16][256 + 64];
+alignas(4096) static int32_t ring[80][256];
 alignas(64) static float out[16 * 16];
 
 // MODE 0: scale of a token; 1: and of a group; 2: and a minimum. PARTS: 1 tiles, 2 vectors, 3 both. D: distance; PAD: words between slots.
-template <int MODE, int PARTS, int D, int R, int PAD, int AHEAD = 0>
+template <int MODE, int PARTS, int D, int R, int PAD, int AHEAD = 0, bool GATHERED = false>
 __attribute__((noinline)) static void run(int groups, int units, int stride) {
     int32_t* slots = &ring[0][0];
     constexpr int SLOT = 256 + PAD;
@@ -63,7 +63,13 @@ __attribute__((noinline)) static void run(int groups, int units, int stride) {
             if (PARTS & 2) {
                 const int32_t* dot = slots + (step % R) * SLOT;
                 const F scale = load(S + g * 16), low = load(M + g * 16);
-                _Pragma("GCC unroll 16") for (int t = 0; t < 16; t++) {
+                const float* near = GATHERED ? (const float*)(slots + (step % R) * SLOT + 256) : nullptr;
+                if (GATHERED) _Pragma("GCC unroll 16") for (int t = 0; t < 16; t++) {
+                    if (MODE == 0) acc[t] = fma(to_floats(dot + 16 * t), set1(near[t]), acc[t]);
+                    else acc[t] = fma(to_floats(dot + 16 * t) * set1(near[t]), scale, acc[t]);
+                    if (MODE == 2) acc[t] = fma(low, set1(near[16 + t]), acc[t]);
+                }
+                else _Pragma("GCC unroll 16") for (int t = 0; t < 16; t++) {
                     if (MODE == 0) acc[t] = fma(to_floats(dot + 16 * t), set1(META(t)->scale), acc[t]);
                     else acc[t] = fma(to_floats(dot + 16 * t) * set1(META(t)->scale), scale, acc[t]);
                     if (MODE == 2) acc[t] = fma(low, set1(META(t)->sum), acc[t]);
@@ -79,7 +85,8 @@ __attribute__((noinline)) static void run(int groups, int units, int stride) {
 // batch's tiles between the vectors.
 template <int MODE, int G>
 __attribute__((noinline)) static void batches(int groups, int units, int stride) {
-    alignas(4096) static int32_t sums[2][G][2][256];
+    alignas(4096) static int32_t room[2][G * 2 * 256 + 512];
+    auto sums = [&](int64_t b, int g, int p) __attribute__((always_inline)) { return room[b] + (g * 2 + p) * 256; };
     alignas(64) static float kept[2][16][16];
     int64_t total = (int64_t)units / 2 * (groups / G), made = 0;
     auto produce = [&](int64_t b, int g) __attribute__((always_inline)) {
@@ -91,8 +98,8 @@ __attribute__((noinline)) static void batches(int groups, int units, int stride)
         add_int8<0, 4, 6>();
         Tiles::read<7>(W + (groups + at) * 512, 64);
         add_int8<1, 4, 7>();
-        Tiles::write<0>(sums[b % 2][g][0], 64);
-        Tiles::write<1>(sums[b % 2][g][1], 64);
+        Tiles::write<0>(sums(b % 2, g, 0), 64);
+        Tiles::write<1>(sums(b % 2, g, 1), 64);
     };
     for (int g = 0; g < G; g++) produce(0, g);
     for (int64_t b = 0; b < total; b++) {
@@ -109,7 +116,7 @@ __attribute__((noinline)) static void batches(int groups, int units, int stride)
                 const F scale0 = load(S + g * 16), scale1 = load(S + (groups + g) * 16), low0 = load(M + g * 16), low1 = load(M + (groups + g) * 16);
                 _Pragma("GCC unroll 8") for (int t = 0; t < 8; t++) {
                     const F ts = set1(META(t)->scale);
-                    const F d0 = to_floats(sums[b % 2][i][0] + (8 * half + t) * 16), d1 = to_floats(sums[b % 2][i][1] + (8 * half + t) * 16);
+                    const F d0 = to_floats(sums(b % 2, i, 0) + (8 * half + t) * 16), d1 = to_floats(sums(b % 2, i, 1) + (8 * half + t) * 16);
                     if (MODE == 0) acc[t][0] = fma(d0, ts, acc[t][0]), acc[t][1] = fma(d1, ts, acc[t][1]);
                     else acc[t][0] = fma(d0 * ts, scale0, acc[t][0]), acc[t][1] = fma(d1 * ts, scale1, acc[t][1]);
                     if (MODE == 2) {
@@ -208,6 +215,8 @@ int main() {
     for (int i = 0; i < 2 * MOST * 16; i++) S[i] = 1.0f / (i + 1), M[i] = 0.5f / (i + 1);
     for (int groups : {18, 48}) {
         const int stride = groups * 48, units = 20000 * 18 / groups;
+        for (int t = 0; t < 64; t++)
+            for (int g = 0; g < groups; g++) ((Meta*)(X + t * stride + groups * 32))[g] = {0.01f * (t + 1), 0.5f, 3, 4};
 #define SAY(name, bytes, ...) measure(name, bytes, __VA_ARGS__, groups, units, stride)
         SAY("VNNI: token scale", 32, vnni<0>);
         SAY("VNNI: token and group scale", 32, vnni<1>);
@@ -231,6 +240,14 @@ int main() {
         SAY("both, distance 16 of 16: and a minimum", 32, (run<2, 3, 16, 16, 0>));
         SAY("both, distance 4 of 4: and a minimum, asked for 4 ahead", 32, (run<2, 3, 4, 4, 0, 4>));
         SAY("tiles alone, asked for 4 ahead", 32, (run<0, 1, 4, 4, 0, 4>));
+        // slots in pages of their own, all at the same place in them: other loads seldom look like an overlap
+        SAY("both, distance 2 of 3, a page apart: token scale", 32, (run<0, 3, 2, 3, 768>));
+        SAY("both, distance 4 of 5, a page apart: token scale", 32, (run<0, 3, 4, 5, 768>));
+        SAY("both, distance 8 of 9, a page apart: token scale", 32, (run<0, 3, 8, 9, 768>));
+        SAY("both, distance 16 of 17, a page apart: token scale", 32, (run<0, 3, 16, 17, 768>));
+        SAY("both, distance 4 of 4, scales gathered: token scale", 32, (run<0, 3, 4, 4, 32, 0, true>));
+        SAY("both, distance 4 of 4, scales gathered: and a minimum", 32, (run<2, 3, 4, 4, 32, 0, true>));
+        SAY("both, distance 3 of 3, scales gathered: and a minimum", 32, (run<2, 3, 3, 3, 32, 0, true>));
         SAY("batches of 6 groups x 2 panels: token scale", 32, (batches<0, 6>));
         SAY("batches of 6 groups x 2 panels: token and group scale", 32, (batches<1, 6>));
         SAY("batches of 6 groups x 2 panels: and a minimum", 32, (batches<2, 6>));
