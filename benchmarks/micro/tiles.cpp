@@ -132,6 +132,65 @@ __attribute__((noinline)) static void batches(int groups, int units, int stride)
     }
 }
 
+// What a step of tiles is made of. LOADS, STORES: whether there are any. SLOT: words from one of four places of sums to the next. NEAR: the
+// operands lie together (A 512 bytes, B 512 bytes a step) and in the nearest cache.
+template <bool LOADS, bool STORES, int SLOT, bool NEAR>
+__attribute__((noinline)) static void pieces(int groups, int units, int stride) {
+    int32_t* slots = &ring[0][0];
+    Tiles::read<4>(X, stride), Tiles::read<6>(W, 64);
+    for (int u = 0; u < units; u++)
+        for (int g = 0; g < groups; g++) {
+            Tiles::clear<0>();
+            if (LOADS && NEAR) Tiles::read<4>(W + 16384 + g % 8 * 512, 32), Tiles::read<6>(W + g % 8 * 512, 64);
+            else if (LOADS) Tiles::read<4>(X + (u % 4) * 16 * stride + g * 32, stride), Tiles::read<6>(W + g * 512, 64);
+            add_int8<0, 4, 6>();
+            if (STORES) Tiles::write<0>(slots + g % 4 * SLOT, 64);
+        }
+}
+
+// 2 x 2 tiles of G groups, then their sums a unit of 16 tokens x a panel after the other.
+template <int MODE, int G>
+__attribute__((noinline)) static void phases(int groups, int units, int stride) {
+    alignas(64) static float kept[4][16][16];
+    int32_t* sums = &ring[0][0];
+    for (int u = 0; u < units / 4; u++) {
+        const uint8_t* x = X + (u % 2) * 32 * stride;
+        for (int first = 0; first < groups; first += G) {
+            const int n = groups - first < G ? groups - first : G;
+            for (int i = 0; i < n; i++) {
+                const int g = first + i;
+                Tiles::clear<0>(), Tiles::clear<1>(), Tiles::clear<2>(), Tiles::clear<3>();
+                Tiles::read<4>(x + g * 32, stride), Tiles::read<6>(W + g * 512, 64);
+                add_int8<0, 4, 6>();
+                Tiles::read<7>(W + (groups + g) * 512, 64);
+                add_int8<1, 4, 7>();
+                Tiles::read<5>(x + 16 * stride + g * 32, stride);
+                add_int8<2, 5, 6>(), add_int8<3, 5, 7>();
+                Tiles::write<0>(sums + (0 * G + i) * 256, 64), Tiles::write<1>(sums + (1 * G + i) * 256, 64);
+                Tiles::write<2>(sums + (2 * G + i) * 256, 64), Tiles::write<3>(sums + (3 * G + i) * 256, 64);
+            }
+            for (int c = 0; c < 4; c++) {
+                F acc[16];
+                _Pragma("GCC unroll 16") for (int t = 0; t < 16; t++) acc[t] = first ? load(kept[c][t]) : zero();
+                const uint8_t* q0 = x + c / 2 * 16 * stride + groups * 32;
+                const uint8_t *q[4] = {q0, q0 + 4 * stride, q0 + 8 * stride, q0 + 12 * stride};
+                const int64_t s3 = 3 * stride;
+                for (int i = 0; i < n; i++) {
+                    const int g = first + i;
+                    const int32_t* dot = sums + (c * G + i) * 256;
+                    const F scale = load(S + (c % 2 * groups + g) * 16), low = load(M + (c % 2 * groups + g) * 16);
+                    _Pragma("GCC unroll 16") for (int t = 0; t < 16; t++) {
+                        if (MODE == 0) acc[t] = fma(to_floats(dot + 16 * t), set1(META(t)->scale), acc[t]);
+                        else acc[t] = fma(to_floats(dot + 16 * t) * set1(META(t)->scale), scale, acc[t]);
+                        if (MODE == 2) acc[t] = fma(low, set1(META(t)->sum), acc[t]);
+                    }
+                }
+                _Pragma("GCC unroll 16") for (int t = 0; t < 16; t++) store(kept[c][t], acc[t]);
+            }
+        }
+    }
+}
+
 // All inputs in the registers: 2 x 2 tiles.
 // AHEAD: steps whose operands are asked for ahead of time.
 template <bool BF16, int AHEAD>
@@ -252,6 +311,17 @@ int main() {
         SAY("batches of 6 groups x 2 panels: token and group scale", 32, (batches<1, 6>));
         SAY("batches of 6 groups x 2 panels: and a minimum", 32, (batches<2, 6>));
         SAY("batches of 3 groups x 2 panels: and a minimum", 32, (batches<2, 3>));
+        SAY("pieces: loads near", 32, (pieces<true, false, 256, true>));
+        SAY("pieces: loads far", 32, (pieces<true, false, 256, false>));
+        SAY("pieces: stores", 32, (pieces<false, true, 256, true>));
+        SAY("pieces: loads near and stores", 32, (pieces<true, true, 256, true>));
+        SAY("pieces: loads far and stores", 32, (pieces<true, true, 256, false>));
+        SAY("pieces: loads near and stores a page apart", 32, (pieces<true, true, 1024, true>));
+        SAY("phases of 2 groups: token scale", 32, (phases<0, 2>));
+        SAY("phases of 4 groups: token scale", 32, (phases<0, 4>));
+        SAY("phases of 6 groups: token scale", 32, (phases<0, 6>));
+        SAY("phases of 4 groups: and a minimum", 32, (phases<2, 4>));
+        SAY("phases of 6 groups: and a minimum", 32, (phases<2, 6>));
         SAY("whole depth, int8, 2 x 2", 64, (whole<false, 0>));
         measure("whole depth, bfloat16, 2 x 2", 64, whole<true, 0>, groups, units, groups * 64);
         measure("whole depth, bfloat16, 2 x 2, asked for 1 ahead", 64, whole<true, 1>, groups, units, groups * 64);
