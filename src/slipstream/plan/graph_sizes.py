@@ -8,7 +8,7 @@ from typing import Protocol
 from slipstream.config import EngineConfig
 from slipstream.spec.model import ModelSpec, MoESpec
 
-MIXED_PROMPTS = 64
+MIXED_PROMPTS = 128
 """Prompts that a mixed graph has room for, the padding's among them."""
 
 VERIFIED_PROMPTS = 256
