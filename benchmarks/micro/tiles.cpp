@@ -13,6 +13,8 @@
 #include "../../csrc/cpu/tile_amx.h"
 using namespace micro;
 
+template <int R>
+static inline void read_t1(const uint8_t* from, int64_t stride) { __asm__ volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(R), "r"(from), "r"(stride) : "memory"); }
 template <int C, int A, int B>
 static inline void add_int8() { __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
 static inline F to_floats(const int32_t* p) { return {_mm512_cvtepi32_ps(_mm512_load_si512(p))}; }
@@ -193,7 +195,7 @@ __attribute__((noinline)) static void phases(int groups, int units, int stride) 
 
 // All inputs in the registers: 2 x 2 tiles.
 // AHEAD: steps whose operands are asked for ahead of time.
-template <bool BF16, int AHEAD>
+template <bool BF16, int AHEAD, bool T1 = false>
 __attribute__((noinline)) static void whole(int groups, int units, int stride) {
     const int steps = BF16 ? groups : groups / 2, bytes = 1024;
     for (int u = 0; u < units / 4; u++) {
@@ -205,12 +207,12 @@ __attribute__((noinline)) static void whole(int groups, int units, int stride) {
                 for (int i = 0; i < 32; i++) __builtin_prefetch(a + i * stride);
                 for (int i = 0; i < 16; i++) __builtin_prefetch(b + i * 64), __builtin_prefetch(b + steps * bytes + i * 64);
             }
-            Tiles::read<4>(x + g * 64, stride);
+            if (T1) read_t1<4>(x + g * 64, stride); else Tiles::read<4>(x + g * 64, stride);
             Tiles::read<6>(W + g * bytes, 64);
             if (BF16) Tiles::add_bf16<0, 4, 6>(); else add_int8<0, 4, 6>();
             Tiles::read<7>(W + (steps + g) * bytes, 64);
             if (BF16) Tiles::add_bf16<1, 4, 7>(); else add_int8<1, 4, 7>();
-            Tiles::read<5>(x + 16 * stride + g * 64, stride);
+            if (T1) read_t1<5>(x + 16 * stride + g * 64, stride); else Tiles::read<5>(x + 16 * stride + g * 64, stride);
             if (BF16) Tiles::add_bf16<2, 5, 6>(); else add_int8<2, 5, 6>();
             if (BF16) Tiles::add_bf16<3, 5, 7>(); else add_int8<3, 5, 7>();
         }
@@ -324,6 +326,7 @@ int main() {
         SAY("phases of 6 groups: and a minimum", 32, (phases<2, 6>));
         SAY("whole depth, int8, 2 x 2", 64, (whole<false, 0>));
         measure("whole depth, bfloat16, 2 x 2", 64, whole<true, 0>, groups, units, groups * 64);
+        measure("whole depth, bfloat16, 2 x 2, tokens with the hint T1", 64, whole<true, 0, true>, groups, units, groups * 64);
         measure("whole depth, bfloat16, 2 x 2, asked for 1 ahead", 64, whole<true, 1>, groups, units, groups * 64);
         measure("whole depth, bfloat16, 2 x 2, asked for 2 ahead", 64, whole<true, 2>, groups, units, groups * 64);
         measure("whole depth, bfloat16, 2 x 2, 4 steps alone", 64, whole<true, 0>, 4, units, groups * 64);
