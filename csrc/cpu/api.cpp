@@ -38,7 +38,7 @@ bool always() { return true; }
 
 Kernels with_tiles(Kernels base, const Kernels& tiles) {
     base.name = tiles.name, base.linear = tiles.linear, base.gated = tiles.gated;
-    base.prefill = tiles.prefill, base.prefill_scratch = tiles.prefill_scratch;
+    base.prefill = tiles.prefill, base.prefill_scratch = tiles.prefill_scratch, base.widen = tiles.widen;
     base.ceiling = tiles.ceiling, base.ceiling_macs = tiles.ceiling_macs;
     return base;
 }

@@ -11,6 +11,6 @@
         static const Kernels table = {label, ISA::linear, ISA::gated, ISA::norm, ISA::activation, ISA::convert,         \
                                       ISA::rope_and_cache, ISA::latent_row, ISA::decode, ISA::prefill, ISA::largest,    \
                                       ISA::argmax, ISA::ceiling, ISA::ceiling_macs, ISA::decode_scratch,                \
-                                      ISA::prefill_scratch};                                                            \
+                                      ISA::prefill_scratch, nullptr};                                                   \
         return &table;                                                                                                  \
     }

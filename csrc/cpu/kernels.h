@@ -14,6 +14,10 @@ struct LinearArgs {
     float* y;
     int64_t y_stride;  // floats
     bool accumulate;   // y += instead of y =
+    // Whole numbers may be multiplied as bfloat16 for tokens from `wide_from` on, whose rows in bfloat16 are `wide` (tiles_widened.h).
+    const uint8_t* wide = nullptr;
+    int64_t wide_from = 0;
+    const float* row_scales = nullptr;  // of the sums of such a product
 };
 
 struct Activated {  // ACT_CLAMPED_SWIGLU alone has alpha and limit
@@ -118,17 +122,18 @@ struct Kernels {
     int64_t (*ceiling_macs)(int32_t what);
     int64_t (*decode_scratch)(const AttentionArgs&);  // floats
     int64_t (*prefill_scratch)(const AttentionArgs&, int64_t tokens);
+    void (*widen)(const uint8_t* row, int64_t size, uint8_t* to);  // from 8 bits to bfloat16; null where products have no use for it
 };
 
-// Room for two pairs of panels of whole numbers, unpacked to I8 for many tokens.
+// Room for two pairs of panels of whole numbers, unpacked to I8 or bfloat16 for many tokens.
 static inline int64_t linear_scratch(const LinearArgs& a) {
-    return form_of(a.kind) == FORM_Q ? 2 * Layout(KIND_I8, 2 * PANEL, a.inner).bytes / 4 : 0;
+    return form_of(a.kind) == FORM_Q ? Layout(KIND_BF16, 4 * PANEL, a.inner).bytes / 4 : 0;
 }
 
 constexpr int64_t KEY_TILE = 64;
 
 const Kernels* kernels_portable();
-const Kernels* tiles_portable();  // its products alone
+const Kernels* tiles_portable();  // products and attention alone
 bool tiles_agree(const Kernels& tiles, const Kernels& base);  // in some small products
 #if defined(__x86_64__)
 const Kernels* kernels_avx2();

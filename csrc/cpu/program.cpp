@@ -13,6 +13,8 @@ namespace {
 constexpr int64_t QUERY_ROWS = 384;
 constexpr int64_t QUERY_DIM = 256;
 constexpr int64_t NEAR_BYTES = 768 << 10;  // a product's inputs and results that stay in a core's own cache (1 MB and more)
+constexpr int64_t NEAR_WIDE_BYTES = 1536 << 10;  // the same of inputs in bfloat16 for tile registers (2 MB and more)
+constexpr int64_t WIDEN_FROM = 64;               // tokens of prompts from which on whole numbers are multiplied as bfloat16 by tiles
 constexpr int64_t SPLIT_KEYS = 128;        // keys that a decode's task reads; fixed, so that an answer does not depend on its batch
 
 int64_t now_ns(int32_t clock) {
@@ -120,32 +122,61 @@ struct Linear : Op {
     const uint8_t *packed = nullptr, *dense = nullptr;
     int64_t dense_from = 0;
     int64_t pairs_a_head = 0, pairs = 0, pairs_per_chunk = 0, tokens_per_chunk = 0, pair_chunks = 0;
+    int64_t wide_from = 0;               // the first token that is multiplied as bfloat16
+    std::vector<int64_t> widened_first;  // by thread: the first of the rows that its scratch has in bfloat16
 
     int chunks(Program& p) override {
         LinearArgs& a = args.linear;
         const bool is_dense = dense && p.step().num_tokens >= dense_from;
         a.kind = is_dense ? (int32_t)KIND_I8 : kind, a.packed = is_dense ? dense : packed;
-        const int64_t tokens = p.step().num_tokens, wanted = (int64_t)p.threads() * CHUNKS_PER_THREAD;
-        a.x = p.row(x, 0), a.x_stride = p.stride(x);
-        if (gated) args.out = p.row(out, 0), args.out_stride = p.stride(out);
-        else a.y = (float*)p.row(out, 0) + column, a.y_stride = p.stride(out) / 4;
+        a.x = p.row(x, 0);
+        if (gated) args.out = p.row(out, 0);
+        else a.y = (float*)p.row(out, 0) + column;
+        cut(p);
+        widened_first.assign(p.threads(), -1);
+        return (int)(pair_chunks * ((p.step().num_tokens + tokens_per_chunk - 1) / tokens_per_chunk));
+    }
+    void cut(Program& p) {
+        LinearArgs& a = args.linear;
+        const ss_step& s = p.step();
+        const int64_t tokens = s.num_tokens, wanted = (int64_t)p.threads() * CHUNKS_PER_THREAD;
+        // A decode's product must not depend on how many others there are, so decodes are left out.
+        const bool widens = p.kernels().widen && form_of(kind) == FORM_Q && heads == 1 && s.num_seqs > s.num_decodes && tokens - s.num_decodes >= WIDEN_FROM;
+        wide_from = widens ? s.num_decodes : tokens;
+        a.x_stride = p.stride(x);
+        if (gated) args.out_stride = p.stride(out);
+        else a.y_stride = p.stride(out) / 4;
         pairs_a_head = ((gated ? a.rows / 2 : a.rows) + 2 * PANEL - 1) / (2 * PANEL);
         pairs = heads * pairs_a_head;
         pairs_per_chunk = even_chunk(pairs, p.threads(), std::max<int64_t>(1, pairs / wanted));
         pair_chunks = (pairs + pairs_per_chunk - 1) / pairs_per_chunk;
         // A chunk's tokens: few enough that each thread has work, and that the cache holds them while all weights are read.
         const int64_t for_all = std::min((wanted + pair_chunks - 1) / pair_chunks, (tokens + 23) / 24);
-        const int64_t a_token = (a.x_stride + (gated ? args.out_stride : p.stride(out))) / std::min(heads, pair_chunks);
-        const int64_t near = std::min((tokens * a_token + NEAR_BYTES - 1) / NEAR_BYTES, MAX_CHUNKS / pair_chunks);
-        const int64_t cuts = std::max<int64_t>(1, std::max(for_all, near));
-        const int64_t each = (tokens + cuts - 1) / cuts;
+        const int64_t a_token = widens ? wide_bytes() : (a.x_stride + p.stride(out)) / std::min(heads, pair_chunks);
+        const int64_t most = widens ? NEAR_WIDE_BYTES : NEAR_BYTES;
+        const int64_t near = std::min((tokens * a_token + most - 1) / most, MAX_CHUNKS / pair_chunks);
+        const int64_t cuts = std::max<int64_t>(1, std::max(for_all, near)), each = (tokens + cuts - 1) / cuts;
         tokens_per_chunk = std::max<int64_t>(1, round_up(each, each > 24 ? 48 : 12));  // whole tiles: of 6, 12 or, with AMX, 16
-        return (int)(pair_chunks * ((tokens + tokens_per_chunk - 1) / tokens_per_chunk));
     }
-    int64_t scratch_floats(Program&) override {
+    int64_t wide_bytes() const { return form_bytes(FORM_BF16, args.linear.inner); }
+    int64_t product_scratch() const {
         LinearArgs largest = args.linear;
         largest.kind = kind;
         return linear_scratch(largest);
+    }
+    int64_t scratch_floats(Program& p) override {
+        cut(p);
+        const int64_t tokens = std::min(tokens_per_chunk, p.step().num_tokens);
+        return product_scratch() + (wide_from < p.step().num_tokens ? tokens * wide_bytes() / 4 : 0);
+    }
+    // Rows [begin, end) in bfloat16, as if row 0 were there. A thread keeps them for its next chunks.
+    const uint8_t* widened(Program& p, int64_t begin, int64_t end, int thread) {
+        const LinearArgs& a = args.linear;
+        uint8_t* to = (uint8_t*)(p.scratch(thread) + product_scratch()) - begin * wide_bytes();
+        if (widened_first[thread] != begin)
+            for (int64_t t = begin; t < end; t++) p.kernels().widen(a.x + t * a.x_stride, a.inner, to + t * wide_bytes());
+        widened_first[thread] = begin;
+        return to;
     }
     void weights(const LinearArgs& of, const void* as_dense, int64_t from) {
         args.linear = of, kind = of.kind, packed = of.packed, dense = (const uint8_t*)as_dense, dense_from = from;
@@ -155,10 +186,13 @@ struct Linear : Op {
         const int64_t token0 = chunk / pair_chunks * tokens_per_chunk;
         const int64_t pair1 = std::min(pairs, pair0 + pairs_per_chunk);
         const int64_t token1 = std::min(p.step().num_tokens, token0 + tokens_per_chunk);
-        if (gated) return p.kernels().gated(args, pair0, pair1, token0, token1, p.scratch(thread));
+        GatedArgs a = args;
+        a.linear.wide_from = wide_from;
+        if (wide_from < token1) a.linear.wide = widened(p, std::max(token0, wide_from), token1, thread);
+        if (gated) return p.kernels().gated(a, pair0, pair1, token0, token1, p.scratch(thread));
         for (int64_t pair = pair0; pair < pair1;) {
             const int64_t head = pair / pairs_a_head, begin = head * pairs_a_head, end = std::min(pair1, begin + pairs_a_head);
-            LinearArgs own = args.linear;
+            LinearArgs own = a.linear;
             own.x += head * x_step, own.packed += head * weight_step, own.y += head * column_step;
             p.kernels().linear(own, pair - begin, end - begin, token0, token1, p.scratch(thread));
             pair = end;

@@ -4,8 +4,7 @@
 
 namespace ISA {
 
-constexpr int TILE = 16;       // tokens, at most
-constexpr int LEAST_REST = 6;  // tokens beyond whole tiles that are worth one more: it takes as long as these without tiles
+constexpr int TILE = 16;  // tokens, at most
 
 struct Tile {  // of tokens
     int64_t token;
@@ -19,17 +18,7 @@ struct Cut {
     int64_t begin, end, tiles;
     int rows;
 
-    static Cut evenly(int64_t begin, int64_t end) {
-        const int64_t tiles = (end - begin + TILE - 1) / TILE;
-        return {begin, end, tiles, tiles ? (int)((end - begin + tiles - 1) / tiles) : 0};
-    }
-    // Whole tiles alone. A few tokens may be left behind `end`.
-    static Cut sixteens(int64_t begin, int64_t end) {
-        const int64_t tiles = (end - begin) / TILE, rest = (end - begin) % TILE;
-        if (tiles > 0 && rest >= LEAST_REST) return {begin, end, tiles + 1, TILE};
-        return {begin, end - rest, tiles, TILE};
-    }
-
+    Cut(int64_t begin, int64_t end) : begin(begin), end(end), tiles((end - begin + TILE - 1) / TILE), rows((int)((end - begin + tiles - 1) / tiles)) {}
     int64_t first(int64_t tile) const { return tile + 1 < tiles ? begin + tile * rows : end - rows; }
     // Up to `most` tiles from tile i on. Returns how many.
     int some(int64_t i, int most, Tile* to) const {
@@ -42,9 +31,11 @@ struct Cut {
 static void put_sums(const LinearArgs& a, int64_t panel, const float* sums, const Tile& tile, int rows, int64_t y_stride) {
     const int64_t row = panel * PANEL;
     const int n = (int)(a.rows - row < PANEL ? a.rows - row : PANEL);
-    const F bias = a.bias ? load_n(a.bias + row, n) : zero();
+    const F bias = a.bias ? load_n(a.bias + row, n) : zero(), scale = a.row_scales ? load(a.row_scales + row) : zero();
     for (int t = tile.skip; t < rows; t++) {
-        F v = load(sums + t * PANEL) + bias;
+        F v = load(sums + t * PANEL);
+        if (a.row_scales) v = v * scale;
+        v = v + bias;
         float* to = tile.y + t * y_stride;
         if (a.accumulate) v = v + load_n(to, n);
         store_n(to, v, n);

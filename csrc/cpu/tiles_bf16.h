@@ -4,22 +4,19 @@
 
 namespace ISA {
 
+// Products of a chunk's tokens. `ahead`: the weight's next panels are asked for.
 class Bf16 {
 public:
-    static constexpr int AT_ONCE = 2, BYTES = 64;
-    Bf16(const LinearArgs& a, const Cut& cut, float*) : a_(a), cut_(cut) {}
+    static constexpr int AT_ONCE = 2;  // tiles of tokens
+    Bf16(const LinearArgs& a, const Cut& cut, bool ahead) : a_(a), cut_(cut), ahead_(ahead) {}
 
-    void begin(const int64_t* first, int halves, int panels) {
-        for (int i = 0; i < halves; i++) first_[i] = first[i];
-        panels_ = panels;
-    }
-    void multiply(int half, const Tile* tiles, int count, int64_t y_stride) const {
-        const int64_t panel = first_[half];
+    // A pair of panels, or its only one, by one or two tiles.
+    void multiply(int64_t panel, int panels, const Tile* tiles, int count, int64_t y_stride) const {
         if (count == 2) {
-            if (panels_ == 2) multiply<2, 2>(panel, tiles, y_stride);
+            if (panels == 2) multiply<2, 2>(panel, tiles, y_stride);
             else multiply<2, 1>(panel, tiles, y_stride);
         } else {
-            if (panels_ == 2) multiply<1, 2>(panel, tiles, y_stride);
+            if (panels == 2) multiply<1, 2>(panel, tiles, y_stride);
             else multiply<1, 1>(panel, tiles, y_stride);
         }
     }
@@ -32,6 +29,9 @@ private:
         const uint8_t *x[2], *codes[2];
         for (int i = 0; i < NT; i++) x[i] = a_.x + tiles[i].token * a_.x_stride;
         for (int p = 0; p < NP; p++) codes[p] = a_.packed + (panel + p) * at.code_bytes;
+        for (int i = 0; i < NT; i++)  // results lie in a row each, which the hardware can't foresee
+            for (int t = 0; t < cut_.rows; t++)
+                for (int p = 0; p < NP; p++) __builtin_prefetch(tiles[i].y + t * y_stride + p * PANEL, 1);
         Tiles::clear<0>();
         if (NP > 1) Tiles::clear<1>();
         if (NT > 1) Tiles::clear<2>();
@@ -41,14 +41,9 @@ private:
         const int64_t pass = (tiles[0].token + tiles[0].skip - cut_.begin) / (AT_ONCE * cut_.rows);
         const int64_t passes = (cut_.tiles + AT_ONCE - 1) / AT_ONCE, parts = passes < 16 ? passes : 16;
         for (int64_t g = 0; g < at.groups; g++) {
-            if (pass < parts)
+            if (ahead_ && pass < parts)
                 for (int p = 0; p < NP; p++)
                     for (int64_t i = 64 * pass; i < bytes; i += 64 * parts) __builtin_prefetch(codes[p] + NP * at.code_bytes + g * bytes + i, 0, 2);
-            // A tile that is not in the nearest cache is read slowly, since few reads of tiles overlap.
-            for (int i = 0; i < NT; i++)
-                for (int t = 0; t < cut_.rows; t++) __builtin_prefetch(x[i] + t * a_.x_stride + (g + 1) * GROUP * 2);
-            for (int p = 0; p < NP; p++)
-                for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(codes[p] + (g + 1) * bytes + i);
             Tiles::read<4>(x[0] + g * GROUP * 2, a_.x_stride);
             Tiles::read<6>(codes[0] + g * bytes, 64);
             Tiles::add_bf16<0, 4, 6>();
@@ -73,8 +68,7 @@ private:
 
     const LinearArgs& a_;
     const Cut& cut_;
-    int64_t first_[2] = {};
-    int panels_ = 0;
+    const bool ahead_;
 };
 
 }  // namespace ISA

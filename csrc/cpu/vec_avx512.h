@@ -139,6 +139,21 @@ static inline F dot_pairs(F a, B w, B x) {
 static inline F dot_bf16(F a, B w, uint32_t x) { return dot_pairs(a, w, B{_mm512_set1_epi32((int32_t)x)}); }
 #endif
 
+#if defined(__AVX512BF16__)  // for tiles
+// Byte J of each of sixteen fours, unsigned.
+template <int J>
+static inline F byte_of(B a) {
+    return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(a.v, 8 * J), _mm512_set1_epi32(255)))};
+}
+// Sixteen pairs of bfloat16, the first of each from a.
+static inline B pairs_of(F a, F b) {
+    const __m512i turn = _mm512_set_epi32(0x001f000f, 0x001e000e, 0x001d000d, 0x001c000c, 0x001b000b, 0x001a000a, 0x00190009,
+                                          0x00180008, 0x00170007, 0x00160006, 0x00150005, 0x00140004, 0x00130003, 0x00120002,
+                                          0x00110001, 0x00100000);
+    return {_mm512_permutexvar_epi16(turn, (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v))};
+}
+#endif
+
 // The 16-bit words of a and b interleaved, a's first, in two registers.
 static inline void zip16(B a, B b, B* to) {
     const __m512i turn = _mm512_set_epi32(0x002f000f, 0x002e000e, 0x002d000d, 0x002c000c, 0x002b000b, 0x002a000a, 0x00290009,

@@ -92,6 +92,16 @@ static inline void store_bf16(uint16_t* p, F a) {
     }
 }
 
+// For tiles.
+template <int J>
+static inline F byte_of(B a) { F r; EACH r.v[i] = a.v[4 * i + J]; return r; }
+static inline B pairs_of(F a, F b) {
+    uint16_t x[16], y[16];
+    store_bf16(x, a), store_bf16(y, b);
+    B r;
+    EACH memcpy(r.v + 4 * i, x + i, 2), memcpy(r.v + 4 * i + 2, y + i, 2);
+    return r;
+}
 static inline B load_b(const uint8_t* p) { B r; memcpy(r.v, p, 64); return r; }
 static inline void store_b(uint8_t* p, B a) { memcpy(p, a.v, 64); }
 static inline B bzero() { B r; memset(r.v, 0, 64); return r; }

@@ -1,6 +1,6 @@
-"""Products and attention by tile registers (AMX) beside those of the same machine without. Products of whole numbers are the
-same bit for bit. Those of bfloat16 are the same for a token whatever number of others there is, and so is attention. On a
-machine without AMX its registers are emulated."""
+"""Products and attention by tile registers (AMX) beside those of the same machine without. Products of bfloat16 are the same
+for a token whatever number of others there is, and so is attention. Whole numbers are multiplied as bfloat16 where a step has
+many tokens of prompts, and else bit for bit as without. On a machine without AMX its registers are emulated."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from slipstream.kernels.layouts import AttentionParams
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.spec.scheme import SCHEMES
-from tests.kernels.cases import Shape, step
-from tests.kernels.test_cpu_ops import OPS, any_blocks, cached
+from tests.kernels.cases import Shape, rows_of, step
+from tests.kernels.test_cpu_ops import OPS, any_blocks, cached, eight_bits
 
 reference = ReferenceOps()
 PAIRS = [("portable-amx", "portable")] + [("amx", "avx512-bf16")] * ("amx" in native.instruction_sets())
@@ -75,8 +75,15 @@ def weight_of(kind: int, out: int, inner: int) -> native.Packed:
 
 
 def product_of(
-    ops: NativeOps, w: native.Packed, x: torch.Tensor, *, gated: bool, bias: torch.Tensor, onto: bool
+    ops: NativeOps,
+    w: native.Packed,
+    x: torch.Tensor,
+    *,
+    gated: bool = False,
+    bias: torch.Tensor,
+    decodes: int | None = None,
 ) -> torch.Tensor:
+    """A product added to ones, or gated. `decodes` of the tokens are decodes, the others a prompt's; None: neither."""
     p = native.Program(ops.pool)
     q = p.buffer(w.form, w.inner)
     p.add("convert", p.bound(x), q, w.form, w.inner, 1)
@@ -86,21 +93,58 @@ def product_of(
         p.add("gated_linear", q, p.bound(y), native.FORM_F32, *native.activation_of("silu"), *shape, None, 0)
     else:
         y = torch.ones(len(x), w.rows)
-        p.add("linear", q, p.bound(y), 0, *shape, int(onto), None, 0)
-    p.run(native.StepInputs(num_tokens=len(x)))
+        p.add("linear", q, p.bound(y), 0, *shape, 1, None, 0)
+    seqs = {} if decodes is None else {"num_seqs": decodes + (decodes < len(x)), "num_decodes": decodes}
+    p.run(native.StepInputs(num_tokens=len(x), **seqs))
     return y
 
 
 @pytest.mark.parametrize("kind", WHOLE_KINDS, ids=lambda kind: native.KIND_NAMES[kind])
-def test_products_of_whole_numbers_equal_those_without(pair, kind):
-    """Bit for bit: with panels that are not full, tokens that are left over, or that two tiles share, which are added once."""
-    for out, inner, gated in ((17, 256, False), (100, 768, False), (192, 512, True)):
+def test_prompts_are_multiplied_as_bfloat16(pair, kind):
+    """Activations and weights are rounded to nearest, so that a product is off by 2⁻⁸ at most; by 2⁻⁹ where codes are kept.
+    Decodes beside a prompt, and short prompts, are as without tiles, bit for bit."""
+    ops = pair[0]
+    off = 2**-9 if kind in (native.I8, native.S8) else 2**-8
+    for out, inner in ((17, 256), (192, 768)):
         w, bias = weight_of(kind, out, inner), torch.randn(out)
-        for tokens in (15, 16, 17, 21, 22, 31, 33, 70):
+        exact = rows_of(w, torch.arange(out)).double()
+        for decodes, tokens in ((0, 64), (0, 70), (9, 141), (0, 200), (40, 103), (80, 80)):
             x = torch.randn(tokens, inner) * torch.logspace(-2, 2, tokens)[:, None]
-            ours, theirs = (product_of(o, w, x, gated=gated, bias=bias, onto=tokens % 2 == 1) for o in pair)
-            assert theirs.isfinite().all()
-            assert torch.equal(ours, theirs)
+            rounded = eight_bits(x).double()
+            wanted, most = rounded @ exact.T + bias, (rounded.abs() @ exact.abs().T) * (off * 1.02) + 1e-5
+            many = tokens - decodes >= 64
+            ours, theirs = (product_of(o, w, x, bias=bias, decodes=decodes) for o in pair)
+            assert torch.equal(ours[:decodes], theirs[:decodes])
+            assert torch.equal(ours, theirs) == (not many)
+            most += 2e-6 * wanted.abs()
+            assert ((ours - 1 - wanted).abs() <= most + 1e-6 * rounded.abs().sum(1, keepdim=True)).all()
+            if out % 64 == 0:
+                found = product_of(ops, w, x, bias=bias, decodes=decodes, gated=True)
+                if not many:
+                    assert torch.equal(found, product_of(pair[1], w, x, bias=bias, gated=True))
+                (gate, up), (gate_off, up_off) = wanted.chunk(2, dim=1), most.chunk(2, dim=1)
+                silu = torch.nn.functional.silu(gate)
+                limit = 1.1 * gate_off * (up.abs() + up_off) + silu.abs() * (up_off + 1e-5 * up.abs()) + 1e-5
+                assert ((found - silu * up).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("kind", WHOLE_KINDS, ids=lambda kind: native.KIND_NAMES[kind])
+def test_products_of_other_tokens_equal_those_without(pair, kind):
+    """Bit for bit."""
+    for out, inner in ((17, 256), (192, 512)):
+        w, bias = weight_of(kind, out, inner), torch.randn(out)
+        for tokens in (1, 17, 70):
+            x = torch.randn(tokens, inner)
+            assert torch.equal(*(product_of(o, w, x, bias=bias) for o in pair))
+
+
+def test_a_prompts_token_does_not_depend_on_where_it_stands(pair):
+    """Among many: the tiles and chunks that it falls into."""
+    w, bias = weight_of(native.Q4M, 96, 256), torch.randn(96)
+    x = torch.randn(200, 256)
+    whole = product_of(pair[0], w, x, bias=bias, decodes=0)
+    for begin, end in ((0, 64), (7, 120), (101, 200)):
+        assert torch.equal(product_of(pair[0], w, x[begin:end].contiguous(), bias=bias, decodes=0), whole[begin:end])
 
 
 @pytest.mark.parametrize("form", [native.FORM_F32, native.FORM_BF16, native.FORM_Q])
