@@ -80,9 +80,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                     print(f"\n{form}, cache {cache}, {isa}: {step.name}: {step.seconds * 1e6:,.0f} µs", flush=True)
                     for o in sorted(step.operators, key=lambda o: -o.seconds):
                         rate = f"{o.operations / o.seconds / 1e9:8,.0f} GOP/s" if o.operations else ""
-                        print(
-                            f"  {o.operator:40} {o.count:4} × {o.seconds / o.count * 1e6:9,.1f} = {o.seconds * 1e6:9,.0f} µs {rate}",
-                            flush=True,
-                        )
+                        each = f"{o.count:4} × {o.seconds / o.count * 1e6:9,.1f} = {o.seconds * 1e6:9,.0f} µs"
+                        print(f"  {o.operator:40} {each} {rate}", flush=True)
                 found.append({"form": form, "cache": cache, "isa": isa} | dataclasses.asdict(roofline))
                 save(threads=args.threads, shares=found)

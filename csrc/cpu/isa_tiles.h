@@ -6,28 +6,27 @@
 namespace ISA {
 
 // As `multiply` of ceiling.h: two tiles of tokens by two of weights, whose operands lie in the nearest cache.
-template <bool INT8>
 static float multiply_tiles(const uint8_t* data, int64_t rounds) {
     const Tiles registers(TILE, 64);
     Tiles::clear<0>(), Tiles::clear<1>(), Tiles::clear<2>(), Tiles::clear<3>();
     for (int64_t r = 0; r < rounds; r++) {
         Tiles::read<4>(data, 64), Tiles::read<5>(data + 1024, 64), Tiles::read<6>(data + 2048, 64), Tiles::read<7>(data + 3072, 64);
-        if (INT8) Tiles::add_int8<0, 4, 6>(), Tiles::add_int8<1, 4, 7>(), Tiles::add_int8<2, 5, 6>(), Tiles::add_int8<3, 5, 7>();
-        else Tiles::add_bf16<0, 4, 6>(), Tiles::add_bf16<1, 4, 7>(), Tiles::add_bf16<2, 5, 6>(), Tiles::add_bf16<3, 5, 7>();
+        Tiles::add_bf16<0, 4, 6>(), Tiles::add_bf16<1, 4, 7>(), Tiles::add_bf16<2, 5, 6>(), Tiles::add_bf16<3, 5, 7>();
     }
     alignas(64) float sums[4][TILE * PANEL];
     Tiles::write<0>(sums[0], 64), Tiles::write<1>(sums[1], 64), Tiles::write<2>(sums[2], 64), Tiles::write<3>(sums[3], 64);
     return sums[0][0] + sums[1][0] + sums[2][0] + sums[3][0];
 }
 
+// Whole numbers are multiplied as bfloat16, where there are many tokens.
+static bool of_tiles(int32_t what) { return what == CEILING_BF16 || what == CEILING_INT8; }
+
 static float ceiling(int32_t what, const uint8_t* data, int64_t bytes, int64_t rounds) {
-    if (what == CEILING_INT8) return multiply_tiles<true>(data, rounds);
-    return what == CEILING_BF16 ? multiply_tiles<false>(data, rounds) : BASE()->ceiling(what, data, bytes, rounds);
+    return of_tiles(what) ? multiply_tiles(data, rounds) : BASE()->ceiling(what, data, bytes, rounds);
 }
 
 static int64_t ceiling_macs(int32_t what) {
-    if (what == CEILING_INT8) return 4 * TILE * PANEL * 64;
-    return what == CEILING_BF16 ? 4 * TILE * PANEL * 32 : BASE()->ceiling_macs(what);
+    return of_tiles(what) ? 4 * TILE * PANEL * 32 : BASE()->ceiling_macs(what);
 }
 
 }  // namespace ISA

@@ -1,6 +1,6 @@
 // The tile registers of AMX. tile_portable.h defines the same names, so that the products over them are written once. There are
 // eight registers of up to 16 rows of 64 bytes:
-//   0 … 3  C  results: `rows` tokens × 16 panel rows of float32 or int32
+//   0 … 3  C  results: `rows` tokens × 16 panel rows of float32
 //   4, 5   A  activations: `rows` tokens × `bytes` of their inputs
 //   6, 7   B  weights: bytes / 4 lines of a panel, each with 4 bytes for each of 16 panel rows
 // The instructions stand as assembly, since intrinsics take no template argument, and since gcc's tell it of no memory that they
@@ -46,9 +46,8 @@ public:
         __asm__ volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(R), "r"(to), "r"(stride) : "memory");
     }
     template <int C, int A, int B>
-    static inline void add_int8() { __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
-    template <int C, int A, int B>
     static inline void add_bf16() { __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
 };
+
 
 }  // namespace ISA

@@ -23,18 +23,6 @@ public:
     static void write(void* to, int64_t stride) {
         for (int i = 0; i < current()->height(R); i++) memcpy((uint8_t*)to + i * stride, current()->data_[R][i], current()->width(R));
     }
-    template <int C, int A, int B>
-    static void add_int8() {
-        Tiles& t = *current();
-        for (int m = 0; m < t.rows_; m++) {
-            int32_t c[16];
-            memcpy(c, t.data_[C][m], 64);
-            for (int k = 0; k < t.bytes_ / 4; k++)
-                for (int n = 0; n < 16; n++)
-                    for (int i = 0; i < 4; i++) c[n] += (int8_t)t.data_[A][m][4 * k + i] * (int8_t)t.data_[B][k][4 * n + i];
-            memcpy(t.data_[C][m], c, 64);
-        }
-    }
     // Even and odd inputs are summed apart, then together, then added. (The processor takes subnormal numbers for 0.)
     template <int C, int A, int B>
     static void add_bf16() {
@@ -66,5 +54,6 @@ private:
     int rows_, bytes_;
     uint8_t data_[8][16][64];
 };
+
 
 }  // namespace ISA
