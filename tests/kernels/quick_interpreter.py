@@ -133,7 +133,7 @@ class QuickSemantic(interpreter.TritonSemantic):
     def scalar_constant(self, value, dtype):
         if value.__class__ not in (int, float) or value == 0.0:  # 0.0 and -0.0 would be one key
             return super().scalar_constant(value, dtype)
-        key = value, value.__class__, dtype.name
+        key = value, dtype.name
         if key not in self.constants:
             self.constants[key] = super().scalar_constant(value, dtype)
         return self.constants[key]
