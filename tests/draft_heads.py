@@ -62,7 +62,7 @@ def eagle(
     **changes: Any,
 ) -> dict[str, Tensor]:
     """An EAGLE-3 head for a model of 6 layers; its tensors by the authors' names, without the layer's prefix. With `masks` one
-    of P-EAGLE, of two layers. EAGLE-3.1's `fc_norm` and `norm_output` are changes of the config. `wrapped`: the names of all
+    of P-EAGLE, of two layers. `fc_norm`, `norm_before_fc` and `norm_output` are changes of the config. `wrapped`: the names of all
     tensors but the output head's begin with `model.`."""
     g = torch.Generator().manual_seed(seed)
     sizes = {**SHAPE, **sizes}
@@ -71,6 +71,8 @@ def eagle(
     shapes |= layer_shapes(sizes, wide=2)
     if changes.get("fc_norm"):
         shapes |= {f"fc_norm.{i}.weight": (e,) for i in range(num_fc_norms)}
+    if changes.get("norm_before_fc") or changes.get("eagle_config", {}).get("norm_before_fc"):
+        shapes |= {"input_norm.weight": (3 * e,)}
     if masks:
         shapes |= {**layer_shapes(sizes, "layers.1."), "mask_hidden": (1, 1, 3 * e) if speculators else (1, 3 * e)}
     tensors = drawn(shapes, g) | maps(g)

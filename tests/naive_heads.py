@@ -83,8 +83,10 @@ def eagle3(setup, hidden, tokens, count):
 
 
 def fused(setup, states):
-    """What `fc` makes of several layers' states, each of which has a norm of its own with `fc_norm`."""
+    """What `fc` makes of several layers' states. Each has a norm of its own with `fc_norm`, all have one with `input_norm`."""
     t = setup.tensors
+    if "input_norm.weight" in t:
+        return rms(torch.cat(states, -1), t["input_norm.weight"]) @ t["fc.weight"].T
     if setup.head.get("fc_norm"):
         states = [rms(h, t[f"fc_norm.{i}.weight"]) for i, h in enumerate(states)]
     return torch.cat(states, -1) @ t["fc.weight"].T

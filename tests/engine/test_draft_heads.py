@@ -13,7 +13,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
 from slipstream.kernels import native
 from slipstream.spec.description import read_spec
-from slipstream.spec.draft_heads import read_head
+from slipstream.spec.head_readers import read_head
 from tests import draft_heads, tiny_models
 from tests.engine.test_speculation import PROMPTS, SETTINGS, SIZES, answers
 from tests.naive_heads import fused, naive_drafts

@@ -161,8 +161,8 @@ class HeadTraining:
         self.rows = rows[self.tokens.to(rows.device)].detach().to(device)
         self.net: EagleNet | MedusaNet
         if settings.kind == "eagle3":
-            norms = {"fc_norm": settings.fc_norm, "norm_output": settings.norm_output}
-            head = eagle_for(spec, len(self.tokens), **norms)
+            fc_norm: Any = "joint" if settings.norm_before_fc else "each" if settings.fc_norm else None
+            head = eagle_for(spec, len(self.tokens), fc_norm=fc_norm, norm_output=settings.norm_output)
             start = eagle_start(head, spec, dense, self.rows, settings.seed)
             self.spec: LayeredSpec | MedusaSpec = head
             self.net = EagleNet(
@@ -334,7 +334,8 @@ def eagle_config(head: LayeredSpec, max_position: int) -> dict[str, Any]:
         "vocab_size": head.vocab_size,
         "draft_vocab_size": head.draft_vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(head.aux_layers or ()),
-        "fc_norm": head.fc_norm,
+        "fc_norm": head.fc_norm == "each",
+        "norm_before_fc": head.fc_norm == "joint",
         "norm_output": head.norm_output,
         "tie_word_embeddings": False,
     }

@@ -201,7 +201,8 @@ class DraftHead:
     tokens in a row. It knows the `draft_vocab_size` most frequent tokens of the answers (None: a quarter of the model's, up to
     32,000). Training ends after `num_steps` steps of `batch_tokens` tokens, or with the time: `minutes` for answers and
     training (None: 50 on a CPU, 9 on a GPU). `state_weight` is that of the distance to the states that the model makes its
-    logits of. `fc_norm` and `norm_output` are EAGLE-3.1's norms. The receipt is of `num_questions_held_out` questions."""
+    logits of. `norm_before_fc` is one norm of what `fc` reads, `fc_norm` one for each state in it, and `norm_output` that of
+    EAGLE-3.1. The receipt is of `num_questions_held_out` questions."""
 
     kind: Literal["eagle3", "medusa"]
     text: str = "sharegpt"
@@ -218,6 +219,7 @@ class DraftHead:
     weight_decay: float = 0.01
     state_weight: float = 0.0
     fc_norm: bool = False
+    norm_before_fc: bool = False
     norm_output: bool = False
     minutes: float | None = None
     num_questions_held_out: int = 48
@@ -239,7 +241,10 @@ class DraftHead:
         require(self, lambda value: value is None or value >= 1, "at least 1", "draft_vocab_size")
         require(self, lambda value: value is None or value > 0, "above 0", "minutes")
         if self.kind == "medusa":
-            require(self, lambda value: not value, "false: Medusa has no such norm", "fc_norm", "norm_output")
+            norms = "fc_norm", "norm_before_fc", "norm_output"
+            require(self, lambda value: not value, "false: Medusa has no such norm", *norms)
+        if self.fc_norm:
+            require(self, lambda value: not value, "false: with fc_norm each state has a norm of its own", "norm_before_fc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
