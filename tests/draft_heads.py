@@ -62,8 +62,8 @@ def eagle(
     **changes: Any,
 ) -> dict[str, Tensor]:
     """An EAGLE-3 head for a model of 6 layers; its tensors by the authors' names, without the layer's prefix. With `masks` one
-    of P-EAGLE, of two layers. `fc_norm`, `norm_before_fc` and `norm_output` are changes of the config. `wrapped`: the names of all
-    tensors but the output head's begin with `model.`."""
+    of P-EAGLE, of two layers. `fc_norm`, `norm_before_fc` and `norm_output` are changes of the config. `wrapped`: the names of
+    all tensors but the output head's begin with `model.`."""
     g = torch.Generator().manual_seed(seed)
     sizes = {**SHAPE, **sizes}
     e = sizes["hidden_size"]
@@ -247,5 +247,12 @@ BY_METHOD = {"eagle": eagle1, "eagle3": eagle, "peagle": partial(eagle, masks=Tr
 
 eagle31 = partial(eagle, fc_norm=True, norm_output=True)
 
-BY_KIND = {**{method: (method, write) for method, write in BY_METHOD.items()}, "eagle31": ("eagle3", eagle31)}
+joint_norm = partial(eagle, speculators=True, norm_before_fc=True, norm_output=True)
+"""As the trainer of `speculators` writes them unless told otherwise."""
+
+BY_KIND = {
+    **{method: (method, write) for method, write in BY_METHOD.items()},
+    "eagle31": ("eagle3", eagle31),
+    "joint-norm": ("eagle3", joint_norm),
+}
 """The method of each kind, and who writes it."""

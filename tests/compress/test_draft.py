@@ -44,7 +44,7 @@ def path(tmp_path_factory):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("norms", [{}, {"fc_norm": True}, {"norm_output": True}, {"fc_norm": True, "norm_output": True}])
+@pytest.mark.parametrize("norms", [{}, {"fc_norm": "each"}, {"fc_norm": "joint"}, {"fc_norm": "each", "norm_output": True}])
 def test_training_sees_what_drafting_will(path, norms):
     """Step s at place p is the draft that a chain makes at p, from the model's states up to p and its own behind."""
     model = load(path)
@@ -105,10 +105,12 @@ def test_it_begins_with_the_model(path):
     assert {n: tuple(v.shape) for n, v in start.items()} == head.shapes
     assert torch.equal(start["head.weight"], rows)
     assert torch.equal(start["layers.0.mlp.down.weight"], values["layers.5.mlp.down.weight"])
-    normed = eagle_for(model.spec, DRAFT_VOCAB, fc_norm=True)
-    start = eagle_start(normed, model.spec, values | {"final_norm.weight": torch.full((32,), 2.0)}, rows, 0)
-    assert {n: tuple(v.shape) for n, v in start.items()} == normed.shapes
-    assert [float(start[f"{name}.weight"].mean()) for name in normed.aux_norms.values()] == [1, 2]
+    for kind in ("each", "joint"):
+        normed = eagle_for(model.spec, DRAFT_VOCAB, fc_norm=kind)
+        start = eagle_start(normed, model.spec, values | {"final_norm.weight": torch.full((32,), 2.0)}, rows, 0)
+        assert {n: tuple(v.shape) for n, v in start.items()} == normed.shapes
+        norms = torch.cat([start[f"{name}.weight"] for name in normed.aux_norms])
+        assert norms.unflatten(0, (-1, 32)).mean(-1).tolist() == [1, 2]
     medusa = medusa_for(model.spec, 2)
     net, states = MedusaNet(medusa, medusa_start(medusa), rows), torch.randn(1, 4, 32)
     for place, hidden in enumerate(net(torch.zeros(1, 4, dtype=torch.int64), states, 2)):
@@ -139,12 +141,14 @@ def test_settings():
         parse([{"draft_head": {"kind": "eagle3"}}, "quantize"])
     with pytest.raises(ConfigError, match="norm_output=True must be false: Medusa has no such norm"):
         parse([{"draft_head": {"kind": "medusa", "norm_output": True}}])
+    with pytest.raises(ConfigError, match="norm_before_fc=True must be false: with fc_norm"):
+        parse([{"draft_head": {"kind": "eagle3", "fc_norm": True, "norm_before_fc": True}}])
     with pytest.raises(ConfigError, match="num_places"):
         parse([{"draft_head": {"kind": "eagle3", "num_places": 0}}])
 
 
 @pytest.mark.parametrize(
-    ("kind", "norms"), [("eagle3", {}), ("eagle3", {"fc_norm": True, "norm_output": True}), ("medusa", {})]
+    ("kind", "norms"), [("eagle3", {}), ("eagle3", {"norm_before_fc": True, "norm_output": True}), ("medusa", {})]
 )
 def test_a_head_from_the_command(path, tmp_path, capsys, kind, norms):
     """What is trained learns, its folder drafts, and the receipt says how well."""
@@ -178,7 +182,7 @@ def test_a_head_from_the_command(path, tmp_path, capsys, kind, norms):
     assert not list(tmp_path.glob(".head*"))
     if kind == "eagle3":
         head = read_head("eagle3", out, read_spec(path)).spec
-        assert (head.fc_norm, head.norm_output) == (bool(norms), bool(norms))
+        assert (head.fc_norm, head.norm_output) == ("joint" if norms else None, bool(norms))
     prompts, sampling = (
         [{"prompt_token_ids": [5, 6, 7, 8]}],
         SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
