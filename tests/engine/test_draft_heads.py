@@ -161,10 +161,12 @@ def test_a_head_is_rounded_on_a_cpu_unless_told_otherwise(tmp_path):
 
     def forms(**changes):
         with setup.llm(config={k: v for k, v in (setup.config | changes).items() if v is not None}) as llm:
-            return {part.kind for part in llm.core.executor.runner.draft.head.head.parts}
+            draft = llm.core.executor.runner.draft
+            return {part.kind for part in draft.head.head.parts}, draft.weights_bytes
 
-    assert forms(quantization=None) == {native.I8}
-    assert forms(quantization="none") == {native.F32}
+    (rounded, num_bytes), (plain, most) = forms(quantization=None), forms(quantization="none")
+    assert (rounded, plain) == ({native.I8}, {native.F32})
+    assert num_bytes < 0.45 * most  # norms and the rotary table stay float32
 
 
 # --- The answers ------------------------------------------------------------------------------------------------------
@@ -246,7 +248,8 @@ def test_a_head_is_in_the_ledger(setup):
     with setup.llm() as llm:
         draft, ledger = llm.core.executor.runner.draft, llm.ledger
     tensors = {n: t for n, t in setup.tensors.items() if n not in ("d2t", "t2d", "embed_tokens.weight")}
-    assert ledger.weights_bytes - before.weights_bytes == 4 * sum(t.numel() for t in tensors.values())
+    share = (ledger.weights_bytes - before.weights_bytes) / (4 * sum(t.numel() for t in tensors.values()))
+    assert 1 <= share < 1.2  # with a rotary table, and rows filled up to 16
     cached = {"medusa": 0, "mtp": 24 + 8, "peagle": 4 * 16, "dflash": 4 * 16}.get(setup.kind, 2 * 16)
     assert ledger.block_bytes - before.block_bytes == draft.block_bytes == 4 * 4 * (32 + cached)
 

@@ -35,6 +35,7 @@ from slipstream.model.layers import (
     build_norm,
     whole,
 )
+from slipstream.model.loaded import held_bytes
 from slipstream.model.step_program import CompiledOps, Floats, compiled
 from slipstream.spec.draft_heads import WRAPPED, HeadDescription, HeadSpec, LayeredSpec, MedusaSpec
 from slipstream.spec.reason import Reason
@@ -300,11 +301,18 @@ def _like(given: Any, found: npt.NDArray[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LoadedHead:
-    """`target_ids`: the model's token for each of the head's, int64; None: they are the same."""
+    """`target_ids`: the model's token for each of the head's, int64; None: they are the same. `weights_bytes`: as
+    `LoadedModel`'s, of what is not the model's."""
 
     head: LayeredHead | MedusaHead
     target_ids: Any
     weights_bytes: int
+
+    @classmethod
+    def of(cls, head: LayeredHead | MedusaHead, target_ids: Any, decoder: Decoder) -> LoadedHead:
+        of_model = vars(decoder).values()
+        own = held_bytes(*vars(head).values(), *of_model) - held_bytes(*of_model)
+        return cls(head, target_ids, own)
 
 
 def build_head(
