@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
-from slipstream.compress.draft import RECEIPT_NAME, frequent_tokens, kind_of
+from slipstream.compress.draft import RECEIPT_NAME, HeadTraining, frequent_tokens, kind_of
 from slipstream.compress.heads import (
     DECAY,
     EagleNet,
@@ -115,6 +116,21 @@ def test_it_begins_with_the_model(path):
     net, states = MedusaNet(medusa, medusa_start(medusa), rows), torch.randn(1, 4, 32)
     for place, hidden in enumerate(net(torch.zeros(1, 4, dtype=torch.int64), states, 2)):
         torch.testing.assert_close(net.logits(hidden, place), states @ rows.T)
+
+
+def test_answers_that_no_batch_holds(path):
+    examples = [Example(token_ids=(1, 2, 3), num_context=1), Example(token_ids=(5,) * 9, num_context=3)]
+    with pytest.raises(ConfigError, match="none of 2 questions with its answer has 4 to 8 tokens: raise batch_tokens"):
+        HeadTraining(read_spec(path), examples, DraftHead(kind="eagle3", batch_tokens=8), torch.device("cpu"))
+
+
+def test_answers_without_a_token_of_the_heads(path):
+    """A batch of them alone teaches nothing, and ends nothing."""
+    examples = [Example(token_ids=(1, 2, 3, 9, 9, 9), num_context=3), Example(token_ids=(1, 2, 3, 4, 5, 6), num_context=3)]
+    settings = DraftHead(kind="eagle3", batch_tokens=6, num_steps=4, num_places=2, draft_vocab_size=1)
+    training = HeadTraining(read_spec(path), examples, settings, torch.device("cpu"))
+    first, second = (record["step"] for record in training.run(time.perf_counter() + 60, lambda *_: None))
+    assert (first, second) in ((0, 2), (0, 3), (1, 2), (1, 3))
 
 
 def test_frequent_tokens():

@@ -150,6 +150,9 @@ class HeadTraining:
     ) -> None:
         self.source, self.settings, self.device = source, settings, device
         self.examples = [e for e in examples if 3 < len(e.token_ids) <= settings.batch_tokens]
+        if not self.examples:
+            why = f"none of {len(examples)} questions with its answer has 4 to {settings.batch_tokens} tokens"
+            raise ConfigError(f"{why}: raise batch_tokens", field="batch_tokens")
         spec, longest = source.spec, max(len(e.token_ids) for e in self.examples)
         dense = load_parameters(source, dtype=torch.bfloat16, device=device, wanted=self.is_read)
         table = dense["embed.weight"]
@@ -255,6 +258,8 @@ class HeadTraining:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=in_bfloat16(self.device)):
                 hidden = self.net(tokens, states, s.num_places)
                 loss, hits, counts = losses(self.net, hidden, wanted, counted, final, s.state_weight)
+            if not counts.any():  # no answer has a token of the head's
+                continue
             if not torch.isfinite(loss):
                 raise ConfigError(
                     f"the loss of step {step} is {float(loss)}: lower learning_rate", field="learning_rate"
