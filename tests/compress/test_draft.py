@@ -151,6 +151,8 @@ def test_settings():
     assert preset("draft:small") == preset("draft:1/3")
     head = DraftHead(kind="medusa")
     assert (head.limit(on_gpu=True), head.limit(on_gpu=False), head.vocab_size(49_152)) == (9.0, 50.0, 12_288)
+    assert (head.vocab_size(50_257), head.vocab_size(50)) == (12_560, 16)
+    assert DraftHead(kind="eagle3", draft_vocab_size=77).vocab_size(288) == 77
     with pytest.raises(ConfigError, match=r"steps\[0\].draft_head.kind"):
         parse([{"draft_head": {"kind": "eagle2"}}])
     with pytest.raises(ConfigError, match="stands alone"):

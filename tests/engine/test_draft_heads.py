@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
 from slipstream.kernels import native
 from slipstream.spec.description import read_spec
 from slipstream.spec.head_readers import read_head
+from slipstream.spec.scheme import SCHEMES
+from slipstream.worker.host_chain import head_scheme
 from tests import draft_heads, tiny_models
 from tests.engine.test_speculation import PROMPTS, SETTINGS, SIZES, answers
 from tests.naive_heads import fused, naive_drafts
@@ -167,6 +171,34 @@ def test_a_head_is_rounded_on_a_cpu_unless_told_otherwise(tmp_path):
     (rounded, num_bytes), (plain, most) = forms(quantization=None), forms(quantization="none")
     assert (rounded, plain) == ({native.I8}, {native.F32})
     assert num_bytes < 0.45 * most  # norms and the rotary table stay float32
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ("int4", "'int4' needs inputs in multiples of 128, and fc.weight has 96; take another scheme, or 'none'"),
+        ("mxfp4", "'mxfp4' rounds experts alone"),
+    ],
+)
+def test_a_scheme_that_does_not_fit_a_head(tmp_path, quantization, message):
+    setup = Setup(tmp_path, "eagle3")
+    with pytest.raises(ConfigError, match=message):
+        setup.llm(config={**setup.config, "quantization": quantization}, kernels="reference")
+
+
+def test_eight_bits_of_a_head_by_rows(tmp_path):
+    """Only a GPU's library wants multiples of some number."""
+    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    draft_heads.eagle(tmp_path / "head")
+    head = read_head("eagle3", tmp_path / "head", read_spec(tmp_path / "model"))
+
+    def scheme(quantization, rows):
+        config: Any = SimpleNamespace(speculation=SimpleNamespace(quantization=quantization))
+        return head_scheme(config, head, "fp8", rows=rows)
+
+    assert (scheme(None, 16), scheme(None, 32), scheme("none", 32)) == (SCHEMES["fp8"], None, None)
+    with pytest.raises(ConfigError, match=r"'fp8' needs outputs in multiples of 32, and head\.weight has 112"):
+        scheme("fp8", 32)
 
 
 # --- The answers ------------------------------------------------------------------------------------------------------

@@ -198,8 +198,8 @@ class Distill(DistillSettings):
 class DraftHead:
     """Trains a head that drafts for the model (`compress.draft`), from its own answers to up to `num_answers` questions of
     `text`, of up to `max_tokens` tokens. Questions have `context` characters at most. The head learns to guess `num_places`
-    tokens in a row. It knows the `draft_vocab_size` most frequent tokens of the answers (None: a quarter of the model's, up to
-    32,000). Training ends after `num_steps` steps of `batch_tokens` tokens, or with the time: `minutes` for answers and
+    tokens in a row. It knows the `draft_vocab_size` most frequent tokens of the answers (None: a quarter of the model's, by 16,
+    up to 32,000). Training ends after `num_steps` steps of `batch_tokens` tokens, or with the time: `minutes` for answers and
     training (None: 50 on a CPU, 9 on a GPU). `state_weight` is that of the distance to the states that the model makes its
     logits of. `norm_before_fc` is one norm of what `fc` reads, `fc_norm` one for each state in it, and `norm_output` that of
     EAGLE-3.1. The receipt is of `num_questions_held_out` questions."""
@@ -230,7 +230,8 @@ class DraftHead:
         return (9.0 if on_gpu else 50.0) if self.minutes is None else self.minutes
 
     def vocab_size(self, of_model: int) -> int:
-        return min(of_model, self.draft_vocab_size or min(32_000, of_model // 4))
+        usual = max(16, min(32_000, of_model // 4) // 16 * 16)  # a GPU's 8-bit products have outputs by 16
+        return min(of_model, self.draft_vocab_size or usual)
 
     def check(self) -> None:
         require_at_least(self, 1, "num_answers", "num_places", "num_steps", "batch_tokens", "max_tokens")
