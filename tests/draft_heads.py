@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.tiny_models import VOCAB
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-DRAFT_VOCAB = 112
+DRAFT_VOCAB = 128
 MASK = 250
 """The token in the place of those that are not known."""
 

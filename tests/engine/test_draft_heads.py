@@ -196,9 +196,9 @@ def test_eight_bits_of_a_head_by_rows(tmp_path):
         config: Any = SimpleNamespace(speculation=SimpleNamespace(quantization=quantization))
         return head_scheme(config, head, "fp8", rows=rows)
 
-    assert (scheme(None, 16), scheme(None, 32), scheme("none", 32)) == (SCHEMES["fp8"], None, None)
-    with pytest.raises(ConfigError, match=r"'fp8' needs outputs in multiples of 32, and head\.weight has 112"):
-        scheme("fp8", 32)
+    assert (scheme(None, 16), scheme(None, 48), scheme("none", 48)) == (SCHEMES["fp8"], None, None)
+    with pytest.raises(ConfigError, match=r"'fp8' needs outputs in multiples of 48, and fc\.weight has 32"):
+        scheme("fp8", 48)
 
 
 # --- The answers ------------------------------------------------------------------------------------------------------
