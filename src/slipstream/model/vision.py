@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.layouts import NormParams, QKVLayout
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, Parts
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import Linear
 from slipstream.model.layers import MLP, build_linear, build_norm, normed
@@ -30,8 +30,9 @@ from slipstream.spec.vision import AxialRopeSpec, Grid, GridPositionSpec, ImageP
 
 LongArray = npt.NDArray[np.int64]
 
-MOST_PATCHES = 8192
-"""Patches of one pass, unless a single picture has more. More pictures are encoded in several, of about as many each."""
+MOST_PATCHES = 16384
+"""Patches of one pass, unless a single picture has more. More pictures are encoded in several, of about as many each. The host
+takes up to 40 ms to launch a pass, whatever its size."""
 
 ROW = 8
 """The hidden units of an MLP are padded to a multiple. A GPU's fast products read rows of whole 16 bytes: on an H100 Qwen 2.5
@@ -42,8 +43,8 @@ VL's rows of 3,420 numbers took 347 µs, and rows of such a length some 110."""
 class Layout:
     """Where the patches of some pictures are. Tensors are on the encoder's device."""
 
-    whole: tuple[tuple[int, Tensor | None], ...]  # `OpSet.packed_attention`'s parts: pictures
-    windows: tuple[tuple[int, Tensor | None], ...]  # the same of windows; as `whole` without them
+    whole: Parts  # pictures
+    windows: Parts  # as `whole` without windows
     positions: Tensor | None  # int64 [N]: rows of a table of positions
     cos_sin: Tensor | None  # float32 [N, D]: rotations, cosines first
     rows: AttentionMetadata  # each patch has the row of the same number in `cos_sin`, and in the keys and values
@@ -58,7 +59,7 @@ class VisionLayer:
     mlp: MLP
     norms: Mapping[str, NormParams]
 
-    def __call__(self, ops: OpSet, h: Tensor, parts: Sequence[tuple[int, Tensor | None]], layout: Layout) -> Tensor:
+    def __call__(self, ops: OpSet, h: Tensor, parts: Parts, layout: Layout) -> Tensor:
         """[N, E] → [N, E]"""
         a = self.spec.attention
         rows = ops.linear(normed(ops, self.norms["pre_attention"], h), self.qkv)
@@ -168,7 +169,7 @@ class ImageTower:
     def _make_layout(self, grids: tuple[Grid, ...]) -> Layout:
         spec = self.spec
         sizes = np.array([grid.num_patches for grid in grids], np.int64)
-        whole = self._parts(sizes)
+        whole = Parts.of(sizes.tolist(), self.device)
         rows, columns = (np.concatenate([patch_places(grid, spec.merge)[axis] for grid in grids]) for axis in range(2))
         positions = cos_sin = order = None
         windows = whole
@@ -188,7 +189,7 @@ class ImageTower:
                     groups.append(start + window)
                     lengths.append(len(window) * spec.merge**2)
             flat = np.concatenate(groups)
-            order, windows = self._placed(flat), self._parts(np.array(lengths, np.int64))
+            order, windows = self._placed(flat), Parts.of(lengths, self.device)
             if cos_sin is not None:
                 cos_sin = cos_sin.reshape(len(flat), spec.merge**2, -1)[flat].reshape(len(cos_sin), -1)
         turned = None if cos_sin is None else torch.from_numpy(cos_sin).to(self.device)
@@ -206,16 +207,6 @@ class ImageTower:
             num_decodes=0,
             max_query_len=0,
             max_seq_len=0,
-        )
-
-    def _parts(self, lengths: LongArray) -> tuple[tuple[int, Tensor | None], ...]:
-        """`OpSet.packed_attention`'s parts, behind one another, of these lengths."""
-        starts = np.cumsum(lengths) - lengths
-        kinds = np.unique(lengths)
-        if len(kinds) == 1:
-            return ((int(kinds[0]), None),)
-        return tuple(
-            (int(n), self._placed((starts[lengths == n][:, None] + np.arange(n)).reshape(-1))) for n in kinds
         )
 
     def _placed(self, index: LongArray) -> Tensor:

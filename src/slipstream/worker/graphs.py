@@ -34,7 +34,7 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
 from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
 from slipstream.model.layers import one_of_each_kind
-from slipstream.plan.graph_sizes import decode_rows, mixed_decodes, mixed_prompts, mixed_sequences
+from slipstream.plan.graph_sizes import MIXED_TOKENS, decode_rows, mixed_decodes, mixed_prompts, mixed_sequences
 from slipstream.platform import Graph, Pipe, platform_of
 from slipstream.spec.reason import Reason
 from slipstream.types import ScheduledRequest, StepPlan
@@ -56,6 +56,9 @@ LARGER = 2.0
 PATIENCE = 2
 """A mixed step that no captured graph holds runs op by op, until its size is wanted for the second time. On an H200 that takes
 9 ms longer."""
+
+LONG_PATIENCE = 6
+"""The same for a step of more than MIXED_TOKENS prompt tokens. It gains some 15 ms, and its capture takes 100 to 200."""
 
 FIRST_DECODES = 64
 """All sizes of decodes up to it are captured at the start, of the larger ones only powers of two: a batch that ends passes
@@ -191,7 +194,7 @@ class StepGraphs(Graphs, Forward):
         if num_decodes > self.decode_sizes[-1] or len(scheduled) - num_decodes >= self.most_prompts:
             return Reason("more sequences than a mixed graph holds")
         size = self._mixed_size_for(num_decodes, batch.num_tokens - num_decodes)
-        if size not in self._captured and self._wanted[size] + 1 < PATIENCE:
+        if size not in self._captured and self._wanted[size] + 1 < (LONG_PATIENCE if size[1] > MIXED_TOKENS else PATIENCE):
             return NOT_CAPTURED
         return None
 

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
-from slipstream.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.platform import platform_of
 
@@ -118,7 +117,7 @@ def _to_dtype(x, kind: tl.constexpr):
     return x.to(kind)
 
 
-@kernel(do_not_specialize=["window", "table_stride", "reach", "splits"])
+@triton.jit(do_not_specialize=["window", "table_stride", "reach", "splits"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, table_ptr, lens_ptr, slopes_ptr, bias_ptr, sinks_ptr, k_scale_ptr,
     v_scale_ptr, scale, softcap, window, table_stride, reach, splits,
@@ -201,7 +200,7 @@ def _decode_kernel(
         tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=live)
 
 
-@kernel(do_not_specialize=["window", "table_stride", "reach", "splits"])
+@triton.jit(do_not_specialize=["window", "table_stride", "reach", "splits"])
 def _shared_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, table_ptr, lens_ptr, begins_ptr, ends_ptr, shared_ptr, slopes_ptr,
     bias_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window, table_stride, reach, splits,
@@ -290,7 +289,7 @@ def _shared_decode_kernel(
         tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@kernel(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
     partial_ptr, lse_ptr, out_ptr, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr
 ):
@@ -339,7 +338,7 @@ def _prefill_step(
     return acc, m_i, l_i
 
 
-@kernel(do_not_specialize=["window", "table_stride", "reach", "first_seq"])
+@triton.jit(do_not_specialize=["window", "table_stride", "reach", "first_seq"])
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, starts_ptr, lens_ptr, slopes_ptr, bias_ptr, sinks_ptr, k_scale_ptr,
     v_scale_ptr, scale, softcap, window, table_stride, reach, first_seq,
@@ -421,7 +420,7 @@ def paged_attention(
     out = torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv.k.shape[1:3]
-    block_d = max(16, next_power_of_2(head_dim))
+    block_d = max(16, triton.next_power_of_2(head_dim))
     num_seqs = meta.seq_lens.shape[0]
     shape = dict(K=num_kv_heads, G=num_heads // num_kv_heads, D=head_dim, BLOCK_SIZE=block_size, BLOCK_D=block_d)
     flags = dict(HAS_WINDOW=s.window is not None, HAS_SOFTCAP=s.softcap is not None, HAS_ALIBI=s.alibi_slopes is not None)
@@ -434,11 +433,11 @@ def paged_attention(
     if num_decodes:
         members = max(1, DECODE_ACC_SIZE // block_d // shape["G"])  # that a tile has columns for
         shared = meta.shared if s.window is None and members > 1 else None
-        block_g = min(max(8, next_power_of_2(shape["G"])), max(8, DECODE_ACC_SIZE // block_d))
-        head_tiles = cdiv(shape["G"], block_g)
+        block_g = min(max(8, triton.next_power_of_2(shape["G"])), max(8, DECODE_ACC_SIZE // block_d))
+        head_tiles = triton.cdiv(shape["G"], block_g)
         programs = num_decodes * num_kv_heads * head_tiles
         if shared is not None:
-            programs = cdiv(programs, min(members, TYPICAL_MEMBERS))
+            programs = triton.cdiv(programs, min(members, TYPICAL_MEMBERS))
         # With few thread blocks, prefetch deep. Many share a multiprocessor: at D = 256 the tiles of two would fill its memory.
         deep = programs < CTAS_PER_SM * platform_of(q.device).multiprocessors or flags["SCALED"]
         wide_key = block_d * kv.k.element_size() > 256
@@ -461,7 +460,7 @@ def paged_attention(
             _shared_decode_kernel[(num_kv_heads, num_decodes, splits)](
                 q, kv.k, kv.v, out, partial, lse, meta.block_table, meta.seq_lens, shared.begins, shared.ends,
                 shared.num_tokens, *head_tensors, *scalars, splits,
-                MEMBERS=members, BLOCK_C=max(8, next_power_of_2(members * shape["G"])), **options,
+                MEMBERS=members, BLOCK_C=max(8, triton.next_power_of_2(members * shape["G"])), **options,
             )  # fmt: skip
         if splits > 1:
             grid = (num_decodes * num_heads,)
@@ -484,7 +483,7 @@ def paged_attention(
         block_m, block_n, warps, stages = prefill_tile or default
         if num_rows <= 32 and not deterministic:
             block_m, warps = min(block_m, 32), min(warps, 4)
-        tiles = cdiv(num_rows, block_m)
+        tiles = triton.cdiv(num_rows, block_m)
         _prefill_kernel[(num_kv_heads, num_seqs - num_decodes, tiles)](
             q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, *head_tensors, *scalars,
             num_decodes,
@@ -508,7 +507,7 @@ def num_splits(
     num_programs: int, max_seq_len: int, block_n: int, num_processors: int, ctas_per_sm: int = CTAS_PER_SM
 ) -> int:
     """A power of two that fills the chip, with at least two tiles of the longest sequence in each split."""
-    wanted = cdiv(ctas_per_sm * num_processors, num_programs)
+    wanted = triton.cdiv(ctas_per_sm * num_processors, num_programs)
     most = max(1, max_seq_len // (2 * block_n))
     splits = int(min(wanted, most, MAX_SPLITS))
     return 1 << (splits.bit_length() - 1)

@@ -12,10 +12,10 @@ expert's pairs with BLOCK_N rows of its weight. Weights of all experts are stack
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from slipstream.kernels.triton.moe_permute import ExpertTiles, tile_of
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Quantized, ScaledLinear, TileScaledLinear
@@ -24,7 +24,7 @@ from slipstream.spec.model import MoESpec
 from slipstream.spec.scheme import FP8_TILE
 
 
-@kernel
+@triton.jit
 def _expert_gemm_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, zero_ptr, bias_ptr, y_ptr, order_ptr, starts_ptr, ends_ptr, N, K, X,
     TOP_K: tl.constexpr, GATHER: tl.constexpr, SCALED: tl.constexpr, FP8_TILES: tl.constexpr, HAS_ZEROS: tl.constexpr,
@@ -117,7 +117,7 @@ def expert_gemm(
         # the four quarters of a chunk's inputs are in flight at once
         weight_bytes, input_bytes = block_n * w.chunk, tiles.tile_m * w.chunk * values.element_size()
         stages = max(1, min(stages, (platform_of(values.device).shared_bytes - weight_bytes) // input_bytes))
-    _expert_gemm_kernel[(cdiv(num_rows, block_n), tiles.max_tiles)](
+    _expert_gemm_kernel[(triton.cdiv(num_rows, block_n), tiles.max_tiles)](
         values, x.scales if isinstance(x, Quantized) else values, w.weight, scales, scales if zeros is None else zeros,
         values if w.bias is None else w.bias, y, tiles.order, tiles.starts, tiles.tile_ends, num_rows, inner,
         spec.num_held,
@@ -126,7 +126,7 @@ def expert_gemm(
         GROUP_SIZE=w.group_size if isinstance(w, GroupedLinear) else 1,
         CHUNK=w.chunk if isinstance(w, GroupedLinear) else 0, ACC=tl.int32 if w.inputs == "int8" else tl.float32,
         PRECISION="ieee" if dtype == torch.float32 else "tf32", BLOCK_M=tiles.tile_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        BLOCK_X=next_power_of_2(spec.num_held), UNSORTED=tiles.inverse is None, num_warps=warps, num_stages=stages,
+        BLOCK_X=triton.next_power_of_2(spec.num_held), UNSORTED=tiles.inverse is None, num_warps=warps, num_stages=stages,
         **pdl_options(values),
     )  # fmt: skip
     return y

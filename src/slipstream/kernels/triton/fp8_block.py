@@ -9,11 +9,11 @@ and K is split over thread blocks. With many, torch's scaled GEMM is faster; it 
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.split_k import Scratch, reduce_splits
 from slipstream.kernels.weights import Quantized, TileScaledLinear
@@ -24,7 +24,7 @@ SPLIT_K_TOKENS = 64
 """Up to so many tokens one launch tile holds them all, and K may be split."""
 
 
-@kernel(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M"])
 def _fp8_tile_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr, partial_ptr, counter_ptr, M, N, K,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, GROUP_M: tl.constexpr,
@@ -77,13 +77,13 @@ def fp8_tile_linear(
     (num_tokens, inner), outer = x.values.shape, w.weight.shape[0]
     block_m, block_n, splits, warps, stages = tile or default_tile(num_tokens, outer, inner)
     y = torch.empty(num_tokens, outer, dtype=w.out_dtype, device=x.values.device)
-    tiles_n = cdiv(outer, block_n)
+    tiles_n = triton.cdiv(outer, block_n)
     partial = x.scales
     if splits > 1:
         assert num_tokens <= block_m
         partial = torch.empty(splits * tiles_n * block_n * block_m, dtype=torch.float32, device=y.device)
     if num_tokens:
-        _fp8_tile_kernel[(cdiv(num_tokens, block_m) * tiles_n, splits)](
+        _fp8_tile_kernel[(triton.cdiv(num_tokens, block_m) * tiles_n, splits)](
             x.values, x.scales, w.weight, w.scales, x.scales if w.bias is None else w.bias, y, partial,
             x.scales if scratch is None else scratch.counters, num_tokens, outer, inner,
             HAS_BIAS=w.bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, SPLITS=splits, GROUP_M=8, num_warps=warps,
@@ -95,11 +95,11 @@ def fp8_tile_linear(
 def default_tile(num_tokens: int, outer: int, inner: int) -> tuple[int, int, int, int, int]:
     """Within some percent of the fastest at the shapes of DeepSeek-V3 and an 8B Qwen on an H200."""
     if num_tokens > SPLIT_K_TOKENS:
-        few_tiles = cdiv(num_tokens, 128) * cdiv(outer, 64) < 132
+        few_tiles = triton.cdiv(num_tokens, 128) * triton.cdiv(outer, 64) < 132
         return (64, 64, 1, 4, 5) if few_tiles else (128, 64, 1, 4, 4)
-    block_m = max(16, next_power_of_2(num_tokens))
+    block_m = max(16, triton.next_power_of_2(num_tokens))
     stages = 6 if block_m == 16 else 4
-    if cdiv(outer, 64) > 150:
+    if triton.cdiv(outer, 64) > 150:
         return (16, 128, 1, 8, 4) if num_tokens == 1 else (block_m, 64, 1, 4, stages)
     block_n = 128 if inner > 8192 and outer >= 4096 else 64
     return block_m, block_n, min(4, inner // 128), 4, stages

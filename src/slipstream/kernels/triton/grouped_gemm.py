@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from slipstream.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from slipstream.kernels.triton.moe_permute import ExpertTiles, tile_of
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import activate, activation_arguments, quantize
@@ -30,7 +29,7 @@ BLOCK_K_BYTES = 128
 """Bytes of a row per K step."""
 
 
-@kernel
+@triton.jit
 def _permute_kernel(
     x_ptr, scales_ptr, inverse_ptr, out_ptr, out_scales_ptr, K,
     TOP_K: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -57,8 +56,8 @@ def permute_rows(x: Activations, tiles: ExpertTiles, top_k: int) -> Activations:
     out_scales = torch.empty(count, 1, dtype=torch.float32, device=values.device) if isinstance(x, Quantized) else out
     # as integers: bits are copied
     bits = {1: torch.int8, 2: torch.int16}[values.element_size()]
-    block = min(2048, next_power_of_2(inner))
-    _permute_kernel[(num_tokens, cdiv(inner, block))](
+    block = min(2048, triton.next_power_of_2(inner))
+    _permute_kernel[(num_tokens, triton.cdiv(inner, block))](
         values.view(bits), scales, tiles.inverse, out.view(bits), out_scales, inner,
         TOP_K=top_k, SCALED=isinstance(x, Quantized), BLOCK=block, num_warps=min(4, max(1, block // 256)),
         **pdl_options(values),
@@ -98,7 +97,7 @@ def _tile_gemm(
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
-@kernel(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles"])
 def _grouped_gemm_kernel(
     x_desc, half_x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, starts_ptr, ends_ptr, N, K, X, num_tiles, alpha,
     limit,
@@ -172,7 +171,7 @@ def grouped_gemm(
     block_n, warps, stages, skip_half = tile or _default_tile(tiles, gated=gated, eight_bits=values.element_size() == 1)
     block_k = BLOCK_K_BYTES // values.element_size()
     half = tiles.tile_m // 2 if skip_half else 0
-    _grouped_gemm_kernel[(tiles.max_tiles * cdiv(outer, block_n),)](
+    _grouped_gemm_kernel[(tiles.max_tiles * triton.cdiv(outer, block_n),)](
         TensorDescriptor(values, list(values.shape), list(values.stride()), [tiles.tile_m, block_k]),
         TensorDescriptor(values, list(values.shape), list(values.stride()), [half or tiles.tile_m, block_k]),
         TensorDescriptor(w.weight, list(w.weight.shape), list(w.weight.stride()), [block_n, block_k]), scales,
@@ -181,7 +180,7 @@ def grouped_gemm(
         **activation_arguments("silu" if expert is None else expert.activation), ACTIVATE=expert is not None, GATED=gated,
         SCALED=isinstance(w, ScaledLinear), HAS_BIAS=w.bias is not None, ACC=tl.int32 if w.inputs == "int8" else tl.float32,
         GROUP_M=GROUP_M, HALF_M=half, BLOCK_M=tiles.tile_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        BLOCK_X=next_power_of_2(num_experts), num_warps=warps, num_stages=stages, **pdl_options(values),
+        BLOCK_X=triton.next_power_of_2(num_experts), num_warps=warps, num_stages=stages, **pdl_options(values),
     )  # fmt: skip
     return y
 

@@ -11,13 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.split_k import Scratch, reduce_splits
 from slipstream.kernels.weights import GroupedLinear
 
 
-@kernel(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M"])
 def _int4_linear_kernel(
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, partial_ptr, counter_ptr, M, N, K,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP_SIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -77,17 +76,17 @@ def _int4_linear_kernel(
 def int4_linear(x: Tensor, w: GroupedLinear, scratch: Scratch, *, tile: tuple[int, int, int] | None = None) -> Tensor:
     """Up to SKINNY_TOKENS tokens. `tile`: (BLOCK_N, SPLITS, stages)."""
     (num_tokens, inner), outer = x.shape, w.weight.shape[0]
-    block_m = max(16, next_power_of_2(num_tokens))
-    programs = cdiv(outer, 64)
+    block_m = max(16, triton.next_power_of_2(num_tokens))
+    programs = triton.cdiv(outer, 64)
     default_splits = 1 if programs > 150 else 2 if programs > 80 else 4
     block_n, splits, stages = tile or (64, default_splits, 3 if block_m == 16 else 2)
     splits = min(splits, inner // w.chunk)
     y = torch.empty(num_tokens, outer, dtype=x.dtype, device=x.device)
     partial = x
     if splits > 1:
-        rows = cdiv(outer, block_n) * block_n
+        rows = triton.cdiv(outer, block_n) * block_n
         partial = torch.empty(splits * rows * block_m, dtype=torch.float32, device=x.device)
-    _int4_linear_kernel[(cdiv(outer, block_n), splits)](
+    _int4_linear_kernel[(triton.cdiv(outer, block_n), splits)](
         x.contiguous(), w.weight, w.scales, w.scales if w.zeros is None else w.zeros, x if w.bias is None else w.bias, y,
         partial, scratch.counters, num_tokens, outer, inner,
         HAS_ZEROS=w.zeros is not None, HAS_BIAS=w.bias is not None, GROUP_SIZE=w.group_size, CHUNK=w.chunk, BLOCK_M=block_m,
@@ -108,7 +107,7 @@ def _dot_codes(words, base, x0, x1, x2, x3, off0, off1, off2, off3, scale0, scal
     return y
 
 
-@kernel(do_not_specialize=["base"])
+@triton.jit(do_not_specialize=["base"])
 def _int4_gemv_kernel(
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, base, N, W,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP_SIZE: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
@@ -186,7 +185,7 @@ def int4_gemv(x: Tensor, w: GroupedLinear, block_w: int, *, rows: int = GEMV_ROW
     return y
 
 
-@kernel
+@triton.jit
 def _dequantize_kernel(
     w_ptr, scale_ptr, zero_ptr, out_ptr, N, K,
     HAS_ZEROS: tl.constexpr, GROUP_SIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -213,7 +212,7 @@ def dequantize_int4(w: GroupedLinear, dtype: torch.dtype) -> Tensor:
     """The dense weight [out, in], for a product of many tokens."""
     outer, inner, chunk = w.weight.shape[0], w.weight.shape[1] * 4, w.chunk
     out = torch.empty(outer, inner, dtype=dtype, device=w.weight.device)
-    _dequantize_kernel[(cdiv(outer, 32), inner // chunk)](
+    _dequantize_kernel[(triton.cdiv(outer, 32), inner // chunk)](
         w.weight, w.scales, w.scales if w.zeros is None else w.zeros, out, outer, inner,
         HAS_ZEROS=w.zeros is not None, GROUP_SIZE=w.group_size, CHUNK=chunk, BLOCK_N=32, num_warps=4,
     )  # fmt: skip

@@ -15,6 +15,7 @@ With few tokens a product is bound by reading the weight. All sums have a fixed 
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,7 +27,6 @@ from slipstream.kernels.triton.fp8_block import (
     has_scaled_mm,
 )
 from slipstream.kernels.triton.int4_groupwise import dequantize_int4, gemv_block, int4_gemv, int4_linear
-from slipstream.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait, pdl_wait_first
 from slipstream.kernels.triton.pointwise import quantize
 from slipstream.kernels.triton.split_k import Scratch, reduce_splits
@@ -59,7 +59,7 @@ def linear(
             return fp8_tile_scaled_mm(q, w)
         num_tokens, inner = q.values.shape
         found = tiles.find("fp8_block", w.inputs, w.out_features, inner, num_tokens) if num_tokens <= SKINNY_TOKENS else None
-        return fp8_tile_linear(q, w, scratch, tile=found and (max(16, next_power_of_2(num_tokens)), *found))
+        return fp8_tile_linear(q, w, scratch, tile=found and (max(16, triton.next_power_of_2(num_tokens)), *found))
     if deterministic:
         return _linear_invariant(x, w)
     if isinstance(w, ScaledLinear):
@@ -133,7 +133,7 @@ def _fp8_scaled_mm(x: Quantized, w: ScaledLinear) -> Tensor:
 # --- Dense, one token ------------------------------------------------------------------------------------------------
 
 
-@kernel
+@triton.jit
 def _gemv_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, N, K,
     HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
@@ -176,7 +176,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, *, tile: tuple[int, int
     outer, inner = weight.shape
     block_n, block_k, num_warps = tile or ((2, 1024, 4) if inner % 1024 == 0 else (4, 512, 4))
     y = torch.empty(1, outer, dtype=x.dtype, device=x.device)
-    _gemv_kernel[(cdiv(outer, block_n),)](
+    _gemv_kernel[(triton.cdiv(outer, block_n),)](
         x, weight, weight if bias is None else bias, y, outer, inner,
         HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k, EVEN=inner % block_k == 0, num_warps=num_warps,
         **pdl_options(x),
@@ -187,7 +187,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, *, tile: tuple[int, int
 # --- 8 bits, few tokens ----------------------------------------------------------------------------------------------
 
 
-@kernel(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M"])
 def _skinny_gemm_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr, partial_ptr, counter_ptr, M, N, K,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
@@ -234,14 +234,14 @@ def _skinny_gemm_kernel(
 def skinny_gemm(x: Quantized, w: ScaledLinear, scratch: Scratch, *, tile: tuple[int, int, int, int] | None = None) -> Tensor:
     """Up to NARROW_TOKENS tokens. `tile`: (BLOCK_N, BLOCK_K, SPLITS, stages)."""
     (num_tokens, inner), outer = x.values.shape, w.weight.shape[0]
-    block_m = max(16, next_power_of_2(num_tokens))
+    block_m = max(16, triton.next_power_of_2(num_tokens))
     block_n, block_k, splits, stages = tile or _default_skinny_tile(outer, inner, block_m)
     y = torch.empty(num_tokens, outer, dtype=w.out_dtype, device=x.values.device)
     partial = x.scales
     if splits > 1:
-        rows = cdiv(outer, block_n) * block_n
+        rows = triton.cdiv(outer, block_n) * block_n
         partial = torch.empty(splits * rows * block_m, dtype=torch.float32, device=x.values.device)
-    _skinny_gemm_kernel[(cdiv(outer, block_n), splits)](
+    _skinny_gemm_kernel[(triton.cdiv(outer, block_n), splits)](
         x.values, x.scales, w.weight, w.scales, x.scales if w.bias is None else w.bias, y, partial, scratch.counters,
         num_tokens, outer, inner,
         HAS_BIAS=w.bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, SPLITS=splits,
@@ -253,7 +253,7 @@ def skinny_gemm(x: Quantized, w: ScaledLinear, scratch: Scratch, *, tile: tuple[
 
 def _default_skinny_tile(outer: int, inner: int, block_m: int) -> tuple[int, int, int, int]:
     """Measured on an H200 at an 8B Llama's shapes: 200 thread blocks or more, long reads, 48 to 96 KB in flight."""
-    programs = cdiv(outer, 64)
+    programs = triton.cdiv(outer, 64)
     if block_m > SKINNY_TOKENS:
         return 64, 256, 2 if programs <= 64 < inner // 128 else 1, 4
     if block_m > 16:
@@ -268,7 +268,7 @@ def _default_skinny_tile(outer: int, inner: int, block_m: int) -> tuple[int, int
 # --- Many tokens -----------------------------------------------------------------------------------------------------
 
 
-@kernel(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M"])
 def _gemm_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr, M, N, K,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -310,7 +310,7 @@ def gemm(x: Activations, w: Linear, *, tile: tuple[int, int, int, int, int] | No
     block_m, block_n, block_k, warps, stages = tile or (128, 256, 128, 8, 3)
     dtype = w.out_dtype if isinstance(w, ScaledLinear) else values.dtype
     y = torch.empty(num_tokens, outer, dtype=dtype, device=values.device)
-    _gemm_kernel[(cdiv(num_tokens, block_m) * cdiv(outer, block_n),)](
+    _gemm_kernel[(triton.cdiv(num_tokens, block_m) * triton.cdiv(outer, block_n),)](
         values, x_scales, w.weight.contiguous(), w.scales if isinstance(w, ScaledLinear) else x_scales,
         x_scales if w.bias is None else w.bias, y, num_tokens, outer, inner,
         SCALED=scaled, HAS_BIAS=w.bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8,

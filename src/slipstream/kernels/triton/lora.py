@@ -22,7 +22,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slipstream.kernels.adapters import TILES, LoRATokens, LoRAWeights
-from slipstream.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.weights import Activations, Quantized
 from slipstream.spec.scheme import FP8_TILE
@@ -58,7 +57,7 @@ def _products(
     return tl.sum(a.to(tl.float32) * x[None, :], 1) * scale
 
 
-@kernel
+@triton.jit
 def _shrink_few_kernel(
     x_ptr, scales_ptr, down_ptr, inner_ptr, order_ptr, tiles_ptr, K, R, T, x_stride, scales_stride, slot_stride,
     LIVE_0: tl.constexpr, LIVE_1: tl.constexpr, LIVE_2: tl.constexpr,
@@ -97,7 +96,7 @@ def _shrink_few_kernel(
         gdc_wait()
 
 
-@kernel
+@triton.jit
 def _expand_few_kernel(
     y_ptr, up_ptr, inner_ptr, order_ptr, tiles_ptr, R, T, y_stride, slot_stride,
     START_1, START_2, END, FIRST_1, FIRST_2,
@@ -148,7 +147,7 @@ THREAD_BLOCKS = 264
 """So many thread blocks read an adapter at the full rate of an H200: two a multiprocessor."""
 
 
-@kernel
+@triton.jit
 def _shrink_kernel(
     x_ptr, scales_ptr, down_ptr, inner_ptr, order_ptr, tiles_ptr, K, R, T, x_stride, scales_stride, slot_stride,
     LIVE_0: tl.constexpr, LIVE_1: tl.constexpr, LIVE_2: tl.constexpr,
@@ -186,7 +185,7 @@ def _shrink_kernel(
         tl.store(inner_ptr + columns, acc, mask=live[:, None] & (rank < R)[None, :])
 
 
-@kernel
+@triton.jit
 def _expand_kernel(
     y_ptr, up_ptr, inner_ptr, order_ptr, tiles_ptr, R, T, y_stride, slot_stride,
     START_1, START_2, END, FIRST_1, FIRST_2,
@@ -245,7 +244,7 @@ def room(x: Activations, w: LoRAWeights, tokens: LoRATokens) -> Tensor:
     values = x.values if isinstance(x, Quantized) else x
     num_tokens, inner_size = values.shape
     if tokens.tile_tokens == TILES[0]:
-        splits = cdiv(inner_size, _few_block_k(inner_size))
+        splits = triton.cdiv(inner_size, _few_block_k(inner_size))
     else:
         splits = num_splits(len(tokens.tiles), len(w.live), inner_size, _block_k(x, w))
     return torch.empty(splits, num_tokens, len(w.starts) * w.rank, dtype=torch.float32, device=values.device)
@@ -266,8 +265,8 @@ def shrink(inner: Tensor, x: Activations, w: LoRAWeights, tokens: LoRATokens, *,
     parts |= dict(SCALES=kind, PARTS=num_parts, SPLITS=splits)
     options = pdl_options(values)
     if tokens.tile_tokens == TILES[0]:
-        block_k, block_r = _few_block_k(inner_size), min(next_power_of_2(rank), FEW_TILES.ranks)
-        blocks = cdiv(rank, block_r)
+        block_k, block_r = _few_block_k(inner_size), min(triton.next_power_of_2(rank), FEW_TILES.ranks)
+        blocks = triton.cdiv(rank, block_r)
         _shrink_few_kernel[(splits * blocks * len(live), num_tiles)](
             values, scales, w.down, inner, tokens.order, tokens.tiles, inner_size, rank, num_tokens,
             values.stride(0), scales.stride(0), w.down.stride(0),
@@ -276,7 +275,7 @@ def shrink(inner: Tensor, x: Activations, w: LoRAWeights, tokens: LoRATokens, *,
         )  # fmt: skip
         return inner
     assert not beside
-    block_r = max(16, next_power_of_2(rank))
+    block_r = max(16, triton.next_power_of_2(rank))
     _shrink_kernel[(num_tiles, len(live), splits)](
         values, scales, w.down, inner, tokens.order, tokens.tiles, inner_size, rank, num_tokens,
         values.stride(0), scales.stride(0), w.down.stride(0),
@@ -293,14 +292,14 @@ def expand(y: Tensor, inner: Tensor, w: LoRAWeights, tokens: LoRATokens) -> Tens
         return y
     few = tokens.tile_tokens == TILES[0]
     if few:
-        block_r = next_power_of_2(rank)
+        block_r = triton.next_power_of_2(rank)
         block_n = max(1, FEW_TILES.expand_numbers // block_r)
     else:
-        block_r = max(16, next_power_of_2(rank))
+        block_r = max(16, triton.next_power_of_2(rank))
         block_n = 128 if block_r <= 64 else 64
     starts = [*w.starts, *[out] * (3 - num_parts)]
     rows = [end - begin for begin, end in zip(starts, [*starts[1:], out], strict=True)]
-    blocks = [cdiv(n, block_n) if part in w.live else 0 for part, n in enumerate(rows)]
+    blocks = [triton.cdiv(n, block_n) if part in w.live else 0 for part, n in enumerate(rows)]
     ends = (starts[1], starts[2], out, blocks[0], blocks[0] + blocks[1])
     options = pdl_options(y)
     if few:
@@ -318,7 +317,7 @@ def expand(y: Tensor, inner: Tensor, w: LoRAWeights, tokens: LoRATokens) -> Tens
 
 
 def _few_block_k(inner_size: int) -> int:
-    least: int = next_power_of_2(inner_size)
+    least: int = triton.next_power_of_2(inner_size)
     return min(least, FEW_TILES.inputs)
 
 

@@ -30,7 +30,6 @@ from slipstream.kernels.triton.attention import (
     _online_softmax,
     num_splits,
 )
-from slipstream.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import _to_cache
 from slipstream.platform import platform_of
@@ -125,7 +124,7 @@ def _cache_latents(
         tl.store(latents_ptr + ((tokens - first) * C)[:, None] + cs[None, :], x, mask=mask)
 
 
-@kernel
+@triton.jit
 def _small_batch_kernel(
     q_ptr, row_ptr, out_ptr, k_ptr, keys_ptr, norm_ptr, positions_ptr, slots_ptr, table_ptr, eps,
     H: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -160,7 +159,7 @@ def _small_batch_kernel(
     )  # fmt: skip
 
 
-@kernel(do_not_specialize=["first", "T", "row_programs"])
+@triton.jit(do_not_specialize=["first", "T", "row_programs"])
 def _rows_kernel(
     q_ptr, row_ptr, out_ptr, k_ptr, latents_ptr, rotary_ptr, norm_ptr, positions_ptr, slots_ptr, table_ptr, eps, first, T,
     row_programs,
@@ -195,14 +194,14 @@ def mla_queries(q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, pa
     shape = _row_shape(params, rank)
     if num_tokens <= SMALL_BATCH:
         columns = 64
-        _small_batch_kernel[(num_tokens, 1 + num_heads * cdiv(rank, columns))](
+        _small_batch_kernel[(num_tokens, 1 + num_heads * triton.cdiv(rank, columns))](
             q, row, out, kv.k, keys, norm, meta.positions, meta.slot_mapping, cos_sin, eps, H=num_heads, NOPE=nope_dim,
-            BLOCK_H=min(64, next_power_of_2(num_heads)), BLOCK_NOPE=next_power_of_2(nope_dim), BLOCK_COLS=columns,
+            BLOCK_H=min(64, triton.next_power_of_2(num_heads)), BLOCK_NOPE=triton.next_power_of_2(nope_dim), BLOCK_COLS=columns,
             num_warps=4, **shape, **pdl_options(q),
         )  # fmt: skip
         return out
-    row_programs, block_q = cdiv(num_tokens, TOKENS_PER_PROGRAM), 64
-    _rows_kernel[(row_programs + cdiv(num_tokens * num_heads, block_q),)](
+    row_programs, block_q = triton.cdiv(num_tokens, TOKENS_PER_PROGRAM), 64
+    _rows_kernel[(row_programs + triton.cdiv(num_tokens * num_heads, block_q),)](
         q, row, out, kv.k, out, out, norm, meta.positions, meta.slot_mapping, cos_sin, eps, 0, num_tokens, row_programs,
         H=num_heads, NOPE=nope_dim, RETURN_ROWS=False, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_Q=block_q, num_warps=4, **shape,
         **pdl_options(q),
@@ -219,7 +218,7 @@ def cache_latents(
     num_tokens, cos_sin, rope_dim = len(row), params.cos_sin, params.rotary_dim
     rank, count = row.shape[1] - rope_dim, num_tokens - first
     latents, rotary_keys = row.new_empty(count, rank), row.new_empty(count, rope_dim)
-    row, programs = row.contiguous(), cdiv(count, TOKENS_PER_PROGRAM)
+    row, programs = row.contiguous(), triton.cdiv(count, TOKENS_PER_PROGRAM)
     _rows_kernel[(programs,)](
         row, row, row, kv.k, latents, rotary_keys, params.norm.weight, meta.positions, meta.slot_mapping, cos_sin,
         params.norm.eps, first, num_tokens, programs, H=1, NOPE=0, RETURN_ROWS=True, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_Q=1,
@@ -230,11 +229,11 @@ def cache_latents(
 
 def _row_shape(params: MLAParams, rank: int) -> dict[str, int | bool]:
     rope_dim = params.rotary_dim
-    half, block_c = next_power_of_2(rope_dim // 2), next_power_of_2(rank)
+    half, block_c = triton.next_power_of_2(rope_dim // 2), triton.next_power_of_2(rank)
     return dict(R=rope_dim, C=rank, INTERLEAVED=params.interleaved, HALF=half, BLOCK_C=block_c)
 
 
-@kernel(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits"])
 def _combine_values_kernel(
     partial_ptr, lse_ptr, values_ptr, out_ptr, splits,
     H: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -261,7 +260,7 @@ def _combine_values_kernel(
     tl.store(out_ptr + row * V + vs, y.to(out_ptr.dtype.element_ty), mask=vs < V)
 
 
-@kernel(do_not_specialize=["table_stride", "first_seq", "num_seqs", "splits"])
+@triton.jit(do_not_specialize=["table_stride", "first_seq", "num_seqs", "splits"])
 def _mla_kernel(
     q_ptr, k_ptr, out_ptr, partial_ptr, lse_ptr, table_ptr, starts_ptr, lens_ptr, scale, table_stride, first_seq, num_seqs,
     splits,
@@ -347,8 +346,8 @@ def mla_paged_attention(
         R=head_dim - width,
         C=width,
         BLOCK_SIZE=kv.block_size,
-        BLOCK_R=max(16, next_power_of_2(head_dim - width)),
-        BLOCK_C=max(16, next_power_of_2(width)),
+        BLOCK_R=max(16, triton.next_power_of_2(head_dim - width)),
+        BLOCK_C=max(16, triton.next_power_of_2(width)),
     )
     wide = q.dtype == torch.float32
 
@@ -361,14 +360,14 @@ def mla_paged_attention(
     def launch(first: int, count: int, max_query_len: int, splits: int, partial: Tensor, lse: Tensor) -> None:
         num_rows = max_query_len * num_heads
         block_m, block_n, warps, stages = tile or default_tile(num_rows)
-        _mla_kernel[(count * cdiv(num_rows, block_m), splits)](
+        _mla_kernel[(count * triton.cdiv(num_rows, block_m), splits)](
             q, kv.k, out, partial, lse, meta.block_table, meta.query_start_loc, meta.seq_lens, scale,
             meta.block_table.stride(0), first, count, splits,
             BLOCK_M=block_m, BLOCK_N=block_n, SPLIT=splits > 1, num_warps=warps, num_stages=stages, **shape, **pdl_options(q),
         )  # fmt: skip
 
     if num_decodes:
-        programs = num_decodes * cdiv(num_heads, default_tile(num_heads)[0])
+        programs = num_decodes * triton.cdiv(num_heads, default_tile(num_heads)[0])
         splits = num_splits(programs, meta.max_seq_len, SPLIT_KEYS, platform_of(q.device).multiprocessors)
         partial = lse = out
         if splits > 1:
@@ -378,7 +377,7 @@ def mla_paged_attention(
         launch(0, num_decodes, 1, splits, partial, lse)
         if splits > 1 and values is not None and num_decodes == num_tokens <= SMALL_BATCH:
             projected = torch.empty(num_tokens, num_heads * values.shape[2], dtype=q.dtype, device=q.device)
-            _combine_values_kernel[(num_decodes * num_heads, cdiv(values.shape[2], 32))](
+            _combine_values_kernel[(num_decodes * num_heads, triton.cdiv(values.shape[2], 32))](
                 partial, lse, values, projected, splits, H=num_heads, C=width, V=values.shape[2], BLOCK_C=shape["BLOCK_C"],
                 BLOCK_V=32, BLOCK_S=MAX_SPLITS, num_warps=4, **pdl_options(q),
             )  # fmt: skip

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from slipstream.kernels.layouts import MLAParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.triton.attention import LOG2E, _load_tile, _online_softmax
-from slipstream.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from slipstream.kernels.triton.mla import (
     _interleave,
     _load_cos_sin,
@@ -97,7 +96,7 @@ def _prefill_step(
     return acc, m_i, l_i
 
 
-@kernel(do_not_specialize=["first_seq", "last_seq", "first_token", "num_keys", "tiles_per_seq"])
+@triton.jit(do_not_specialize=["first_seq", "last_seq", "first_token", "num_keys", "tiles_per_seq"])
 def _mla_prefill_kernel(
     q_ptr, k_ptr, rotary_ptr, v_ptr, out_ptr, starts_ptr, table_ptr, scale, first_seq, last_seq, first_token, num_keys,
     tiles_per_seq,
@@ -175,13 +174,13 @@ def prefill_attention(
     pair, and v [H, N, V]. `tile`: (BLOCK_M, BLOCK_N, warps, stages)."""
     (num_keys, num_heads, nope), rotary, width = k.shape, rotary_keys.shape[1], v.shape[2]
     first_seq, last_seq = meta.num_decodes, len(meta.seq_lens)
-    block_p, block_v = (max(16, next_power_of_2(n)) for n in (nope, width))
-    half = max(8, next_power_of_2(rotary // 2))
+    block_p, block_v = (max(16, triton.next_power_of_2(n)) for n in (nope, width))
+    half = max(8, triton.next_power_of_2(rotary // 2))
     block_m, block_n, warps, stages = tile or default_tile(
         q.dtype, block_p + 2 * half + block_v, meta.max_query_len, platform_of(q.device).shared_bytes
     )
     # Tiles per sequence: what the longest needs; if that leaves more empty, each as many as it needs.
-    tiles_per_seq, num_seqs = cdiv(meta.max_query_len, block_m), last_seq - first_seq
+    tiles_per_seq, num_seqs = triton.cdiv(meta.max_query_len, block_m), last_seq - first_seq
     max_tiles = num_keys // block_m + num_seqs
     if tiles_per_seq * num_seqs <= max_tiles:
         max_tiles = tiles_per_seq * num_seqs

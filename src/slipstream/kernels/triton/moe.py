@@ -12,6 +12,7 @@ All sums have a fixed order."""
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from slipstream.kernels.metadata import ExpertLoad
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.triton import grouped_gemm
 from slipstream.kernels.triton.experts import expert_gemm
-from slipstream.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from slipstream.kernels.triton.moe_permute import sort_pairs, unsorted_pairs
 from slipstream.kernels.triton.moe_small_batch import moe_small_batch
 from slipstream.kernels.triton.mxfp4 import Mxfp4Linear, mxfp4_mlp
@@ -97,7 +97,7 @@ def _are_dense(*products: Linear) -> bool:
 # --- Routing ----------------------------------------------------------------------------------------------------------
 
 
-@kernel
+@triton.jit
 def _route_kernel(
     logits_ptr, correction_ptr, weights_ptr, chosen_ptr, counts_ptr, slots_ptr, weight_scale, block_size,
     X: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, COUNTED: tl.constexpr,
@@ -188,9 +188,9 @@ def route(
         X=spec.num_experts, TOP_K=top_k, SIGMOID=spec.scores == "sigmoid", CORRECTED=correction is not None,
         COUNTED=load is not None, NORMALIZE=spec.normalize, SERIAL=serial, NUM_GROUPS=num_groups,
         GROUPS_CHOSEN=1 if limit is None else limit.num_chosen, BY_TWO=limit is not None and limit.by == "best_two",
-        FIRST=0 if spec.held is None else spec.held[0], HELD=spec.num_held, BLOCK_G=next_power_of_2(num_groups),
-        BLOCK_X=next_power_of_2(spec.num_experts // num_groups),
-        BLOCK_TOP=next_power_of_2(top_k), num_warps=1 if serial else parallel_warps, **pdl_options(router_logits),
+        FIRST=0 if spec.held is None else spec.held[0], HELD=spec.num_held, BLOCK_G=triton.next_power_of_2(num_groups),
+        BLOCK_X=triton.next_power_of_2(spec.num_experts // num_groups),
+        BLOCK_TOP=triton.next_power_of_2(top_k), num_warps=1 if serial else parallel_warps, **pdl_options(router_logits),
     )  # fmt: skip
     return weights, chosen
 
@@ -198,7 +198,7 @@ def route(
 # --- The sum ---------------------------------------------------------------------------------------------------------
 
 
-@kernel
+@triton.jit
 def _combine_kernel(
     y_ptr, weights_ptr, inverse_ptr, added_ptr, out_ptr, size,
     TOP_K: tl.constexpr, PARTS: tl.constexpr, SORTED: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -232,8 +232,8 @@ def combine(
     in float32, a row for each part of a sum, and the result of `dtype`."""
     (num_tokens, top_k), size = weights.shape, y.shape[1]
     out = torch.empty(num_tokens, size, dtype=dtype or y.dtype, device=y.device)
-    block = min(1024, next_power_of_2(size))
-    _combine_kernel[(num_tokens, cdiv(size, block))](
+    block = min(1024, triton.next_power_of_2(size))
+    _combine_kernel[(num_tokens, triton.cdiv(size, block))](
         y, weights, weights if inverse is None else inverse, out if added is None else added, out, size,
         TOP_K=top_k, PARTS=len(y) // weights.numel(), SORTED=inverse is not None, ADDED=added is not None, BLOCK=block,
         **pdl_options(y),

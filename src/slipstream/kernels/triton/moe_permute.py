@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
 CHUNK = 256
@@ -36,7 +35,7 @@ class ExpertTiles:
     max_tiles: int
 
 
-@kernel(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N"])
 def _count_kernel(chosen_ptr, counts_ptr, N, X, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr, PDL: tl.constexpr):
     """A chunk's number of pairs per expert."""
     if PDL:
@@ -47,7 +46,7 @@ def _count_kernel(chosen_ptr, counts_ptr, N, X, CHUNK: tl.constexpr, BLOCK_X: tl
     tl.store(counts_ptr + chunk * X + xs, tl.histogram(expert, BLOCK_X, mask=mask), mask=xs < X)
 
 
-@kernel(do_not_specialize=["N", "num_chunks"])
+@triton.jit(do_not_specialize=["N", "num_chunks"])
 def _sort_kernel(
     chosen_ptr, counts_ptr, order_ptr, inverse_ptr, starts_ptr, ends_ptr, N, X, num_chunks,
     ONE_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr,
@@ -110,12 +109,12 @@ def sort_pairs(chosen: Tensor, num_experts: int, *, tile_m: int | None = None) -
     """chosen int32 [T, k] → its pairs by expert, in tiles of `tile_m`."""
     count, device = chosen.numel(), chosen.device
     tile_m = tile_m or pairs_per_tile(count, num_experts)
-    chunk = 2 * CHUNK if count > MANY_CHUNKS * CHUNK else min(CHUNK, max(32, next_power_of_2(count)))
-    num_chunks = cdiv(count, chunk)
+    chunk = 2 * CHUNK if count > MANY_CHUNKS * CHUNK else min(CHUNK, max(32, triton.next_power_of_2(count)))
+    num_chunks = triton.cdiv(count, chunk)
     order, inverse = (torch.empty(count, dtype=torch.int32, device=device) for _ in range(2))
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     tile_ends = torch.empty(num_experts, dtype=torch.int32, device=device)
-    sizes = dict(CHUNK=chunk, BLOCK_X=max(16, next_power_of_2(num_experts)))
+    sizes = dict(CHUNK=chunk, BLOCK_X=max(16, triton.next_power_of_2(num_experts)))
     counts = starts
     if num_chunks > 1:
         counts = torch.empty(num_chunks, num_experts, dtype=torch.int32, device=device)
@@ -124,7 +123,7 @@ def sort_pairs(chosen: Tensor, num_experts: int, *, tile_m: int | None = None) -
         chosen, counts, order, inverse, starts, tile_ends, count, num_experts, num_chunks,
         ONE_CHUNK=num_chunks == 1, BLOCK_M=tile_m, CHUNKS_AT_ONCE=32, **sizes, num_warps=8, **pdl_options(chosen),
     )  # fmt: skip
-    return ExpertTiles(order, inverse, starts, tile_ends, tile_m, min(count, cdiv(count, tile_m) + num_experts))
+    return ExpertTiles(order, inverse, starts, tile_ends, tile_m, min(count, triton.cdiv(count, tile_m) + num_experts))
 
 
 def unsorted_pairs(chosen: Tensor) -> ExpertTiles:

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import activate, activation_arguments
 from slipstream.kernels.weights import Linear
@@ -32,7 +31,7 @@ def _load_weight(at, k, ks, K, live, EVEN: tl.constexpr):
     return tl.load(at + k, mask=live & (k + ks < K)[None, :], other=0.0, eviction_policy="evict_first")
 
 
-@kernel
+@triton.jit
 def _up_kernel(
     x_ptr, w_ptr, bias_ptr, chosen_ptr, h_ptr, shared_ptr, shared_bias_ptr, shared_h_ptr, F, F_SHARED, K, num_routed, alpha,
     limit,
@@ -87,7 +86,7 @@ def _up_kernel(
     tl.store(h_at, h.to(h_ptr.dtype.element_ty), mask=n < F)
 
 
-@kernel
+@triton.jit
 def _down_kernel(
     h_ptr, w_ptr, bias_ptr, chosen_ptr, weights_ptr, out_ptr, shared_ptr, shared_bias_ptr, shared_h_ptr, N, F, F_SHARED,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TOP_K: tl.constexpr,
@@ -145,18 +144,18 @@ def moe_small_batch(
     all_up, all_down = (up, down) if shared is None else shared
     shared_size = 0 if shared is None else all_down.weight.shape[1]
     h, shared_h = (torch.empty(n, dtype=x.dtype, device=x.device) for n in (chosen.numel() * size, num_tokens * shared_size))
-    block_k = min(1024 if width % 1024 == 0 else 512, next_power_of_2(width))
+    block_k = min(1024 if width % 1024 == 0 else 512, triton.next_power_of_2(width))
     block_n = TILE_SIZE // 1024 if width % 1024 == 0 else TILE_SIZE // 512
-    num_routed = top_k * cdiv(size, block_n)
-    _up_kernel[(num_routed + cdiv(shared_size, block_n), num_tokens)](
+    num_routed = top_k * triton.cdiv(size, block_n)
+    _up_kernel[(num_routed + triton.cdiv(shared_size, block_n), num_tokens)](
         x, up.weight, x if up.bias is None else up.bias, chosen, h, all_up.weight,
         x if all_up.bias is None else all_up.bias, shared_h, size, shared_size, width, num_routed,
         **activation_arguments(spec.expert.activation), TOP_K=top_k, GATED=spec.expert.gated, HAS_BIAS=up.bias is not None,
         BLOCK_N=block_n, BLOCK_K=block_k, EVEN=width % block_k == 0, num_warps=4, **pdl_options(x),
     )  # fmt: skip
     out = torch.empty_like(x)
-    block_top_k = next_power_of_2(top_k)
-    block_k = min(max(128, TILE_SIZE // block_top_k), next_power_of_2(size))
+    block_top_k = triton.next_power_of_2(top_k)
+    block_k = min(max(128, TILE_SIZE // block_top_k), triton.next_power_of_2(size))
     _down_kernel[(width, num_tokens)](
         h, down.weight, x if down.bias is None else down.bias, chosen, weights, out, all_down.weight,
         x if all_down.bias is None else all_down.bias, shared_h, width, size, shared_size,

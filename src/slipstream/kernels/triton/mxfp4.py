@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.quantize import unpack4
-from slipstream.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from slipstream.kernels.triton.moe_permute import ExpertTiles, sort_pairs, tile_of, unsorted_pairs
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import activate, activation_arguments
@@ -53,7 +52,7 @@ class Mxfp4Linear(Linear):
 def pack_mxfp4(w: GroupedLinear) -> Mxfp4Linear:
     """Reorder codes and scales, some rows at a time."""
     (rows, quarter), groups = w.weight.shape, len(w.scales)
-    inner, chunks = quarter * 4, cdiv(quarter * 4, CHUNK)
+    inner, chunks = quarter * 4, triton.cdiv(quarter * 4, CHUNK)
     factor = float(w.scales.max())
     words = torch.empty(rows // SLAB, chunks, SLAB, CHUNK // 4, dtype=torch.int16, device=w.weight.device)
     exponents = torch.empty(rows // SLAB, chunks, SLAB, dtype=torch.int32, device=w.weight.device)
@@ -207,7 +206,7 @@ def _tile(
     tl.store(out, y.to(y_ptr.dtype.element_ty), mask=live[None, :] & (n < N)[:, None])
 
 
-@kernel
+@triton.jit
 def _mxfp4_gemm_kernel(
     x_ptr, w_ptr, exponents_ptr, bias_ptr, y_ptr, order_ptr, starts_ptr, ends_ptr, N, K, X, chunks, factor, alpha,
     limit,
@@ -275,13 +274,13 @@ def mxfp4_gemm(
     y = torch.empty(count * splits, outer, dtype=torch.float32 if splits > 1 else dtype, device=x.device)
     in_place = x.dtype == torch.bfloat16 and platform_of(x.device).arch.wgmma
     columns = tile.rows // 2 if gated else tile.rows
-    _mxfp4_gemm_kernel[(cdiv(outer, columns) * splits, tiles.max_tiles)](
+    _mxfp4_gemm_kernel[(triton.cdiv(outer, columns) * splits, tiles.max_tiles)](
         x, w.weight, w.exponents, x if w.bias is None else w.bias, y, tiles.order, tiles.starts, tiles.tile_ends, outer,
-        w.inner, num_experts, cdiv(w.weight.shape[1], splits), w.factor,
+        w.inner, num_experts, triton.cdiv(w.weight.shape[1], splits), w.factor,
         **activation_arguments("silu" if expert is None else expert.activation), TOP_K=top_k, GATHER=gather,
         UNSORTED=tiles.inverse is None, SPLITS=splits, ACTIVATE=expert is not None, GATED=gated, HAS_BIAS=w.bias is not None,
         IN_PLACE=in_place, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", SMALL_M=tile.small, BLOCK_M=tile.pairs,
-        BLOCK_N=tile.rows, BLOCK_X=next_power_of_2(num_experts), ASM=INSTRUCTIONS, num_warps=tile.warps,
+        BLOCK_N=tile.rows, BLOCK_X=triton.next_power_of_2(num_experts), ASM=INSTRUCTIONS, num_warps=tile.warps,
         num_stages=tile.stages, **pdl_options(x),
     )  # fmt: skip
     return y

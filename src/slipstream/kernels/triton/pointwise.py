@@ -14,7 +14,6 @@ from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import NormParams, QKVLayout
 from slipstream.kernels.quantize import DTYPES
-from slipstream.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.weights import Activations, Quantized
 from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, OwnActivation
@@ -77,7 +76,7 @@ def as_activations(out: Tensor, scales: Tensor, inputs: InputFormat | None) -> A
     return out if inputs is None else Quantized(out, scales)
 
 
-@kernel
+@triton.jit
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, scales_ptr, size, eps, offset, x_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_LAYER: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -112,7 +111,7 @@ def norm(
     """`OpSet.norm`, but for functions from outside."""
     (num_rows, size), weight, bias = x.shape, norm.weight, norm.bias
     out, scales = empty_rows(num_rows, size, x, inputs)
-    block = next_power_of_2(size)
+    block = triton.next_power_of_2(size)
     if num_rows:
         rows = rows_per_program(num_rows, size)
         _norm_kernel[(num_rows // rows,)](
@@ -124,7 +123,7 @@ def norm(
     return as_activations(out, scales, inputs), x if residual is None else residual
 
 
-@kernel
+@triton.jit
 def _quantize_kernel(x_ptr, out_ptr, scales_ptr, size, BLOCK: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         pdl_wait()
@@ -138,7 +137,7 @@ def _quantize_kernel(x_ptr, out_ptr, scales_ptr, size, BLOCK: tl.constexpr, FORM
 def quantize(x: Tensor, inputs: InputFormat) -> Quantized:
     num_rows, size = x.shape
     out, scales = empty_rows(num_rows, size, x, inputs)
-    block = next_power_of_2(size)
+    block = triton.next_power_of_2(size)
     if num_rows:
         _quantize_kernel[(num_rows,)](
             x.contiguous(), out, scales, size,
@@ -147,7 +146,7 @@ def quantize(x: Tensor, inputs: InputFormat) -> Quantized:
     return Quantized(out, scales)
 
 
-@kernel(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"])
 def _rope_kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, positions_ptr, slots_ptr, table_ptr, q_norm_ptr, k_norm_ptr,
     eps, offset, T,
@@ -272,16 +271,16 @@ def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKV
     rotary = h.rotary_dim
     if num_tokens:
         turned, num_values = num_heads + num_kv_heads, 0 if kv.latent else num_kv_heads
-        block = min(HEADS_PER_PROGRAM, 8192 // next_power_of_2(head_dim), next_power_of_2(turned))
-        grid = num_tokens * cdiv(turned, block) + cdiv(num_tokens, TOKENS_PER_PROGRAM) * num_values
+        block = min(HEADS_PER_PROGRAM, 8192 // triton.next_power_of_2(head_dim), triton.next_power_of_2(turned))
+        grid = num_tokens * triton.cdiv(turned, block) + triton.cdiv(num_tokens, TOKENS_PER_PROGRAM) * num_values
         _rope_kernel[(grid,)](
             qkv.contiguous(), q, kv.k, kv.v, qkv if kv.k_scale is None else kv.k_scale,
             qkv if kv.v_scale is None else kv.v_scale, meta.positions, meta.slot_mapping,
             qkv if h.cos_sin is None else h.cos_sin, qkv if h.q_norm is None else h.q_norm,
             qkv if h.k_norm is None else h.k_norm, h.norm_eps, h.norm_offset, num_tokens,
             H=num_heads, K=num_kv_heads, V=num_values, D=head_dim, R=rotary, BLOCK_SIZE=kv.block_size, BLOCK_H=block,
-            BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_D=next_power_of_2(head_dim),
-            BLOCK_R=next_power_of_2(max(1, rotary // 2)), INTERLEAVED=h.interleaved, HAS_NORM=h.q_norm is not None,
+            BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK_R=triton.next_power_of_2(max(1, rotary // 2)), INTERLEAVED=h.interleaved, HAS_NORM=h.q_norm is not None,
             SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1, num_warps=4 if block * head_dim >= 1024 else 1,
             **pdl_options(qkv),
         )  # fmt: skip
@@ -331,7 +330,7 @@ def activate(y, up, alpha, limit, KIND: tl.constexpr, FUNCTION: tl.constexpr, GA
     return y
 
 
-@kernel
+@triton.jit
 def _activation_kernel(
     x_ptr, out_ptr, scales_ptr, size, row_size, alpha, limit,
     ROWS: tl.constexpr, KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, FORMAT: tl.constexpr,
@@ -377,9 +376,9 @@ def activation(
     size = row_size // 2 if gated else row_size
     out, scales = empty_rows(num_rows, size, x, inputs)
     if num_rows:
-        block = next_power_of_2(size) if inputs else min(1024, next_power_of_2(size))
+        block = triton.next_power_of_2(size) if inputs else min(1024, triton.next_power_of_2(size))
         rows = rows_per_program(num_rows, size)
-        grid = (num_rows // rows, cdiv(size, block))
+        grid = (num_rows // rows, triton.cdiv(size, block))
         _activation_kernel[grid](
             x.contiguous(), out, scales, size, row_size,
             ROWS=rows, **activation_arguments(activation), GATED=gated, FORMAT=FORMATS[inputs], BLOCK=block,
@@ -388,7 +387,7 @@ def activation(
     return as_activations(out, scales, inputs)
 
 
-@kernel
+@triton.jit
 def _copy_kernel(k_ptr, v_ptr, source_ptr, target_ptr, size, BLOCK: tl.constexpr):
     source = tl.load(source_ptr + tl.program_id(0)) * size
     target = tl.load(target_ptr + tl.program_id(0)) * size
@@ -400,6 +399,6 @@ def _copy_kernel(k_ptr, v_ptr, source_ptr, target_ptr, size, BLOCK: tl.constexpr
 
 def copy_blocks(kv: LayerKV, source: Tensor, target: Tensor) -> None:
     size = kv.k[0].numel()
-    _copy_kernel[(len(source), cdiv(size, 1024))](
+    _copy_kernel[(len(source), triton.cdiv(size, 1024))](
         kv.k, kv.k if kv.latent else kv.v, source.contiguous(), target.contiguous(), size, BLOCK=1024
     )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
-
-from slipstream.kernels.triton.launch import cdiv, kernel
 
 TOKENS_PER_PROGRAM = 128
 
 
-@kernel(do_not_specialize=["T", "row_size", "num_blocks"])
+@triton.jit(do_not_specialize=["T", "row_size", "num_blocks"])
 def _gather_inputs_kernel(
     tokens_ptr, blocks_ptr, rows_ptr, positions_ptr, ids_ptr, wide_ptr, slots_ptr, T, row_size, num_blocks,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
@@ -35,14 +34,14 @@ def gather_inputs(
     ids = torch.empty(count, dtype=torch.int32, device=device)
     wide, slots = (torch.empty(count, dtype=torch.int64, device=device) for _ in range(2))
     if count:
-        _gather_inputs_kernel[(cdiv(count, TOKENS_PER_PROGRAM),)](
+        _gather_inputs_kernel[(triton.cdiv(count, TOKENS_PER_PROGRAM),)](
             tokens, block_table, rows, positions, ids, wide, slots, count, tokens.stride(0), block_table.stride(0),
             BLOCK_SIZE=block_size, BLOCK=TOKENS_PER_PROGRAM,
         )  # fmt: skip
     return ids, wide, slots
 
 
-@kernel(do_not_specialize=["N", "row_size"])
+@triton.jit(do_not_specialize=["N", "row_size"])
 def _write_kernel(tokens_ptr, rows_ptr, positions_ptr, new_ptr, N, row_size, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < N
@@ -55,6 +54,6 @@ def write_tokens(tokens: Tensor, rows: Tensor, positions: Tensor, new: Tensor) -
     """`OpSet.write_tokens`."""
     if count := len(rows):
         rows, positions, new = rows.contiguous(), positions.contiguous(), new.contiguous()
-        _write_kernel[(cdiv(count, TOKENS_PER_PROGRAM),)](
+        _write_kernel[(triton.cdiv(count, TOKENS_PER_PROGRAM),)](
             tokens, rows, positions, new, count, tokens.stride(0), BLOCK=TOKENS_PER_PROGRAM
         )

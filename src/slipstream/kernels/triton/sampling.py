@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 ONE = tl.constexpr(0x3F800000)
 """The bits of 1.0."""
@@ -26,7 +25,7 @@ def _weights(row_ptr, start, vocab, best, temperature, BLOCK: tl.constexpr):
     return tl.exp((logits - best) / temperature)
 
 
-@kernel
+@triton.jit
 def _argmax_kernel(logits_ptr, max_ptr, id_ptr, out_ptr, vocab, row_stride, span, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """The best of `span` tokens of a row; the row's best if SPLITS is 1."""
     row, split = tl.program_id(0), tl.program_id(1)
@@ -42,7 +41,7 @@ def _argmax_kernel(logits_ptr, max_ptr, id_ptr, out_ptr, vocab, row_stride, span
         tl.store(id_ptr + row * SPLITS + split, best)
 
 
-@kernel
+@triton.jit
 def _argmax_splits_kernel(max_ptr, id_ptr, out_ptr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     row, at = tl.program_id(0), tl.arange(0, BLOCK)
     maxima = tl.load(max_ptr + row * SPLITS + at, mask=at < SPLITS, other=float("-inf"))
@@ -73,9 +72,9 @@ def argmax(logits: Tensor, *, block: int = 4096) -> Tensor:
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return out
-    block = min(block, next_power_of_2(vocab))
+    block = min(block, triton.next_power_of_2(vocab))
     span = vocab if num_rows > SPLIT_ROWS else 2 * block
-    num_splits = cdiv(vocab, span)
+    num_splits = triton.cdiv(vocab, span)
     maxima, ids = (out, out) if num_splits == 1 else (
         torch.empty(num_rows, num_splits, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32)
     )
@@ -84,12 +83,12 @@ def argmax(logits: Tensor, *, block: int = 4096) -> Tensor:
     )
     if num_splits > 1:
         _argmax_splits_kernel[(num_rows,)](
-            maxima, ids, out, SPLITS=num_splits, BLOCK=next_power_of_2(num_splits), num_warps=1
+            maxima, ids, out, SPLITS=num_splits, BLOCK=triton.next_power_of_2(num_splits), num_warps=1
         )
     return out
 
 
-@kernel
+@triton.jit
 def _sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, u_ptr, out_ptr, vocab, row_stride,
     BLOCK: tl.constexpr, ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr, ANY_MIN_P: tl.constexpr,
@@ -172,7 +171,7 @@ def sample(logits: Tensor, u: Tensor, params: SamplingTensors, *, block: int = 4
     if num_rows:
         _sample_kernel[(num_rows,)](
             logits, params.temperature, params.top_k, params.top_p, params.min_p, u, out, vocab, logits.stride(0),
-            BLOCK=min(block, next_power_of_2(vocab)), ANY_TOP_K=params.any_top_k, ANY_TOP_P=params.any_top_p,
+            BLOCK=min(block, triton.next_power_of_2(vocab)), ANY_TOP_K=params.any_top_k, ANY_TOP_P=params.any_top_p,
             ANY_MIN_P=params.any_min_p, num_warps=8,
         )  # fmt: skip
     return out
@@ -191,7 +190,7 @@ def _ordered(x, at):
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - at).to(tl.int64)
 
 
-@kernel
+@triton.jit
 def _best_kernel(
     logits_ptr, tokens_ptr, max_ptr, sum_ptr, count_ptr, key_ptr, vocab, row_stride, num_top, BLOCK: tl.constexpr
 ):
@@ -215,7 +214,7 @@ def _best_kernel(
         keys = tl.where(keys == key, LEAST_KEY, keys)
 
 
-@kernel
+@triton.jit
 def _merge_best_kernel(
     logits_ptr, tokens_ptr, max_ptr, sum_ptr, count_ptr, key_ptr, chosen_ptr, rank_ptr, ids_ptr, values_ptr, row_stride,
     num_splits, num_top, BLOCK: tl.constexpr, BLOCK_KEYS: tl.constexpr,
@@ -247,8 +246,8 @@ def best_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`OpSet.best_logprobs`. They are read once: the `num_top` best of each part of a row are candidates for the row's."""
     num_rows, vocab = logits.shape
-    block = min(block, next_power_of_2(vocab))
-    num_splits = cdiv(vocab, block)
+    block = min(block, triton.next_power_of_2(vocab))
+    num_splits = triton.cdiv(vocab, block)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
@@ -264,12 +263,12 @@ def best_logprobs(
     )
     _merge_best_kernel[(num_rows,)](
         logits, tokens, maxima, sums, counts, keys, chosen, rank, ids, values, logits.stride(0), num_splits, num_top,
-        BLOCK=next_power_of_2(num_splits), BLOCK_KEYS=next_power_of_2(max(1, num_splits * num_top)), num_warps=1,
+        BLOCK=triton.next_power_of_2(num_splits), BLOCK_KEYS=triton.next_power_of_2(max(1, num_splits * num_top)), num_warps=1,
     )  # fmt: skip
     return chosen, rank, ids, values
 
 
-@kernel
+@triton.jit
 def _mask_kernel(logits_ptr, rows_ptr, bits_ptr, vocab, row_stride, words, BLOCK: tl.constexpr):
     """One span of one row's tokens: only what is not allowed is written."""
     i, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -281,5 +280,5 @@ def _mask_kernel(logits_ptr, rows_ptr, bits_ptr, vocab, row_stride, words, BLOCK
 
 def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor, *, block: int = 4096) -> None:
     """`OpSet.mask_logits`"""
-    grid = (len(rows), cdiv(logits.shape[1], block))
+    grid = (len(rows), triton.cdiv(logits.shape[1], block))
     _mask_kernel[grid](logits, rows, bits, logits.shape[1], logits.stride(0), bits.shape[1], BLOCK=block, num_warps=8)
