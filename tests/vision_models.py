@@ -59,7 +59,7 @@ _TEXT = dict(
 )
 _SIGLIP = dict(
     hidden_size=48,
-    intermediate_size=96,
+    intermediate_size=100,
     num_hidden_layers=2,
     num_attention_heads=4,
     image_size=32,
@@ -96,7 +96,7 @@ def _config(family: str, **more: Any) -> Any:
     vision = dict(
         depth=3,
         hidden_size=32,
-        intermediate_size=40,
+        intermediate_size=44,
         num_heads=2,
         patch_size=4,
         window_size=16,

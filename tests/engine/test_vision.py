@@ -4,6 +4,7 @@ embeddings."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slipstream import LLM, SamplingParams
 from slipstream.engine.pictures import PreparedPicture
 from slipstream.errors import ConfigError, RequestError
+from slipstream.model.vision import pass_ends
 from slipstream.types import LoRARequest
 from tests.vision_models import IMAGE, PLACEHOLDER, build_vision, picture, their_inputs, token_id
 
@@ -256,3 +260,16 @@ def test_prepared_pictures_are_plain_values(models):
         (answer,) = llm.generate(prompt_of("smolvlm", prepared), GREEDY)
         (direct,) = llm.generate(prompt_of("smolvlm", picture(1)), GREEDY)
     assert answer.outputs[0].token_ids == direct.outputs[0].token_ids
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 60))
+def test_passes_over_pictures(counts, most):
+    """All pictures in order, none too large unless a picture is, and about as many as are needed."""
+    ends = pass_ends(counts, most)
+    assert ends == sorted(set(ends))
+    assert ends[-1:] == [len(counts)][: len(ends)]
+    passes = [counts[a:b] for a, b in itertools.pairwise([0, *ends])]
+    assert [n for own in passes for n in own] == counts
+    assert all(len(own) == 1 or sum(own) <= most for own in passes)
+    assert pass_ends([1564] * 16, 8192) == [4, 8, 12, 16]
+    assert pass_ends([50] * 4, 100) == [2, 4]

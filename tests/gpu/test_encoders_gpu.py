@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.kernels.metadata import LayerKV
+from slipstream.kernels.metadata import LayerKV, Parts
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.types import TextsPlan
@@ -95,6 +95,19 @@ def test_attention_of_whole_texts(dim, turned, window, longest):
     ours = TritonOps().bidirectional_attention(qkv.cuda(), on_gpu, meta, heads("cuda"), params)
     assert ours.isfinite().all()
     torch.testing.assert_close(ours.float().cpu()[: sum(lengths)], theirs[: sum(lengths)], rtol=2e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_parts_of_pictures(dim):
+    lengths = [64, 64, 32, 16, 64, 8, 4, 64]
+    rows = torch.randn(sum(lengths), 3 * 4 * dim, generator=torch.Generator().manual_seed(dim)).bfloat16()
+    from slipstream.kernels.triton import TritonOps
+
+    q, k, v = rows.float().unflatten(1, (3, 4, dim)).unbind(1)
+    theirs = ReferenceOps().packed_attention(q, k, v, Parts.of(lengths, q.device), scale=dim**-0.5)
+    q, k, v = rows.cuda().unflatten(1, (3, 4, dim)).unbind(1)
+    ours = TritonOps().packed_attention(q, k, v, Parts.of(lengths, q.device), scale=dim**-0.5)
+    torch.testing.assert_close(ours.float().cpu(), theirs, rtol=2e-2, atol=3e-2)
 
 
 def test_embeddings_in_fp8(tmp_path):

@@ -10,10 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels.metadata import LayerKV
+from slipstream.kernels.metadata import LayerKV, Parts
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.kernels.triton import TritonOps
+from slipstream.kernels.triton import TritonOps, bidirectional
 from slipstream.kernels.triton.bidirectional import text_ends
 from slipstream.model.loader import load_model
 from slipstream.types import TextsPlan
@@ -133,3 +133,17 @@ def test_means_of_texts(ops, size):
     assert half.dtype == torch.float32
     torch.testing.assert_close(half, ops.mean_of_texts(hidden.bfloat16().float(), starts))
     assert torch.equal(ops.mean_of_texts(hidden[1:41], starts[:2].new_tensor([0, 40]))[0], found[1])  # whatever is beside it
+
+
+@pytest.mark.parametrize("lengths", [(1, 7, 7, 64, 3, 1), (30, 33), (20, 20)])
+def test_parts_of_pictures(lengths, monkeypatch):
+    """Windows of several lengths by one kernel, others by torch."""
+    taken, attend = [], bidirectional.attend
+    monkeypatch.setattr(bidirectional, "attend", lambda *args: taken.append(1) or attend(*args))
+    rows = torch.randn(sum(lengths), 3 * 2 * 20)
+    q, k, v = rows.unflatten(1, (3, 2, 20)).unbind(1)  # as they lie behind the product
+    parts = Parts.of(lengths, torch.device("cpu"))
+    theirs = REFERENCE.packed_attention(q, k, v, parts, scale=0.3)
+    torch.testing.assert_close(OURS.packed_attention(q, k, v, parts, scale=0.3), theirs, atol=1e-5, rtol=1e-4)
+    assert len(taken) == (len(set(lengths)) > 1)
+    assert not bidirectional.covers(Parts.of([1000, 900], q.device))

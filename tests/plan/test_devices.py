@@ -15,7 +15,7 @@ from slipstream.plan.analytic import binds
 from slipstream.plan.capacity import Objectives, find_capacity, keeps_up
 from slipstream.plan.devices import find_device, known_devices
 from slipstream.plan.engines import plan_engine
-from slipstream.plan.graph_sizes import ladder, padding
+from slipstream.plan.graph_sizes import ladder, mixed_prompts, padding
 from slipstream.plan.memory import weights_bytes
 from slipstream.plan.offload import estimate_offload
 from slipstream.plan.operators import products
@@ -103,7 +103,8 @@ def test_names_of_devices():
 
 
 def test_graph_sizes_hold_what_they_are_asked_for():
-    padded = padding(planned(max_num_seqs=256).config)
+    engine = planned(max_num_seqs=256)
+    padded = padding(engine.config, engine.description.spec)
     for decodes, prompt in ((1, 0), (9, 0), (130, 0), (0, 30), (100, 300), (256, 4000)):
         more_decodes, more_prompt = padded(decodes, prompt, 1)
         assert more_decodes >= decodes
@@ -113,10 +114,24 @@ def test_graph_sizes_hold_what_they_are_asked_for():
     assert padded(10, 5000, 3) == (10, 5000)
 
 
+def test_the_longest_step_with_a_graph():
+    """A mixture's is twice as long as others'. A decoder behind an encoder has none with prompts."""
+    engine = planned("qwen3-30b-a3b", max_num_seqs=256, max_num_batched_tokens=16384)
+    config, spec = engine.config, engine.description.spec
+    assert mixed_prompts(config, spec)[-1] == 8192
+    assert padding(config, spec)(10, 6000, 3) == (16, 6144)
+    assert padding(config, spec)(10, 8193, 3) == (10, 8193)
+    shorter = dataclasses.replace(config, model=dataclasses.replace(config.model, max_model_len=7000))
+    assert mixed_prompts(shorter, spec)[-1] == 6144
+    assert mixed_prompts(config, planned().description.spec)[-1] == 4096
+    assert not mixed_prompts(config, read_spec(CONFIGS / "t5-large").spec)
+
+
 def test_a_step_that_verifies_drafts_is_padded_to_rows():
     """Of 40 sequences with two drafts each, all or some of them, and beside a prompt."""
     speculation = SpeculationConfig(method="ngram", num_speculative_tokens=8)
-    padded = padding(dataclasses.replace(planned(max_num_seqs=64).config, speculation=speculation))
+    engine = planned(max_num_seqs=64)
+    padded = padding(dataclasses.replace(engine.config, speculation=speculation), engine.description.spec)
     assert padded(0, 120, 40, by_rows=True) == (128, 0)
     assert padded(10, 90, 30, by_rows=True) == (128, 0)
     assert padded(10, 90, 30) == (16, 128)

@@ -24,6 +24,30 @@ NO_ADAPTER = -1
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """T tokens in parts, one behind another. A token attends to its own part, whole (`OpSet.packed_attention`)."""
+
+    by_length: tuple[tuple[int, Tensor | None], ...]  # for each length the tokens of all its parts, int64; None: all tokens
+    positions: Tensor  # int64 [T]: a token's place in its part
+    ends: Tensor  # int32 [T]: where its part ends
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Parts:
+        """Parts of these lengths."""
+        import torch
+
+        each = torch.tensor(lengths)
+        ends = each.cumsum(0)
+        starts, kinds = ends - each, each.unique().tolist()
+        index: list[Tensor | None] = [None]
+        if len(kinds) > 1:
+            index = [(starts[each == n][:, None] + torch.arange(n)).flatten().to(device) for n in kinds]
+        positions = torch.arange(int(each.sum())) - starts.repeat_interleave(each)
+        of_tokens = ends.repeat_interleave(each).int()
+        return cls(tuple(zip(kinds, index, strict=True)), positions.to(device), of_tokens.to(device))
+
+
+@dataclass(frozen=True, slots=True)
 class LayerKV:
     """One layer's paged cache. Block 0 is the null block: padding writes to it, nothing reads it.
 

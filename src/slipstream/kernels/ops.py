@@ -30,7 +30,7 @@ from slipstream.kernels.layouts import MLAParams as MLAParams
 from slipstream.kernels.layouts import NormParams as NormParams
 from slipstream.kernels.layouts import QKVLayout as QKVLayout
 from slipstream.kernels.layouts import TokenShape as TokenShape
-from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
+from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, Parts, SamplingTensors
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.quantize import numbers, round_linear
 from slipstream.kernels.weights import Activations, Linear, Quantized, SplitLinear
@@ -224,6 +224,13 @@ class OpSet(ABC):
         """Rows of `table` by the tokens' types, [T, E]. If all tokens have the first type: [E], for all of them."""
         return table[0] if meta.token_types is None else self.embed(meta.token_types, table)
 
+    def place(self, x: Tensor, into: Tensor | None, *, column: int, width: int) -> Tensor:
+        """x [T, E] in the columns of `into` [T, width] from `column` on; `into` is written and returned. None: new rows, whose
+        other columns are not set."""
+        rows = x.new_empty(len(x), width) if into is None else into
+        rows[:, column : column + x.shape[1]] = x
+        return rows
+
     @abstractmethod
     def linear(self, x: Activations, w: Linear) -> Tensor:
         """[T, in] → [T, out]: x · weightᵀ + bias, accumulated in float32 (int32 for int8). x is quantised to the format
@@ -327,13 +334,10 @@ class OpSet(ABC):
         rotary_dim pass. Computed in float32, and rounded to the cache's type after division by its scale.
         """
 
-    def packed_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[tuple[int, Tensor | None]], *, scale: float
-    ) -> Tensor:
-        """Attention without a cache: q, k and v [T, H, D] → [T, H, D]. A token sees its own part, whole. `parts`: for each
-        length of a part, the tokens of all parts of this length behind one another, int64 (None: all tokens)."""
+    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, parts: Parts, *, scale: float) -> Tensor:
+        """Attention without a cache: q, k and v [T, H, D] → [T, H, D]."""
         out = torch.empty_like(q)
-        for length, index in parts:
+        for length, index in parts.by_length:
             own = (x if index is None else x[index] for x in (q, k, v))
             queries, keys, values = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in own)
             found = F.scaled_dot_product_attention(queries, keys, values, scale=scale).transpose(1, 2).flatten(0, 1)

@@ -6,14 +6,13 @@ All arithmetic is in float32, whatever the type of the inputs. Results are round
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
+from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, Parts, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, NormParams, OpSet, QKVLayout
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.weights import (
@@ -160,11 +159,9 @@ class ReferenceOps(OpSet):
             out[begin:end] = attend(q[begin:end], keys, values, params)
         return out
 
-    def packed_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[tuple[int, Tensor | None]], *, scale: float
-    ) -> Tensor:
+    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, parts: Parts, *, scale: float) -> Tensor:
         out = torch.empty_like(q)
-        for length, index in parts:
+        for length, index in parts.by_length:
             tokens = torch.arange(len(q), device=q.device) if index is None else index
             for own in tokens.split(length):
                 scores = torch.einsum("nhd,lhd->hnl", q[own].float(), k[own].float()) * scale

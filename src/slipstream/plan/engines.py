@@ -77,7 +77,7 @@ class PlannedEngine:
             num_blocks=self.ledger.num_blocks,
             cost=cost,
             run_ahead=None if is_gpu else RUN_AHEAD if threads > 1 else 0,
-            padded=padding(self.config) if is_gpu and not self.config.device.enforce_eager else None,
+            padded=padding(self.config, self.description.spec) if is_gpu and not self.config.device.enforce_eager else None,
             drafts=self.drafts,
         )
 

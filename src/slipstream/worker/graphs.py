@@ -34,7 +34,7 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
 from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
 from slipstream.model.layers import one_of_each_kind
-from slipstream.plan.graph_sizes import decode_rows, mixed_decodes, mixed_prompts, mixed_sequences
+from slipstream.plan.graph_sizes import MIXED_TOKENS, decode_rows, mixed_decodes, mixed_prompts, mixed_sequences
 from slipstream.platform import Graph, Pipe, platform_of
 from slipstream.spec.reason import Reason
 from slipstream.types import ScheduledRequest, StepPlan
@@ -57,8 +57,15 @@ PATIENCE = 2
 """A mixed step that no captured graph holds runs op by op, until its size is wanted for the second time. On an H200 that takes
 9 ms longer."""
 
-FIRST_MIXED = (64, 384)
-"""The mixed graph of the start has room for so much at most. Many steps fit into it until their own is captured."""
+LONG_PATIENCE = 6
+"""The same for a step of more than MIXED_TOKENS prompt tokens. It gains some 15 ms, and its capture takes 100 to 200."""
+
+FIRST_DECODES = 64
+"""All sizes of decodes up to it are captured at the start, of the larger ones only powers of two: a batch that ends passes
+through each."""
+
+FIRST_MIXED = ((64, 1024), (64, 384), (64, 128))
+"""Mixed graphs of the start have room for so much at most. Many steps fit into them until their own is captured."""
 
 MOST_PADDING = 2**33
 """Tokens of padding in a mixed step, times the square of the model's width. On an H200 they take half as long as what running
@@ -133,10 +140,10 @@ class StepGraphs(Graphs, Forward):
         self.max_model_len = config.model.max_model_len
         self.sizes, self._max_num_seqs = decode_rows(config), config.scheduling.max_num_seqs
         self.decode_sizes = mixed_decodes(config.scheduling.max_num_seqs)
-        self.prompt_sizes = mixed_prompts(config, encoded=rows.cross is not None)
+        decoder = forwards.decoder
+        self.prompt_sizes = mixed_prompts(config, decoder.spec)
         self.most_prompts = mixed_sequences(config)
         largest = max(self.sizes[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
-        decoder = forwards.decoder
         # All graphs share one buffer. None is read after the next replay, and a buffer of their own would never be freed.
         self._hidden = torch.empty(largest, decoder.spec.hidden_size, dtype=decoder.dtype, device=rows.device)
         self._pipe = decoder.pipe
@@ -147,15 +154,16 @@ class StepGraphs(Graphs, Forward):
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)  # query_start_loc of decodes
 
     def capture(self) -> None:
-        """Capture some decodes, the largest first, so that the others fit into its memory, and a mixed step. `capture_next`
+        """Capture some decodes, the largest first, so that the others fit into its memory, and some mixed steps. `capture_next`
         captures the rest, or the first step that wants one, which then takes some tens of milliseconds longer."""
         for size in reversed(self.sizes):
-            if size == self.sizes[-1] or size.bit_count() == 1 or size > self._max_num_seqs:
+            is_first = size <= FIRST_DECODES or size.bit_count() == 1
+            if is_first or size == self.sizes[-1] or size > self._max_num_seqs:
                 self._decode_graph(size)
-        if self.prompt_sizes:
-            fits = zip((self.decode_sizes, self.prompt_sizes), FIRST_MIXED, strict=True)
-            decodes, prompts = (max(n for n in sizes if n <= most) for sizes, most in fits)
-            self._mixed_graph((decodes, prompts))
+        for most in FIRST_MIXED if self.prompt_sizes else ():
+            fits = zip((self.decode_sizes, self.prompt_sizes), most, strict=True)
+            decodes, prompts = (max(n for n in sizes if n <= limit) for sizes, limit in fits)
+            self._graph((decodes, prompts))
         # Small sizes come first: they are the commonest, and a capture delays a small step the most.
         wanted = [(n, 0) for n in self.sizes] + [(d, p) for d in self.decode_sizes for p in self.prompt_sizes]
         wanted.sort(key=lambda size: (max(size), sum(size)))
@@ -186,7 +194,7 @@ class StepGraphs(Graphs, Forward):
         if num_decodes > self.decode_sizes[-1] or len(scheduled) - num_decodes >= self.most_prompts:
             return Reason("more sequences than a mixed graph holds")
         size = self._mixed_size_for(num_decodes, batch.num_tokens - num_decodes)
-        if size not in self._captured and self._wanted[size] + 1 < PATIENCE:
+        if size not in self._captured and self._wanted[size] + 1 < (LONG_PATIENCE if size[1] > MIXED_TOKENS else PATIENCE):
             return NOT_CAPTURED
         return None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.adapters import TILES, LoRATokens, LoRAWeights
-from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
+from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, Parts, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, OpSet, QKVLayout, TokenShape
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
@@ -169,6 +169,11 @@ class TritonOps(OpSet):
         if self.deterministic:
             return super().bidirectional_attention(qkv, kv, meta, heads, params)
         return bidirectional.bidirectional_attention(qkv, meta, heads, params)
+
+    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, parts: Parts, *, scale: float) -> Tensor:
+        if self.deterministic or not bidirectional.covers(parts):
+            return super().packed_attention(q, k, v, parts, scale=scale)
+        return bidirectional.attend(q, k, v, parts.positions, parts.ends, AttentionParams(scale=scale, causal=False))
 
     def mla_attention(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
         attend = mla_prefill.mla_attention if mla_prefill.covers(meta) else super().mla_attention

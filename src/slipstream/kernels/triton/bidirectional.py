@@ -16,12 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, Parts
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.triton.attention import LOG2E, _online_softmax, _scores
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import rope_and_cache
 
+SHORT_PART = 256
+"""Tokens of the longest part of a picture that `attend` takes."""
 LONG_TEXT = 1024
 """Tokens of a text from which tiles are taller: most keys of a tile then belong to all its rows' text."""
 
@@ -102,15 +104,29 @@ def bidirectional_attention(qkv: Tensor, meta: AttentionMetadata, heads: QKVLayo
         slots = torch.arange(num_tokens, device=qkv.device)
         q = rope_and_cache(qkv, LayerKV(k, v), dataclasses.replace(meta, slot_mapping=slots), h)
         k, v = k.squeeze(2), v.squeeze(2)
-    out = torch.empty(num_tokens, h.num_heads, h.head_dim, dtype=qkv.dtype, device=qkv.device)
     ends = text_ends(meta) if meta.text_ends is None else meta.text_ends
+    return attend(q, k, v, meta.positions, ends, s, longest=meta.max_query_len)
+
+
+def covers(parts: Parts) -> bool:
+    """Whether `attend` is the faster way for these: several lengths, which torch takes in turn, all of them short."""
+    return len(parts.by_length) > 1 and max(length for length, _ in parts.by_length) <= SHORT_PART
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, ends: Tensor, s: AttentionParams, *, longest: int = 0
+) -> Tensor:
+    """q [T, H, D], k and v [T, K, D] → [T, H, D]. `positions` (int64) and `ends` (int32) [T] are a token's place in its text
+    and the text's end; `longest`: tokens of the longest text."""
+    num_tokens, num_heads, head_dim = q.shape
+    out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     head_tensors = [q if t is None else t for t in (s.alibi_slopes, s.distance_bias, s.sinks)]
-    block_d = max(16, triton.next_power_of_2(h.head_dim))
-    block_m, block_n, warps, stages = default_tile(qkv.dtype, block_d, meta.max_query_len)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_m, block_n, warps, stages = default_tile(q.dtype, block_d, longest)
     if num_tokens:
-        _attention_kernel[(h.num_heads, triton.cdiv(num_tokens, block_m))](
-            q, k, v, out, meta.positions, ends, *head_tensors, s.scale, s.softcap or 1.0, s.window or 0, s.reach, num_tokens,
-            Q_STRIDE=q.stride(0), KV_STRIDE=k.stride(0), G=h.num_heads // h.num_kv_heads, D=h.head_dim, BLOCK_M=block_m,
+        _attention_kernel[(num_heads, triton.cdiv(num_tokens, block_m))](
+            q, k, v, out, positions, ends, *head_tensors, s.scale, s.softcap or 1.0, s.window or 0, s.reach, num_tokens,
+            Q_STRIDE=q.stride(0), KV_STRIDE=k.stride(0), G=num_heads // k.shape[1], D=head_dim, BLOCK_M=block_m,
             BLOCK_N=block_n, BLOCK_D=block_d, HAS_WINDOW=s.window is not None, HAS_SOFTCAP=s.softcap is not None,
             HAS_ALIBI=s.alibi_slopes is not None, HAS_BIAS=s.distance_bias is not None, HAS_SINKS=s.sinks is not None,
             num_warps=warps, num_stages=stages, **pdl_options(q),
