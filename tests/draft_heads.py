@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.tiny_models import VOCAB
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-DRAFT_VOCAB = 120
+DRAFT_VOCAB = 128
 MASK = 250
 """The token in the place of those that are not known."""
 
@@ -62,8 +62,8 @@ def eagle(
     **changes: Any,
 ) -> dict[str, Tensor]:
     """An EAGLE-3 head for a model of 6 layers; its tensors by the authors' names, without the layer's prefix. With `masks` one
-    of P-EAGLE, of two layers. EAGLE-3.1's `fc_norm` and `norm_output` are changes of the config. `wrapped`: the names of all
-    tensors but the output head's begin with `model.`."""
+    of P-EAGLE, of two layers. `fc_norm`, `norm_before_fc` and `norm_output` are changes of the config. `wrapped`: the names of
+    all tensors but the output head's begin with `model.`."""
     g = torch.Generator().manual_seed(seed)
     sizes = {**SHAPE, **sizes}
     e = sizes["hidden_size"]
@@ -71,6 +71,8 @@ def eagle(
     shapes |= layer_shapes(sizes, wide=2)
     if changes.get("fc_norm"):
         shapes |= {f"fc_norm.{i}.weight": (e,) for i in range(num_fc_norms)}
+    if changes.get("norm_before_fc") or changes.get("eagle_config", {}).get("norm_before_fc"):
+        shapes |= {"input_norm.weight": (3 * e,)}
     if masks:
         shapes |= {**layer_shapes(sizes, "layers.1."), "mask_hidden": (1, 1, 3 * e) if speculators else (1, 3 * e)}
     tensors = drawn(shapes, g) | maps(g)
@@ -245,5 +247,12 @@ BY_METHOD = {"eagle": eagle1, "eagle3": eagle, "peagle": partial(eagle, masks=Tr
 
 eagle31 = partial(eagle, fc_norm=True, norm_output=True)
 
-BY_KIND = {**{method: (method, write) for method, write in BY_METHOD.items()}, "eagle31": ("eagle3", eagle31)}
+joint_norm = partial(eagle, speculators=True, norm_before_fc=True, norm_output=True)
+"""As the trainer of `speculators` writes them unless told otherwise."""
+
+BY_KIND = {
+    **{method: (method, write) for method, write in BY_METHOD.items()},
+    "eagle31": ("eagle3", eagle31),
+    "joint-norm": ("eagle3", joint_norm),
+}
 """The method of each kind, and who writes it."""

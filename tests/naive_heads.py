@@ -56,11 +56,15 @@ def layer(t, x, inputs, theta, keys=None, below=""):
 
 def first_layer(setup, states, ids):
     """Of EAGLE-3 and P-EAGLE: it reads [embedding; state]."""
-    t, speculators = setup.tensors, setup.kind.endswith("speculators")
+    t = setup.tensors
     e = rms(setup.model.get_input_embeddings().weight[ids], t["input_layernorm.weight"])
     h = rms(states, t["hidden_norm.weight"])
     residual = h if setup.head.get("norm_before_residual") else states
-    return layer(t, residual, torch.cat((e, h), -1), 5000.0 if speculators else 10000.0)
+    return layer(t, residual, torch.cat((e, h), -1), theta(setup))
+
+
+def theta(setup):
+    return setup.head.get("transformer_layer_config", {}).get("rope_theta", 10000.0)
 
 
 def chosen(setup, hidden):
@@ -83,8 +87,10 @@ def eagle3(setup, hidden, tokens, count):
 
 
 def fused(setup, states):
-    """What `fc` makes of several layers' states, each of which has a norm of its own with `fc_norm`."""
+    """What `fc` makes of several layers' states. Each has a norm of its own with `fc_norm`, all have one with `input_norm`."""
     t = setup.tensors
+    if "input_norm.weight" in t:
+        return rms(torch.cat(states, -1), t["input_norm.weight"]) @ t["fc.weight"].T
     if setup.head.get("fc_norm"):
         states = [rms(h, t[f"fc_norm.{i}.weight"]) for i, h in enumerate(states)]
     return torch.cat(states, -1) @ t["fc.weight"].T
@@ -96,7 +102,7 @@ def peagle(setup, hidden, tokens, count):
     states = fused(setup, [torch.cat((hidden[i], mask)) for i, mask in zip((1, 2, 4), masks, strict=True)])
     x = first_layer(setup, states, [*tokens[1:], *[draft_heads.MASK] * (count - 1)])
     inputs = rms(x, t["layers.1.input_layernorm.weight"])
-    x = layer(t, x, inputs, 5000.0 if setup.kind.endswith("speculators") else 10000.0, below="layers.1.")
+    x = layer(t, x, inputs, theta(setup), below="layers.1.")
     return chosen(setup, rms(x[-count:], t["norm.weight"]))
 
 

@@ -60,6 +60,12 @@ struct Convert : RowOp {
     void row(Program& p, int64_t t, float*) override { p.kernels().convert((float*)p.row(x, t), size, form, p.row(out, t)); }
 };
 
+struct Place : RowOp {
+    int32_t x, out;
+    int64_t column, size;
+    void row(Program& p, int64_t t, float*) override { memcpy((float*)p.row(out, t) + column, p.row(x, t), size * sizeof(float)); }
+};
+
 struct Activate : RowOp {
     int32_t x, out;
     ActivationArgs args;
@@ -485,6 +491,11 @@ void ss_add_norm(ss_program* p, int32_t x, int32_t residual, int32_t out, int32_
 void ss_add_convert(ss_program* p, int32_t x, int32_t out, int32_t form, int64_t size, int64_t rows_a_token) {
     auto* op = add<Convert>(p);
     op->x = x, op->out = out, op->form = form, op->size = size, op->rows_a_token = rows_a_token;
+}
+
+void ss_add_place(ss_program* p, int32_t x, int32_t out, int64_t column, int64_t size) {
+    auto* op = add<Place>(p);
+    op->x = x, op->out = out, op->column = column, op->size = size;
 }
 
 void ss_add_linear(ss_program* p, int32_t x, int32_t out, int64_t column, int32_t kind, int64_t rows, int64_t inner,

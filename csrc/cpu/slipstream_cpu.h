@@ -21,7 +21,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 24  // changes with any declaration in this file
+#define SS_ABI 25  // changes with any declaration in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, the plainest first, and whether this machine can run one: 1 yes, 0 no, −1 with wrong results.
@@ -64,6 +64,8 @@ SS_API void ss_add_embed(ss_program*, int32_t out, int32_t by_position, int64_t 
 SS_API void ss_add_norm(ss_program*, int32_t x, int32_t residual, int32_t out, int32_t form, int32_t layer, int64_t size,
                         const float* weight, const float* bias, float eps, float offset);
 SS_API void ss_add_convert(ss_program*, int32_t x, int32_t out, int32_t form, int64_t size, int64_t rows_a_token);
+// float32 rows of x → columns of out's rows, from `column` on.
+SS_API void ss_add_place(ss_program*, int32_t x, int32_t out, int64_t column, int64_t size);
 // A weight of the kind S8 may also be there as I8, `dense` (else null), which steps of `dense_from` tokens and more read.
 SS_API void ss_add_linear(ss_program*, int32_t x, int32_t out, int64_t column, int32_t kind, int64_t rows, int64_t inner,
                           const void* packed, const float* bias, int32_t accumulate, const void* dense, int64_t dense_from);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
-from slipstream.compress.draft import RECEIPT_NAME, frequent_tokens, kind_of
+from slipstream.compress.draft import RECEIPT_NAME, HeadTraining, frequent_tokens, kind_of
 from slipstream.compress.heads import (
     DECAY,
     EagleNet,
@@ -28,7 +29,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.draft_heads import build_head
 from slipstream.spec.description import read_spec
-from slipstream.spec.draft_heads import read_head
+from slipstream.spec.head_readers import read_head
 from tests import tiny_models
 from tests.engine.test_speculation import SIZES
 from tests.model.harness import load
@@ -44,7 +45,7 @@ def path(tmp_path_factory):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("norms", [{}, {"fc_norm": True}, {"norm_output": True}, {"fc_norm": True, "norm_output": True}])
+@pytest.mark.parametrize("norms", [{}, {"fc_norm": "each"}, {"fc_norm": "joint"}, {"fc_norm": "each", "norm_output": True}])
 def test_training_sees_what_drafting_will(path, norms):
     """Step s at place p is the draft that a chain makes at p, from the model's states up to p and its own behind."""
     model = load(path)
@@ -105,14 +106,31 @@ def test_it_begins_with_the_model(path):
     assert {n: tuple(v.shape) for n, v in start.items()} == head.shapes
     assert torch.equal(start["head.weight"], rows)
     assert torch.equal(start["layers.0.mlp.down.weight"], values["layers.5.mlp.down.weight"])
-    normed = eagle_for(model.spec, DRAFT_VOCAB, fc_norm=True)
-    start = eagle_start(normed, model.spec, values | {"final_norm.weight": torch.full((32,), 2.0)}, rows, 0)
-    assert {n: tuple(v.shape) for n, v in start.items()} == normed.shapes
-    assert [float(start[f"{name}.weight"].mean()) for name in normed.aux_norms.values()] == [1, 2]
+    for kind in ("each", "joint"):
+        normed = eagle_for(model.spec, DRAFT_VOCAB, fc_norm=kind)
+        start = eagle_start(normed, model.spec, values | {"final_norm.weight": torch.full((32,), 2.0)}, rows, 0)
+        assert {n: tuple(v.shape) for n, v in start.items()} == normed.shapes
+        norms = torch.cat([start[f"{name}.weight"] for name in normed.aux_norms])
+        assert norms.unflatten(0, (-1, 32)).mean(-1).tolist() == [1, 2]
     medusa = medusa_for(model.spec, 2)
     net, states = MedusaNet(medusa, medusa_start(medusa), rows), torch.randn(1, 4, 32)
     for place, hidden in enumerate(net(torch.zeros(1, 4, dtype=torch.int64), states, 2)):
         torch.testing.assert_close(net.logits(hidden, place), states @ rows.T)
+
+
+def test_answers_that_no_batch_holds(path):
+    examples = [Example(token_ids=(1, 2, 3), num_context=1), Example(token_ids=(5,) * 9, num_context=3)]
+    with pytest.raises(ConfigError, match="none of 2 questions with its answer has 4 to 8 tokens: raise batch_tokens"):
+        HeadTraining(read_spec(path), examples, DraftHead(kind="eagle3", batch_tokens=8), torch.device("cpu"))
+
+
+def test_answers_without_a_token_of_the_heads(path):
+    """A batch of them alone teaches nothing, and ends nothing."""
+    examples = [Example(token_ids=(1, 2, 3, 9, 9, 9), num_context=3), Example(token_ids=(1, 2, 3, 4, 5, 6), num_context=3)]
+    settings = DraftHead(kind="eagle3", batch_tokens=6, num_steps=4, num_places=2, draft_vocab_size=1)
+    training = HeadTraining(read_spec(path), examples, settings, torch.device("cpu"))
+    first, second = (record["step"] for record in training.run(time.perf_counter() + 60, lambda *_: None))
+    assert (first, second) in ((0, 2), (0, 3), (1, 2), (1, 3))
 
 
 def test_frequent_tokens():
@@ -133,18 +151,22 @@ def test_settings():
     assert preset("draft:small") == preset("draft:1/3")
     head = DraftHead(kind="medusa")
     assert (head.limit(on_gpu=True), head.limit(on_gpu=False), head.vocab_size(49_152)) == (9.0, 50.0, 12_288)
+    assert (head.vocab_size(50_257), head.vocab_size(50)) == (12_560, 16)
+    assert DraftHead(kind="eagle3", draft_vocab_size=77).vocab_size(288) == 77
     with pytest.raises(ConfigError, match=r"steps\[0\].draft_head.kind"):
         parse([{"draft_head": {"kind": "eagle2"}}])
     with pytest.raises(ConfigError, match="stands alone"):
         parse([{"draft_head": {"kind": "eagle3"}}, "quantize"])
     with pytest.raises(ConfigError, match="norm_output=True must be false: Medusa has no such norm"):
         parse([{"draft_head": {"kind": "medusa", "norm_output": True}}])
+    with pytest.raises(ConfigError, match="norm_before_fc=True must be false: with fc_norm"):
+        parse([{"draft_head": {"kind": "eagle3", "fc_norm": True, "norm_before_fc": True}}])
     with pytest.raises(ConfigError, match="num_places"):
         parse([{"draft_head": {"kind": "eagle3", "num_places": 0}}])
 
 
 @pytest.mark.parametrize(
-    ("kind", "norms"), [("eagle3", {}), ("eagle3", {"fc_norm": True, "norm_output": True}), ("medusa", {})]
+    ("kind", "norms"), [("eagle3", {}), ("eagle3", {"norm_before_fc": True, "norm_output": True}), ("medusa", {})]
 )
 def test_a_head_from_the_command(path, tmp_path, capsys, kind, norms):
     """What is trained learns, its folder drafts, and the receipt says how well."""
@@ -178,7 +200,7 @@ def test_a_head_from_the_command(path, tmp_path, capsys, kind, norms):
     assert not list(tmp_path.glob(".head*"))
     if kind == "eagle3":
         head = read_head("eagle3", out, read_spec(path)).spec
-        assert (head.fc_norm, head.norm_output) == (bool(norms), bool(norms))
+        assert (head.fc_norm, head.norm_output) == ("joint" if norms else None, bool(norms))
     prompts, sampling = (
         [{"prompt_token_ids": [5, 6, 7, 8]}],
         SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ from slipstream import LLM, SamplingParams
 from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
 from slipstream.kernels import native
 from slipstream.spec.description import read_spec
-from slipstream.spec.draft_heads import read_head
+from slipstream.spec.head_readers import read_head
+from slipstream.spec.scheme import SCHEMES
+from slipstream.worker.host_chain import head_scheme
 from tests import draft_heads, tiny_models
 from tests.engine.test_speculation import PROMPTS, SETTINGS, SIZES, answers
 from tests.naive_heads import fused, naive_drafts
@@ -24,6 +28,7 @@ HEADS = {  # the method, and how a head is written
     "fc-norm": ("eagle3", lambda path: draft_heads.eagle(path, fc_norm=True)),
     "norm-output": ("eagle3", lambda path: draft_heads.eagle(path, norm_output=True, wrapped=True)),
     "eagle31-speculators": ("eagle3", lambda path: draft_heads.eagle31(path, speculators=True)),
+    "peagle-joint-norm": ("peagle", lambda path: draft_heads.joint_norm(path, masks=True)),
     "peagle-fc-norm": ("peagle", lambda path: draft_heads.eagle31(path, masks=True)),
     "speculators": ("eagle3", lambda path: draft_heads.eagle(path, speculators=True)),
     "eagle-speculators": ("eagle", lambda path: draft_heads.eagle1(path, speculators=True, bias=False)),
@@ -111,7 +116,7 @@ def test_drafts_are_those_of_the_published_maths(any_setup, kernels):
 @pytest.mark.parametrize(
     ("kernels", "quantization", "error"), [("cpu", "none", 1e-5), ("cpu", "int8", 0.03), ("torch", "none", 1e-5)]
 )
-@pytest.mark.parametrize("kind", ["eagle3", "fc-norm", "eagle31-speculators"])
+@pytest.mark.parametrize("kind", ["eagle3", "fc-norm", "eagle31-speculators", "joint-norm"])
 def test_states_are_those_of_the_published_maths(tmp_path, kind, kernels, quantization, error):
     """What steps leave of the states between layers, of prompts in chunks and of decodes."""
     setup, compared = Setup(tmp_path, kind), 0
@@ -160,10 +165,40 @@ def test_a_head_is_rounded_on_a_cpu_unless_told_otherwise(tmp_path):
 
     def forms(**changes):
         with setup.llm(config={k: v for k, v in (setup.config | changes).items() if v is not None}) as llm:
-            return {part.kind for part in llm.core.executor.runner.draft.head.head.parts}
+            draft = llm.core.executor.runner.draft
+            return {part.kind for part in draft.head.head.parts}, draft.weights_bytes
 
-    assert forms(quantization=None) == {native.I8}
-    assert forms(quantization="none") == {native.F32}
+    (rounded, num_bytes), (plain, most) = forms(quantization=None), forms(quantization="none")
+    assert (rounded, plain) == ({native.I8}, {native.F32})
+    assert num_bytes < 0.45 * most  # norms and the rotary table stay float32
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ("int4", "'int4' needs inputs in multiples of 128, and fc.weight has 96; take another scheme, or 'none'"),
+        ("mxfp4", "'mxfp4' rounds experts alone"),
+    ],
+)
+def test_a_scheme_that_does_not_fit_a_head(tmp_path, quantization, message):
+    setup = Setup(tmp_path, "eagle3")
+    with pytest.raises(ConfigError, match=message):
+        setup.llm(config={**setup.config, "quantization": quantization}, kernels="reference")
+
+
+def test_eight_bits_of_a_head_by_rows(tmp_path):
+    """Only a GPU's library wants multiples of some number."""
+    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    draft_heads.eagle(tmp_path / "head")
+    head = read_head("eagle3", tmp_path / "head", read_spec(tmp_path / "model"))
+
+    def scheme(quantization, rows):
+        config: Any = SimpleNamespace(speculation=SimpleNamespace(quantization=quantization))
+        return head_scheme(config, head, "fp8", rows=rows)
+
+    assert (scheme(None, 16), scheme(None, 48), scheme("none", 48)) == (SCHEMES["fp8"], None, None)
+    with pytest.raises(ConfigError, match=r"'fp8' needs outputs in multiples of 48, and fc\.weight has 32"):
+        scheme("fp8", 48)
 
 
 # --- The answers ------------------------------------------------------------------------------------------------------
@@ -178,6 +213,16 @@ def test_answers_are_the_same(setup, plain):
             stats = llm.core.stats()
             assert stats.spec_draft_tokens > before
             assert stats.num_free_blocks == stats.num_blocks
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "torch"])
+def test_answers_with_one_norm_of_all_states(tmp_path, kernels):
+    setup = Setup(tmp_path, "joint-norm")
+    with setup.llm(plain=True, kernels=kernels) as llm:
+        expected = [answers(llm, SETTINGS[name]) for name in ("greedy", "drawn")]
+    with setup.llm(kernels=kernels) as llm:
+        assert [answers(llm, SETTINGS[name]) for name in ("greedy", "drawn")] == expected
+        assert llm.core.stats().spec_draft_tokens > 0
 
 
 @pytest.mark.slow
@@ -235,7 +280,8 @@ def test_a_head_is_in_the_ledger(setup):
     with setup.llm() as llm:
         draft, ledger = llm.core.executor.runner.draft, llm.ledger
     tensors = {n: t for n, t in setup.tensors.items() if n not in ("d2t", "t2d", "embed_tokens.weight")}
-    assert ledger.weights_bytes - before.weights_bytes == 4 * sum(t.numel() for t in tensors.values())
+    share = (ledger.weights_bytes - before.weights_bytes) / (4 * sum(t.numel() for t in tensors.values()))
+    assert 1 <= share < 1.2  # with a rotary table, and rows filled up to 16
     cached = {"medusa": 0, "mtp": 24 + 8, "peagle": 4 * 16, "dflash": 4 * 16}.get(setup.kind, 2 * 16)
     assert ledger.block_bytes - before.block_bytes == draft.block_bytes == 4 * 4 * (32 + cached)
 
@@ -283,8 +329,9 @@ def refused(path, head, match, method="eagle3", **more):
         ({"draft_vocab_size": 100}, "lm_head.weight' has shape"),
         ({"intermediate_size": 40}, r"down_proj.weight' has shape \[32, 48\], and the config asks for \[32, 40\]"),
         ({"parallel_drafting": True}, "P-EAGLE.*take method 'peagle'"),
-        ({"norm_before_fc": True}, "norm_before_fc = True"),
-        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc = True"),
+        ({"norm_before_fc": 1}, "norm_before_fc = 1"),
+        ({"norm_before_fc": True, "fc_norm": True}, "fc_norm = True: norm_before_fc is true as well"),
+        ({"norm_before_fc": True, "drop": "input_norm.weight"}, "lacks input_norm.weight"),
         ({"fc_norm": 1}, "fc_norm = 1"),
         ({"norm_output": "yes"}, "norm_output = 'yes'"),
         ({"fc_norm": True, "num_fc_norms": 2}, "lacks fc_norm.2.weight"),
@@ -411,3 +458,90 @@ def test_layers_by_their_other_names(tmp_path):
         assert read_head("eagle3", tmp_path / name, target).spec.aux_layers == expected
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     assert config["draft_vocab_size"] == draft_heads.DRAFT_VOCAB
+
+
+MODELOPT = {
+    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1,
+}  # fmt: skip
+"""`eagle_config` as ModelOpt writes it, without the numbers of layers."""
+
+
+def test_fields_of_eagle_config(tmp_path):
+    """Are read as those beside it, or refused by name."""
+    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=8)
+    target, numbers = read_spec(tmp_path / "model"), "eagle_aux_hidden_state_layer_ids"
+
+    def read(**eagle_config):
+        draft_heads.eagle(tmp_path / "head", **{numbers: None}, eagle_config={**MODELOPT, **eagle_config})
+        return read_head("eagle3", tmp_path / "head", target).spec
+
+    assert (read(**{numbers: [0, 1, 3]}).aux_layers, read().fc_norm) == ((1, 2, 4), None)
+    assert read(norm_before_fc=True).fc_norm == "joint"
+    draft_heads.eagle(tmp_path / "head", eagle_config={**MODELOPT, "norm_before_fc": True})
+    assert read_head("eagle3", tmp_path / "head", target).spec.aux_layers == (1, 2, 4)
+    for key, value in MODELOPT.items():
+        if key != "parallel_draft_heads_num_layers":
+            with pytest.raises(SlipstreamError, match=f"eagle_config.{key} = "):
+                read(**{key: (not value) if isinstance(value, bool) else 2})
+    with pytest.raises(SlipstreamError, match=r"eagle_config\.fc_norm = True"):
+        read(fc_norm=True)
+    draft_heads.eagle(tmp_path / "head", eagle_config={numbers: [1, 2, 3]})
+    with pytest.raises(SlipstreamError, match="is said twice"):
+        read_head("eagle3", tmp_path / "head", target)
+
+
+SPECULATORS = {
+    "norm_before_residual": False, "norm_before_fc": True, "fc_norm": False, "norm_output": True, "embed_requires_grad": False,
+    "target_hidden_size": None, "has_no_defaults_at_init": False, "tie_word_embeddings": False, "transformers_version": "5.0",
+}  # fmt: skip
+"""Every field of the format's config that `draft_heads.eagle` leaves out."""
+
+
+def test_fields_of_speculators(tmp_path):
+    """Each is honoured, has no effect here, or is refused by name with a value that is not computed."""
+    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    target = read_spec(tmp_path / "model")
+
+    def read(change=lambda config, tensors: None, **changes):
+        tensors = draft_heads.eagle(tmp_path / "head", speculators=True, **{**SPECULATORS, **changes})
+        config = json.loads((tmp_path / "head" / "config.json").read_text())
+        change(config, tensors)
+        draft_heads.write(tmp_path / "head", config, tensors, "layers.0.")
+        return read_head("eagle3", tmp_path / "head", target).spec
+
+    def in_layer(**changes):
+        return lambda config, tensors: config["transformer_layer_config"].update(changes)
+
+    def own_embedding(config, tensors):
+        tensors["embed_tokens.weight"] = torch.zeros(tiny_models.VOCAB, 32)
+
+    def all_tokens(config, tensors):
+        own_embedding(config, tensors)
+        del config["draft_vocab_size"], tensors["lm_head.weight"], tensors["d2t"], tensors["t2d"]
+
+    found = read()
+    assert (found.fc_norm, found.norm_output, found.norm_before_residual, found.own_embedding) == ("joint", True, False, False)
+    assert read(norm_before_residual=True).norm_before_residual
+    assert read(own_embedding, embed_requires_grad=True).own_embedding
+    assert read(in_layer(layer_types=["full_attention"], sliding_window=None, use_sliding_window=False)) == found
+    for change, changes, message in (
+        (None, {"target_hidden_size": 64}, "target_hidden_size = 64"),
+        (None, {"embed_requires_grad": True}, "embed_requires_grad = True.*lacks embed_tokens.weight"),
+        (all_tokens, {"tie_word_embeddings": True}, "tie_word_embeddings = True.*needs its own lm_head.weight"),
+        (None, {"num_experts": 2}, "num_experts = 2"),
+        (in_layer(layer_types=["sliding_attention"]), {}, "transformer_layer_config.layer_types"),
+        (in_layer(model_type="qwen3"), {}, "transformer_layer_config.model_type = 'qwen3'"),
+        (in_layer(hidden_size=64), {}, "transformer_layer_config.hidden_size = 64"),
+    ):
+        with pytest.raises(SlipstreamError, match=message):
+            read(*([] if change is None else [change]), **changes)
+
+
+@pytest.mark.parametrize("name", ["fc.bias", "input_norm.weight", "fc_norm.0.weight"])
+def test_tensors_that_the_config_does_not_promise(tmp_path, name):
+    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    tensors = draft_heads.eagle(tmp_path / "head")
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    draft_heads.write(tmp_path / "head", config, {**tensors, name: torch.zeros(32)}, "midlayer.")
+    refused(str(tmp_path / "model"), tmp_path / "head", f"tensor '{name}' that the draft head has no place for")

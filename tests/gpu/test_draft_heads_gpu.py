@@ -58,7 +58,7 @@ def test_answers_are_the_same(tmp_path, kind, eager):
 
 
 @pytest.mark.parametrize(("quantization", "error"), [("none", 0.03), ("fp8", 0.08)])
-@pytest.mark.parametrize("kind", ["eagle3", "eagle31"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle31", "joint-norm"])
 def test_states_are_those_of_the_published_maths(tmp_path, kind, quantization, error):
     """Those of prompts, of the model in float32 on the CPU. In bfloat16 the model's own are off by a percent."""
     path, config = build(tmp_path, kind)
@@ -87,7 +87,7 @@ def test_states_are_those_of_the_published_maths(tmp_path, kind, quantization, e
     assert max(seen.values()) < error, seen
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle31", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle31", "joint-norm", "mtp"])
 def test_chains_run_from_graphs(tmp_path, kind):
     """And give the drafts that the head makes op by op."""
     path, config = build(tmp_path, kind)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.triton import TritonOps
+from slipstream.model.layers import JoinedTap
 from slipstream.model.loader import load_model
+from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.harness import CPU, run
+from tests.naive_heads import rms
 
 TOKENS = [5, 9, 200, 31, 7, 44, 45, 46]
 
@@ -38,3 +42,19 @@ def test_logits_equal_transformers(tmp_path, family, overrides):
         expected = theirs(torch.tensor([TOKENS])).logits[0]
     ours = run(load_model(tmp_path, ops=TritonOps(), device=CPU, dtype=torch.float32), TOKENS, (5, 1, 2))
     assert (ours - expected).abs().max() / expected.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("scheme", "error"), [(None, 1e-5), ("fp8", 0.05)])
+def test_one_norm_of_all_states(scheme, error):
+    """What a draft head reads between layers. The states differ in size, as those of low and high layers do."""
+    ops, layers, size = TritonOps(), (1, 2, 4), 32
+    states = {i: torch.randn(5, size) * 10.0**i for i in range(6)}
+    weight, fc = 1 + 0.1 * torch.randn(3 * size), torch.randn(size, 3 * size) * 0.3
+    norm = NormParams(kind="rms", weight=weight, eps=1e-5)
+    tap = JoinedTap(layers, norm, ops.quantize_weight(fc, None, None if scheme is None else SCHEMES[scheme]))
+    taken = None
+    for layer, state in states.items():
+        taken = tap.add(ops, taken, layer, state, None)
+    assert taken is not None
+    expected = rms(torch.cat([states[i] for i in layers], -1), weight) @ fc.T
+    assert (taken - expected).norm() < error * expected.norm()

@@ -151,7 +151,7 @@ def proposals(folder, prompts, lengths, *, graphs, ahead=True, **more):
 @pytest.fixture
 def models(tmp_path):
     tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
-    draft_heads.eagle(tmp_path / "head")
+    draft_heads.eagle(tmp_path / "head", seed=1)  # one that is right at times
     return tmp_path
 
 

@@ -150,6 +150,9 @@ class HeadTraining:
     ) -> None:
         self.source, self.settings, self.device = source, settings, device
         self.examples = [e for e in examples if 3 < len(e.token_ids) <= settings.batch_tokens]
+        if not self.examples:
+            why = f"none of {len(examples)} questions with its answer has 4 to {settings.batch_tokens} tokens"
+            raise ConfigError(f"{why}: raise batch_tokens", field="batch_tokens")
         spec, longest = source.spec, max(len(e.token_ids) for e in self.examples)
         dense = load_parameters(source, dtype=torch.bfloat16, device=device, wanted=self.is_read)
         table = dense["embed.weight"]
@@ -161,8 +164,8 @@ class HeadTraining:
         self.rows = rows[self.tokens.to(rows.device)].detach().to(device)
         self.net: EagleNet | MedusaNet
         if settings.kind == "eagle3":
-            norms = {"fc_norm": settings.fc_norm, "norm_output": settings.norm_output}
-            head = eagle_for(spec, len(self.tokens), **norms)
+            fc_norm: Any = "joint" if settings.norm_before_fc else "each" if settings.fc_norm else None
+            head = eagle_for(spec, len(self.tokens), fc_norm=fc_norm, norm_output=settings.norm_output)
             start = eagle_start(head, spec, dense, self.rows, settings.seed)
             self.spec: LayeredSpec | MedusaSpec = head
             self.net = EagleNet(
@@ -255,6 +258,8 @@ class HeadTraining:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=in_bfloat16(self.device)):
                 hidden = self.net(tokens, states, s.num_places)
                 loss, hits, counts = losses(self.net, hidden, wanted, counted, final, s.state_weight)
+            if not counts.any():  # no answer has a token of the head's
+                continue
             if not torch.isfinite(loss):
                 raise ConfigError(
                     f"the loss of step {step} is {float(loss)}: lower learning_rate", field="learning_rate"
@@ -334,7 +339,8 @@ def eagle_config(head: LayeredSpec, max_position: int) -> dict[str, Any]:
         "vocab_size": head.vocab_size,
         "draft_vocab_size": head.draft_vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(head.aux_layers or ()),
-        "fc_norm": head.fc_norm,
+        "fc_norm": head.fc_norm == "each",
+        "norm_before_fc": head.fc_norm == "joint",
         "norm_output": head.norm_output,
         "tie_word_embeddings": False,
     }

@@ -9,6 +9,7 @@ the path that a chain of drafts takes. Each step is to predict as the model does
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ class EagleNet(nn.Module):
         """token_ids [B, L], the model's states before `aux_layers` side by side [B, L, 3E] → for each step s the hidden states
         [B, L, E] whose product with the head predicts, at place p, token p + s + 2."""
         if norms := self.spec.aux_norms:
-            parts = zip(aux.chunk(len(norms), -1), norms.values(), strict=True)
+            parts = zip(aux.chunk(len(norms), -1), norms, strict=True)
             aux = torch.cat([self.norm(part, name) for part, name in parts], -1)
         states, found = F.linear(aux, self.of("fc.weight")), list[Tensor]()
         first: tuple[Tensor, Tensor] | None = None
@@ -179,7 +180,11 @@ def losses(
 
 
 def eagle_for(
-    spec: ModelSpec, draft_vocab_size: int, *, fc_norm: bool = False, norm_output: bool = False
+    spec: ModelSpec,
+    draft_vocab_size: int,
+    *,
+    fc_norm: Literal["each", "joint"] | None = None,
+    norm_output: bool = False,
 ) -> LayeredSpec:
     """A head with a layer like the model's last, if that is of the usual kind; else of the usual proportions."""
     last = spec.layers[-1]
@@ -234,11 +239,11 @@ def eagle_start(
         ("hidden_norm", f"{last}pre_attention"),
         ("layers.0.pre_mlp", f"{last}pre_mlp"),
         ("final_norm", "final_norm"),
-        *((name, "final_norm") for name in list(head.aux_norms.values())[-1:]),
+        *((name, "final_norm") for name in list(head.aux_norms)[-1:]),
     ):
         own, norm = model.get(f"{theirs}.weight"), spec.final_norm
         if own is not None and norm is not None and norm.kind == "rms":
-            values[f"{ours}.weight"] = own.float().cpu() + norm.weight_offset
+            values[f"{ours}.weight"][-e:] = own.float().cpu() + norm.weight_offset
     return values
 
 

@@ -198,10 +198,11 @@ class Distill(DistillSettings):
 class DraftHead:
     """Trains a head that drafts for the model (`compress.draft`), from its own answers to up to `num_answers` questions of
     `text`, of up to `max_tokens` tokens. Questions have `context` characters at most. The head learns to guess `num_places`
-    tokens in a row. It knows the `draft_vocab_size` most frequent tokens of the answers (None: a quarter of the model's, up to
-    32,000). Training ends after `num_steps` steps of `batch_tokens` tokens, or with the time: `minutes` for answers and
+    tokens in a row. It knows the `draft_vocab_size` most frequent tokens of the answers (None: a quarter of the model's, by 16,
+    up to 32,000). Training ends after `num_steps` steps of `batch_tokens` tokens, or with the time: `minutes` for answers and
     training (None: 50 on a CPU, 9 on a GPU). `state_weight` is that of the distance to the states that the model makes its
-    logits of. `fc_norm` and `norm_output` are EAGLE-3.1's norms. The receipt is of `num_questions_held_out` questions."""
+    logits of. `norm_before_fc` is one norm of what `fc` reads, `fc_norm` one for each state in it, and `norm_output` that of
+    EAGLE-3.1. The receipt is of `num_questions_held_out` questions."""
 
     kind: Literal["eagle3", "medusa"]
     text: str = "sharegpt"
@@ -218,6 +219,7 @@ class DraftHead:
     weight_decay: float = 0.01
     state_weight: float = 0.0
     fc_norm: bool = False
+    norm_before_fc: bool = False
     norm_output: bool = False
     minutes: float | None = None
     num_questions_held_out: int = 48
@@ -228,7 +230,8 @@ class DraftHead:
         return (9.0 if on_gpu else 50.0) if self.minutes is None else self.minutes
 
     def vocab_size(self, of_model: int) -> int:
-        return min(of_model, self.draft_vocab_size or min(32_000, of_model // 4))
+        usual = max(16, min(32_000, of_model // 4) // 16 * 16)  # a GPU's 8-bit products have outputs by 16
+        return min(of_model, self.draft_vocab_size or usual)
 
     def check(self) -> None:
         require_at_least(self, 1, "num_answers", "num_places", "num_steps", "batch_tokens", "max_tokens")
@@ -239,7 +242,10 @@ class DraftHead:
         require(self, lambda value: value is None or value >= 1, "at least 1", "draft_vocab_size")
         require(self, lambda value: value is None or value > 0, "above 0", "minutes")
         if self.kind == "medusa":
-            require(self, lambda value: not value, "false: Medusa has no such norm", "fc_norm", "norm_output")
+            norms = "fc_norm", "norm_before_fc", "norm_output"
+            require(self, lambda value: not value, "false: Medusa has no such norm", *norms)
+        if self.fc_norm:
+            require(self, lambda value: not value, "false: with fc_norm each state has a norm of its own", "norm_before_fc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.config import EngineArgs
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.model.layers import Tap
+from slipstream.model.layers import JoinedTap
 from slipstream.worker.executor import load_runner
 from slipstream.worker.forward import StateCache
 from slipstream.worker.model_runner import ModelRunner
@@ -36,13 +36,8 @@ class States:
         self.forwards, self.block_size = runner.forwards, runner.config.cache.block_size
         decoder = self.forwards.decoder
         self.spec, self.device, size = decoder.spec, decoder.device, decoder.spec.hidden_size
-        self._kept, tap = Collected(self.block_size, size, torch.float32), None
-        if layers:  # side by side: each goes through a matrix that puts it into its place
-            places = torch.zeros(len(layers), len(layers) * size, size, dtype=decoder.dtype, device=self.device)
-            for i in range(len(layers)):
-                places[i, i * size : (i + 1) * size] = torch.eye(size)
-            tap = Tap({layer: decoder.ops.quantize_weight(places[i], None, None) for i, layer in enumerate(layers)})
-        self.forwards.keep_states(self._kept, tap)
+        self._kept = Collected(self.block_size, size, torch.float32)
+        self.forwards.keep_states(self._kept, JoinedTap(tuple(layers)) if layers else None)
         self.kv = runner.make_cache(len(self.spec.cache_groups) * (-(-step_tokens // self.block_size) + 1))
 
     @torch.inference_mode()

@@ -68,6 +68,8 @@ class Emitter:
 
     def convert(self, x: int, out: int, form: int, size: int) -> None: ...
 
+    def place(self, x: int, out: int, column: int, size: int) -> None: ...
+
     def linear(self, x: int, out: int, w: Any, accumulate: bool) -> None: ...
 
     def gated_linear(self, x: int, out: int, form: int, w: Any, activation: Activation) -> None: ...
@@ -396,6 +398,11 @@ class Lowering:
         out = self._out if self._is_result(op.out.index) else x if dies else self.new(form, op.out.width)
         self.put(op.out, Stored(out))
         self.emit.norm(x.number, residual, out.number, form, op.out.width, op.arguments["norm"])
+
+    def _place(self, op: Op) -> None:
+        x, out = self.stored(op.x), self.new(F32, op.out.width) if len(op.inputs) == 1 else self.stored(op.inputs[1])
+        self.put(op.out, Stored(out))
+        self.emit.place(x.number, out.number, op.arguments["column"], op.x.width)
 
     def _linear(self, op: Op) -> None:
         w = op.arguments["w"]

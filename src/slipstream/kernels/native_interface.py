@@ -63,6 +63,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_embed": (None, [_P, _I, _I, _L, _I, _L, _L, _P, _F, _I]),
     "add_norm": (None, [_P, _I, _I, _I, _I, _I, _L, _P, _P, _F, _F]),
     "add_convert": (None, [_P, _I, _I, _I, _L, _L]),
+    "add_place": (None, [_P, _I, _I, _L, _L]),
     "add_linear": (None, [_P, _I, _I, _L, _I, _L, _L, _P, _P, _I, _P, _L]),
     "add_head_linear": (None, [_P, _I, _I, _L, _L, _L, _I, _L, _L, _P, _L]),
     "add_gated_linear": (None, [_P, _I, _I, _I, _I, _F, _F, _I, _L, _L, _P, _P, _P, _L]),

@@ -224,6 +224,13 @@ class OpSet(ABC):
         """Rows of `table` by the tokens' types, [T, E]. If all tokens have the first type: [E], for all of them."""
         return table[0] if meta.token_types is None else self.embed(meta.token_types, table)
 
+    def place(self, x: Tensor, into: Tensor | None, *, column: int, width: int) -> Tensor:
+        """x [T, E] in the columns of `into` [T, width] from `column` on; `into` is written and returned. None: new rows, whose
+        other columns are not set."""
+        rows = x.new_empty(len(x), width) if into is None else into
+        rows[:, column : column + x.shape[1]] = x
+        return rows
+
     @abstractmethod
     def linear(self, x: Activations, w: Linear) -> Tensor:
         """[T, in] → [T, out]: x · weightᵀ + bias, accumulated in float32 (int32 for int8). x is quantised to the format

@@ -244,6 +244,9 @@ class RecordingOps:
     def embed_token_types(self, meta: TracedMeta, table: Any) -> Value:
         return self.record("embed_token_types", (), (_inner(table),), table=table)
 
+    def place(self, x: Value, into: Value | None, *, column: int, width: int) -> Value:
+        return self.record("place", (x,) if into is None else (x, into), (width,), column=column)
+
     def linear(self, x: Value, w: Any) -> Value:
         return self.record("linear", (x,), (w.out_features,), w=w)
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.model.encoder import Classifier, Encoder
 from slipstream.model.layers import (
+    AnyTap,
     Layer,
     MoE,
     Partition,
-    Tap,
     build_layer,
     build_linear,
     build_norm,
@@ -104,7 +104,7 @@ class Decoder:
         self.device, self.dtype = ops.place_of(known)
         tables = ops.position_tables(max_model_len, self.device)
         self.encoder = self.classifier = None
-        self.tap: Tap | None = None  # the states between layers that a draft head reads
+        self.tap: AnyTap | None = None  # the states between layers that a draft head reads
 
         def stack(own: Sequence[LayerSpec], name: str, held: range) -> list[Layer]:
             tables.distances = parameters.pop(f"{name}distances.weight", None)

@@ -24,7 +24,18 @@ from slipstream.kernels.programs import LinearArgmax, LinearProgram
 from slipstream.kernels.recording import TOKENS, RecordingOps, TracedKV, TracedMeta
 from slipstream.kernels.weights import Linear
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Attention, Layer, Tap, build_layer, build_linear, build_norm, whole
+from slipstream.model.layers import (
+    AnyTap,
+    Attention,
+    JoinedTap,
+    Layer,
+    Tap,
+    build_layer,
+    build_linear,
+    build_norm,
+    whole,
+)
+from slipstream.model.loaded import held_bytes
 from slipstream.model.step_program import CompiledOps, Floats, compiled
 from slipstream.spec.draft_heads import WRAPPED, HeadDescription, HeadSpec, LayeredSpec, MedusaSpec
 from slipstream.spec.reason import Reason
@@ -125,7 +136,7 @@ class LayeredHead:
         embed: Any,
         scale: float,
         head: Linear,
-        tap: Tap | None,
+        tap: AnyTap | None,
         mask_state: Any = None,
     ) -> None:
         self.spec, self.ops, self.tap, self.head, self.mask_state = body.spec, ops, tap, head, mask_state
@@ -290,11 +301,18 @@ def _like(given: Any, found: npt.NDArray[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LoadedHead:
-    """`target_ids`: the model's token for each of the head's, int64; None: they are the same."""
+    """`target_ids`: the model's token for each of the head's, int64; None: they are the same. `weights_bytes`: as
+    `LoadedModel`'s, of what is not the model's."""
 
     head: LayeredHead | MedusaHead
     target_ids: Any
     weights_bytes: int
+
+    @classmethod
+    def of(cls, head: LayeredHead | MedusaHead, target_ids: Any, decoder: Decoder) -> LoadedHead:
+        of_model = vars(decoder).values()
+        own = held_bytes(*vars(head).values(), *of_model) - held_bytes(*of_model)
+        return cls(head, target_ids, own)
 
 
 def build_head(
@@ -319,14 +337,18 @@ def build_head(
     embed = ops.embedding(values.pop("embed.weight"), None) if spec.own_embedding else decoder.embed
     head = linear("head") if spec.own_head else decoder.head
     norms = {name: build_norm(spec.norm, name, values) for name in spec.norms}
-    tap = mask_state = None
+    tap: AnyTap | None = None
+    mask_state = None
     if spec.aux_layers is not None:
-        fc = values.pop("fc.weight")
-        parts = zip(spec.aux_layers, _columns(fc, len(spec.aux_layers)), strict=True)
-        aux_norms = {i: build_norm(spec.norm, name, values) for i, name in spec.aux_norms.items()}
-        tap = Tap({i: ops.quantize_weight(w, None, scheme) for i, w in parts}, aux_norms)
+        fc, taps = values.pop("fc.weight"), spec.aux_layers
+        aux_norms = [build_norm(norm, name, values) for name, norm in spec.aux_norms.items()]
+        if spec.fc_norm == "joint":
+            tap = JoinedTap(taps, aux_norms[0], ops.quantize_weight(fc, None, scheme))
+        else:
+            parts = [ops.quantize_weight(w, None, scheme) for w in _columns(fc, len(taps))]
+            tap = Tap(dict(zip(taps, parts, strict=True)), dict(zip(taps, aux_norms, strict=False)))
         if spec.has_mask_state:
-            mask_state = _state_of(values.pop("mask.weight")[0], fc, list(aux_norms.values()))
+            mask_state = _state_of(values.pop("mask.weight")[0], fc, aux_norms)
     halves: list[Linear] = []
     if spec.join == "product":
         both, bias = _columns(values.pop("join.weight"), 2), values.pop("join.bias", None)
@@ -373,8 +395,8 @@ def _two_dims(read: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _state_of(row: Any, fc: Any, norms: Sequence[NormParams]) -> Any:
-    """float32 [E]: what `fc` [E, n · E] makes of a row [n · E], whose parts go through `norms`, if there are any. Tensors or
-    arrays."""
+    """float32 [E]: what `fc` [E, n · E] makes of a row [n · E], whose parts of equal widths go through `norms`, if there
+    are any. Tensors or arrays."""
     total = 0.0
     parts = _columns(row[None], len(norms) or 1)
     for i, weight in enumerate(_columns(fc, len(parts))):

@@ -35,8 +35,7 @@ def load_head(
             )
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"the draft head does not fit on {device}: {error}", field="model") from error
-        num_bytes = sum(v.numel() * v.element_size() for v in values.values())
-        return LoadedHead(build_head(spec, values, decoder, max_model_len=max_model_len, scheme=scheme), ids, num_bytes)
+        return LoadedHead.of(build_head(spec, values, decoder, max_model_len=max_model_len, scheme=scheme), ids, decoder)
 
 
 def _load(

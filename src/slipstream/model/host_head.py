@@ -29,8 +29,8 @@ def load_host_head(
     """`draft_loader.load_head`. Random weights are NumPy's, so torch's of the same seed are others."""
     made: Any = _dummy(description.spec, dtype, seed) if load_format == "dummy" else _load(description, dtype)
     values, ids = made
-    num_bytes = sum(v.nbytes for v in values.values())
-    return LoadedHead(build_head(description.spec, values, decoder, max_model_len=max_model_len, scheme=scheme), ids, num_bytes)
+    head = build_head(description.spec, values, decoder, max_model_len=max_model_len, scheme=scheme)
+    return LoadedHead.of(head, ids, decoder)
 
 
 def _load(description: HeadDescription, dtype: str) -> tuple[dict[str, Array], npt.NDArray[np.int64] | None]:

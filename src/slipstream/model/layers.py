@@ -359,6 +359,33 @@ class Tap:
         return part if taken is None else taken + part
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedTap:
+    """The states before `layers` (rising) side by side, through one norm and one product, if there are any."""
+
+    layers: tuple[int, ...]
+    norm: NormParams | None = None
+    product: Linear | None = None
+
+    def add(self, ops: OpSet, taken: Tensor | None, layer: int, pending: Pending, residual: Tensor | None) -> Tensor | None:
+        """`taken` with this layer's state in its place; at the last of the layers the result."""
+        if layer not in self.layers:
+            return taken
+        assert not isinstance(pending, Part)  # no draft head runs on several ranks
+        state = _sum(ops, pending, residual)
+        size, count = state.shape[-1], len(self.layers)
+        rows: Any = ops.place(state, taken, column=self.layers.index(layer) * size, width=count * size)
+        if layer != self.layers[-1]:
+            return rows  # type: ignore[no-any-return]
+        if self.norm is not None:
+            rows = ops.norm(rows, self.norm, inputs=None if self.product is None else self.product.inputs)[0]
+        return rows if self.product is None else ops.linear(rows, self.product)
+
+
+AnyTap: TypeAlias = Tap | JoinedTap
+"""What a draft head reads between layers."""
+
+
 def normed(ops: OpSet, norm: NormParams, h: Pending, residual: Tensor | None = None) -> Tensor:
     """norm(h + residual), in the model's type."""
     return _norm(ops, norm, h, residual)[0]  # type: ignore[return-value]

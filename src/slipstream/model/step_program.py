@@ -262,6 +262,9 @@ class ProgramEmitter(Emitter):
     def convert(self, x: int, out: int, form: int, size: int) -> None:
         self.program.add("convert", x, out, form, size, 1)
 
+    def place(self, x: int, out: int, column: int, size: int) -> None:
+        self.program.add("place", x, out, column, size)
+
     def linear(self, x: int, out: int, w: Any, accumulate: bool) -> None:
         add_linear(self.program, x, out, w, accumulate=accumulate)
 

@@ -99,7 +99,9 @@ def load_drafter(
         decoder,
         dtype=dtype,
         max_model_len=config.model.max_model_len,
-        scheme=head_scheme(config, description, _default_scheme(decoder.ops, device)),
+        scheme=head_scheme(
+            config, description, _default_scheme(decoder.ops, device), rows=16 if decoder.ops.name == "triton" else 1
+        ),
         load_format="dummy" if config.model.load_format == "dummy" else "auto",
         seed=config.model.seed,
     )

@@ -23,7 +23,8 @@ from slipstream.plan.fit import check_weights_fit
 from slipstream.plan.memory import MemoryLedger, block_bytes, size_cache, staged_blocks
 from slipstream.spec.autotune_table import NO_TILES, TileTable, load_tiles
 from slipstream.spec.description import ModelDescription, read_spec
-from slipstream.spec.draft_heads import HeadDescription, HeadMethod, read_head
+from slipstream.spec.draft_heads import HeadDescription, HeadMethod
+from slipstream.spec.head_readers import read_head
 from slipstream.spec.reason import NotCovered
 from slipstream.stats import AdapterStats, CanaryResult, ExpertTokens
 from slipstream.types import LoRARequest, Plan, TokenMask

@@ -31,7 +31,7 @@ from slipstream.kernels.arrays import to_array
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import Running
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Tap
+from slipstream.model.layers import AnyTap
 from slipstream.model.one_token import OneTokenKernel, compile_one_token
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.reason import Reason
@@ -393,7 +393,7 @@ class Forwards:
         assert self.adapters is not None
         return Adapted(self.base, self.adapters)
 
-    def keep_states(self, states: StateCache, tap: Tap | None) -> None:
+    def keep_states(self, states: StateCache, tap: AnyTap | None) -> None:
         """From now on each step writes what `tap` reads between the layers, or without one its hidden states."""
         self.states, self.decoder.tap = states, tap
         self._build()

@@ -20,7 +20,7 @@ from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.draft_heads import Passes
-from slipstream.spec.draft_heads import HeadDescription
+from slipstream.spec.draft_heads import HeadDescription, HeadSpec
 from slipstream.spec.scheme import SCHEMES, Scheme
 from slipstream.types import ScheduledRequest
 from slipstream.worker.input_batch import laid_out
@@ -43,18 +43,35 @@ def check_num_drafts(config: EngineConfig, description: HeadDescription) -> None
         )
 
 
-def head_scheme(config: EngineConfig, description: HeadDescription, default: str | None) -> Scheme | None:
-    """What a head's products are rounded by. If nobody says, by `default`: a pass takes as long as its weights take to be read,
-    and 8 bits cost a head hardly a right guess. An MTP layer is as it came."""
+def head_scheme(
+    config: EngineConfig, description: HeadDescription, default: str | None, *, rows: int = 1
+) -> Scheme | None:
+    """What a head's products are rounded by. If nobody says, by `default` where that fits: a pass takes as long as its weights
+    take to be read, and 8 bits cost a head hardly a right guess. An MTP layer is as it came. 8-bit products must have outputs
+    in multiples of `rows`. ConfigError if what was chosen does not fit."""
     assert config.speculation is not None
-    spec, chosen = description.spec, config.speculation.quantization
-    if chosen is not None:
-        return SCHEMES.get(chosen)
-    if default is None or description.method == "mtp":
+    chosen = config.speculation.quantization
+    scheme = SCHEMES.get(chosen or (None if description.method == "mtp" else default) or "none")
+    if scheme is None or (why := _misfit(description.spec, scheme, rows)) is None:
+        return scheme
+    if chosen is None:
         return None
-    scheme = SCHEMES[default]
-    fits = all(shape[-1] % scheme.multiple == 0 for shape in spec.shapes.values() if len(shape) > 1)
-    return scheme if fits else None
+    message = f"speculative_config: quantization={chosen!r} {why}; take another scheme, or 'none'"
+    raise ConfigError(message, field="speculative_config")
+
+
+def _misfit(spec: HeadSpec, scheme: Scheme, rows: int) -> str | None:
+    """Why the head's products can't be rounded so."""
+    if scheme.experts_only:
+        return "rounds experts alone"
+    for name, shape in spec.shapes.items():
+        if len(shape) < 2 or name in ("embed.weight", "mask.weight"):
+            continue
+        if shape[-1] % scheme.multiple:
+            return f"needs inputs in multiples of {scheme.multiple}, and {name} has {shape[-1]}"
+        if scheme.inputs is not None and shape[0] % rows:
+            return f"needs outputs in multiples of {rows}, and {name} has {shape[0]}"
+    return None
 
 
 class HostChain:
