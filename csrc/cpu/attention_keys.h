@@ -41,18 +41,23 @@ struct Running {  // the softmax's running maximum and sum; the sum stays in lan
     F sum;
 };
 
-// Applies cap, slope, bias and mask to the scores of keys key0 … key0 + 63 for a query at `position`, then the running softmax.
-// Leaves in `scores` the weights relative to the new maximum. Returns the factor of the values that were added before.
-static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, int64_t n, int64_t position, int64_t head,
-                           Running* p) {
+// The keys of a tile that a query sees: `low` … `high` − 1 of its 64.
+struct Seen {
+    int64_t low, high;
+    bool any() const { return low < high; }
+    bool masked() const { return low > 0 || high < KT; }
+    void put(float* scores, float others) const {  // where the query does not see
+        for (int64_t j = 0; j < low; j++) scores[j] = others;
+        for (int64_t j = high; j < KT; j++) scores[j] = others;
+    }
+};
+
+// Applies cap, slope, bias and mask to the scores of keys key0 … key0 + 63 for a query at `position`.
+static inline Seen bend(const AttentionArgs& a, float* scores, int64_t key0, int64_t n, int64_t position, int64_t head) {
     int64_t low = a.window ? position - a.window + 1 - key0 : 0, high = a.causal ? position + 1 - key0 : n;
     if (a.window && !a.causal) high = position + a.window - key0;
-    low = low < 0 ? 0 : low;
-    high = high > n ? n : high;
-    if (low >= high) {
-        memset(scores, 0, KT * 4);
-        return 1.0f;
-    }
+    const Seen seen{low < 0 ? 0 : low, high > n ? n : high};
+    if (!seen.any()) return seen;
     if (a.softcap > 0.0f)
         for (int64_t j = 0; j < KT; j += 16)
             store(scores + j, vtanh(load(scores + j) * set1(1.0f / a.softcap)) * set1(a.softcap));
@@ -65,10 +70,18 @@ static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, 
             scores[j] += bias[least > a.bias_range ? a.bias_range : least];
         }
     }
-    const bool masked = low > 0 || high < KT;
-    if (masked) {
-        for (int64_t j = 0; j < low; j++) scores[j] = -INFINITY;
-        for (int64_t j = high; j < KT; j++) scores[j] = -INFINITY;
+    if (seen.masked()) seen.put(scores, -INFINITY);
+    return seen;
+}
+
+// `bend`, then the running softmax. Leaves in `scores` the weights relative to the new maximum. Returns the factor of the values
+// that were added before.
+static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, int64_t n, int64_t position, int64_t head,
+                           Running* p) {
+    const Seen seen = bend(a, scores, key0, n, position, head);
+    if (!seen.any()) {
+        memset(scores, 0, KT * 4);
+        return 1.0f;
     }
     F x[KT / 16];
     for (int64_t j = 0; j < KT / 16; j++) x[j] = load(scores + 16 * j);
@@ -84,9 +97,8 @@ static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, 
     }
     for (int64_t j = 0; j < KT / 16; j++) x[j] = vexp(x[j] - set1(now));
     for (int64_t j = 0; j < KT / 16; j++) store(scores + 16 * j, x[j]);
-    if (masked) {  // vexp of a masked score is e⁻⁸⁷, not 0
-        for (int64_t j = 0; j < low; j++) scores[j] = 0.0f;
-        for (int64_t j = high; j < KT; j++) scores[j] = 0.0f;
+    if (seen.masked()) {  // vexp of a masked score is e⁻⁸⁷, not 0
+        seen.put(scores, 0.0f);
         for (int64_t j = 0; j < KT / 16; j++) x[j] = load(scores + 16 * j);
     }
     p->sum = p->sum + ((x[0] + x[1]) + (x[2] + x[3]));

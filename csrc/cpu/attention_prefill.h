@@ -67,6 +67,15 @@ static inline void pack_values(const AttentionArgs& a, const int64_t* at, int64_
     }
 }
 
+struct Block {  // of rows by 64 keys, of which there are n
+    int64_t key, n;
+    int64_t position, head, heads, at;  // of the first row's token; the first of the kv head's heads, their number, and the first row's
+    int64_t rows;
+
+    int64_t position_of(int64_t r) const { return position + (at + r) / heads; }
+    int64_t head_of(int64_t r) const { return head + (at + r) % heads; }
+};
+
 // How: how a block of How::ROWS rows (query tokens × heads of the kv head) is multiplied by keys and by values.
 template <class How>
 static void prefill_by(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch) {
@@ -112,16 +121,11 @@ static void prefill_by(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
         if (r0 < rows) score(r0);
         for (; r0 < rows; r0 += ROWS) {
             const int64_t count = rows - r0 < ROWS ? rows - r0 : ROWS;
-            float scales[ROWS];
+            alignas(64) float scales[ROWS];
             std::swap(coming, known);
             if (r0 + ROWS < rows) score(r0 + ROWS);  // before this block's, which tile registers compute meanwhile
-            for (int64_t r = 0; r < count; r++) {
-                const int64_t token = token0 + (r0 + r) / heads, head = kv_head * heads + (r0 + r) % heads;
-                float* s = known + r * KT;
-                scales[r] = soften(a, s, key, n, first + token, head, running + r0 + r);
-                if (PAIRS)
-                    for (int64_t j = 0; j < KT; j += 16) store_bf16((uint16_t*)(weights + r * KT) + j, load(s + j));
-            }
+            const Block block{key, n, first + token0 + r0 / heads, kv_head * heads, heads, r0 % heads, count};
+            How::soften(a, block, known, weights, running + r0, scales);
             How::mix(PAIRS ? weights : known, values, scales, mixed + r0 * vp, vp, count);
         }
     }
