@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels.metadata import LayerKV, Parts
+from slipstream.kernels.metadata import LayerKV, PackedParts
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps, bidirectional
@@ -142,8 +142,8 @@ def test_parts_of_pictures(lengths, monkeypatch):
     monkeypatch.setattr(bidirectional, "attend", lambda *args: taken.append(1) or attend(*args))
     rows = torch.randn(sum(lengths), 3 * 2 * 20)
     q, k, v = rows.unflatten(1, (3, 2, 20)).unbind(1)  # as they lie behind the product
-    parts = Parts.of(lengths, torch.device("cpu"))
+    parts = PackedParts.of(lengths, torch.device("cpu"))
     theirs = REFERENCE.packed_attention(q, k, v, parts, scale=0.3)
     torch.testing.assert_close(OURS.packed_attention(q, k, v, parts, scale=0.3), theirs, atol=1e-5, rtol=1e-4)
     assert len(taken) == (len(set(lengths)) > 1)
-    assert not bidirectional.covers(Parts.of([1000, 900], q.device))
+    assert not bidirectional.covers(PackedParts.of([1000, 900], q.device))
