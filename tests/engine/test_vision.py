@@ -271,5 +271,6 @@ def test_passes_over_pictures(counts, most):
     passes = [counts[a:b] for a, b in itertools.pairwise([0, *ends])]
     assert [n for own in passes for n in own] == counts
     assert all(len(own) == 1 or sum(own) <= most for own in passes)
+    assert not counts or len(ends) <= 2 * -(-sum(counts) // most) + 1
     assert pass_ends([1564] * 16, 8192) == [4, 8, 12, 16]
     assert pass_ends([50] * 4, 100) == [2, 4]

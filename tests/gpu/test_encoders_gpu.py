@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.kernels.metadata import LayerKV, Parts
+from slipstream.kernels.metadata import LayerKV, PackedParts
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.types import TextsPlan
@@ -104,9 +104,9 @@ def test_parts_of_pictures(dim):
     from slipstream.kernels.triton import TritonOps
 
     q, k, v = rows.float().unflatten(1, (3, 4, dim)).unbind(1)
-    theirs = ReferenceOps().packed_attention(q, k, v, Parts.of(lengths, q.device), scale=dim**-0.5)
+    theirs = ReferenceOps().packed_attention(q, k, v, PackedParts.of(lengths, q.device), scale=dim**-0.5)
     q, k, v = rows.cuda().unflatten(1, (3, 4, dim)).unbind(1)
-    ours = TritonOps().packed_attention(q, k, v, Parts.of(lengths, q.device), scale=dim**-0.5)
+    ours = TritonOps().packed_attention(q, k, v, PackedParts.of(lengths, q.device), scale=dim**-0.5)
     torch.testing.assert_close(ours.float().cpu(), theirs, rtol=2e-2, atol=3e-2)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.kernels import cpu_torch as cpu
 from slipstream.kernels.cpu_torch import CpuOps, PackedLinear
-from slipstream.kernels.metadata import Parts, SamplingTensors
+from slipstream.kernels.metadata import PackedParts, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.select import select_ops
@@ -236,9 +236,9 @@ def test_packed_attention_of_parts_of_any_length():
     """Pictures and windows: each token sees its own part."""
     for lengths in ((1, 7, 7, 64, 3, 1), (84,), (20, 20)):
         q, k, v = torch.randn(3, sum(lengths), 3, 10).unbind(0)
-        parts = Parts.of(lengths, torch.device("cpu"))
+        parts = PackedParts.of(lengths, torch.device("cpu"))
         found = CpuOps().packed_attention(q, k, v, parts, scale=0.3)
         torch.testing.assert_close(found, ReferenceOps().packed_attention(q, k, v, parts, scale=0.3), atol=1e-5, rtol=1e-4)
         each = zip(lengths, *(x.split(list(lengths)) for x in (q, k, v)), strict=True)
-        alone = [ReferenceOps().packed_attention(*own, Parts.of([n], q.device), scale=0.3) for n, *own in each]
+        alone = [ReferenceOps().packed_attention(*own, PackedParts.of([n], q.device), scale=0.3) for n, *own in each]
         torch.testing.assert_close(found, torch.cat(alone), atol=1e-5, rtol=1e-4)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels.metadata import LayerKV, Parts
+from slipstream.kernels.metadata import LayerKV, PackedParts
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps, bidirectional
@@ -22,6 +22,7 @@ from tests import tiny_models
 from tests.kernels import cases
 from tests.model.harness import CPU, caches, load, states, whole
 from tests.model.test_encoders import error
+from tests.vision_models import build_vision
 
 TEXTS = [[(7 * i + n) % 250 + 5 for i in range(n)] for n in (5, 1, 21)]
 
@@ -142,8 +143,19 @@ def test_parts_of_pictures(lengths, monkeypatch):
     monkeypatch.setattr(bidirectional, "attend", lambda *args: taken.append(1) or attend(*args))
     rows = torch.randn(sum(lengths), 3 * 2 * 20)
     q, k, v = rows.unflatten(1, (3, 2, 20)).unbind(1)  # as they lie behind the product
-    parts = Parts.of(lengths, torch.device("cpu"))
+    parts = PackedParts.of(lengths, torch.device("cpu"))
     theirs = REFERENCE.packed_attention(q, k, v, parts, scale=0.3)
     torch.testing.assert_close(OURS.packed_attention(q, k, v, parts, scale=0.3), theirs, atol=1e-5, rtol=1e-4)
     assert len(taken) == (len(set(lengths)) > 1)
-    assert not bidirectional.covers(Parts.of([1000, 900], q.device))
+    assert not bidirectional.covers(PackedParts.of([1000, 900], q.device))
+
+
+def test_a_tower_that_sees(tmp_path):
+    """Qwen 2.5 VL's: rotations, padded units, and windows of several lengths."""
+    build_vision(tmp_path, "qwen2_5_vl")
+    rng = torch.Generator().manual_seed(1)
+    pictures = [torch.randint(0, 256, (8 * h, 8 * w, 3), dtype=torch.uint8, generator=rng) for h, w in ((3, 5), (4, 4))]
+    ours, theirs = (load_model(tmp_path, ops=ops, device=CPU, dtype=torch.float32).tower for ops in (OURS, REFERENCE))
+    assert bidirectional.covers(ours._layout(tuple(ours.spec.grid(*p.shape[:2]) for p in pictures)).windows)
+    for found, wanted in zip(ours(pictures), theirs(pictures), strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-4, rtol=2e-3)

@@ -123,7 +123,8 @@ def test_the_longest_step_with_a_graph():
     assert padding(config, spec)(10, 8193, 3) == (10, 8193)
     shorter = dataclasses.replace(config, model=dataclasses.replace(config.model, max_model_len=7000))
     assert mixed_prompts(shorter, spec)[-1] == 6144
-    assert mixed_prompts(config, planned().description.spec)[-1] == 4096
+    for other in ("llama-3-8b", "deepseek-v2-lite"):  # latent attention has a way of its own for long prompts, outside graphs
+        assert mixed_prompts(config, planned(other).description.spec)[-1] == 4096
     assert not mixed_prompts(config, read_spec(CONFIGS / "t5-large").spec)
 
 

@@ -337,6 +337,7 @@ def test_sizes_that_are_ready_stand_in_for_others(tmp_path, monkeypatch):
         graphs = replay(llm.core.executor.runner)
         graphs.capture()
         assert set(graphs._captured) == {*((n, 0) for n in (1, 2, 4, 8, 16, 32, 40)), (32, 192), (32, 128)}
+        assert next(iter(graphs._captured)) == (32, 192)  # the largest
         assert graphs._size_for(32) == 32
         assert graphs._size_for(30) == 32
         assert graphs._size_for(17) == 24  # 32 would be nearly twice as many

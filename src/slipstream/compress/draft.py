@@ -280,6 +280,11 @@ class HeadTraining:
                 round(share * s.num_steps),
                 s.num_steps,
             )
+        if not history:
+            raise ConfigError(
+                "no step trained the head: no answer has a token that the head proposes; raise draft_vocab_size",
+                field="draft_vocab_size",
+            )
         return history
 
     def write(self, folder: Path) -> None:

@@ -24,7 +24,7 @@ NO_ADAPTER = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PackedParts:
     """T tokens in parts, one behind another. A token attends to its own part, whole (`OpSet.packed_attention`)."""
 
     by_length: tuple[tuple[int, Tensor | None], ...]  # for each length the tokens of all its parts, int64; None: all tokens
@@ -32,8 +32,8 @@ class Parts:
     ends: Tensor  # int32 [T]: where its part ends
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Parts:
-        """Parts of these lengths."""
+    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedParts:
+        """PackedParts of these lengths."""
         import torch
 
         each = torch.tensor(lengths)

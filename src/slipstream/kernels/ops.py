@@ -30,7 +30,7 @@ from slipstream.kernels.layouts import MLAParams as MLAParams
 from slipstream.kernels.layouts import NormParams as NormParams
 from slipstream.kernels.layouts import QKVLayout as QKVLayout
 from slipstream.kernels.layouts import TokenShape as TokenShape
-from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, Parts, SamplingTensors
+from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, PackedParts, SamplingTensors
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.quantize import numbers, round_linear
 from slipstream.kernels.weights import Activations, Linear, Quantized, SplitLinear
@@ -334,7 +334,7 @@ class OpSet(ABC):
         rotary_dim pass. Computed in float32, and rounded to the cache's type after division by its scale.
         """
 
-    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, parts: Parts, *, scale: float) -> Tensor:
+    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, parts: PackedParts, *, scale: float) -> Tensor:
         """Attention without a cache: q, k and v [T, H, D] → [T, H, D]."""
         out = torch.empty_like(q)
         for length, index in parts.by_length:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, Parts, SamplingTensors
+from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, PackedParts, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, NormParams, OpSet, QKVLayout
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.weights import (
@@ -159,7 +159,7 @@ class ReferenceOps(OpSet):
             out[begin:end] = attend(q[begin:end], keys, values, params)
         return out
 
-    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, parts: Parts, *, scale: float) -> Tensor:
+    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, parts: PackedParts, *, scale: float) -> Tensor:
         out = torch.empty_like(q)
         for length, index in parts.by_length:
             tokens = torch.arange(len(q), device=q.device) if index is None else index

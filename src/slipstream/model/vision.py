@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.layouts import NormParams, QKVLayout
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, Parts
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, PackedParts
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import Linear
 from slipstream.model.layers import MLP, build_linear, build_norm, normed
@@ -30,9 +30,9 @@ from slipstream.spec.vision import AxialRopeSpec, Grid, GridPositionSpec, ImageP
 
 LongArray = npt.NDArray[np.int64]
 
-MOST_PATCHES = 16384
+MOST_PATCHES = {"cuda": 16384, "cpu": 8192}
 """Patches of one pass, unless a single picture has more. More pictures are encoded in several, of about as many each. The host
-takes up to 40 ms to launch a pass, whatever its size."""
+takes 12 to 16 ms to launch a pass on a GPU, whatever its size."""
 
 ROW = 8
 """The hidden units of an MLP are padded to a multiple. A GPU's fast products read rows of whole 16 bytes: on an H100 Qwen 2.5
@@ -43,11 +43,11 @@ VL's rows of 3,420 numbers took 347 µs, and rows of such a length some 110."""
 class Layout:
     """Where the patches of some pictures are. Tensors are on the encoder's device."""
 
-    whole: Parts  # pictures
-    windows: Parts  # as `whole` without windows
+    whole: PackedParts  # pictures
+    windows: PackedParts  # as `whole` without windows
     positions: Tensor | None  # int64 [N]: rows of a table of positions
     cos_sin: Tensor | None  # float32 [N, D]: rotations, cosines first
-    rows: AttentionMetadata  # each patch has the row of the same number in `cos_sin`, and in the keys and values
+    meta: AttentionMetadata  # each patch has the row of the same number in `cos_sin`, and in the keys and values
     order: Tensor | None  # int64 [N / merge²]: groups window by window; None: as they come
 
 
@@ -59,7 +59,7 @@ class VisionLayer:
     mlp: MLP
     norms: Mapping[str, NormParams]
 
-    def __call__(self, ops: OpSet, h: Tensor, parts: Parts, layout: Layout) -> Tensor:
+    def __call__(self, ops: OpSet, h: Tensor, parts: PackedParts, layout: Layout) -> Tensor:
         """[N, E] → [N, E]"""
         a = self.spec.attention
         rows = ops.linear(normed(ops, self.norms["pre_attention"], h), self.qkv)
@@ -67,7 +67,7 @@ class VisionLayer:
         if layout.cos_sin is not None:  # written as a cache with one token per block
             kv = LayerKV(*(rows.new_empty(len(rows), a.num_heads, 1, a.head_dim) for _ in range(2)))
             heads = QKVLayout(num_heads=a.num_heads, num_kv_heads=a.num_heads, head_dim=a.head_dim, cos_sin=layout.cos_sin)
-            q, k, v = ops.rope_and_cache(rows, kv, layout.rows, heads), kv.k.squeeze(2), kv.v.squeeze(2)
+            q, k, v = ops.rope_and_cache(rows, kv, layout.meta, heads), kv.k.squeeze(2), kv.v.squeeze(2)
         h = h + ops.linear(ops.packed_attention(q, k, v, parts, scale=a.scale).flatten(1), self.out)
         return h + self.mlp(ops, normed(ops, self.norms["pre_mlp"], h))
 
@@ -80,6 +80,9 @@ class ImageTower:
     ) -> None:
         self.spec, self.ops = spec, ops
         own = {name: parameters.pop(name) for name in list(parameters) if name.startswith("vision.")}
+        for i, layer in enumerate(spec.layers):
+            assert isinstance(layer.mlp, DenseSpec)
+            pad_units(own, f"vision.layers.{i}.mlp.", layer.mlp)
         self.num_bytes = sum(value.numel() * value.element_size() for value in own.values())
 
         def linear(name: str) -> Linear:
@@ -87,6 +90,7 @@ class ImageTower:
 
         weight = own["vision.patch.weight"]
         self.device, self.dtype = weight.device, weight.dtype
+        self.most_patches = MOST_PATCHES[self.device.type]
         self.patch = linear("patch")
         self.positions = own.pop("vision.positions.weight", None)
         self.layers = [self._layer(layer, f"layers.{i}.", own, linear) for i, layer in enumerate(spec.layers)]
@@ -100,13 +104,12 @@ class ImageTower:
         self._mean, self._std = (
             torch.tensor(x, dtype=torch.float32, device=self.device) for x in (processing.mean, processing.std)
         )
-        self._layout = lru_cache(maxsize=64)(self._make_layout)
+        self._layout = lru_cache(maxsize=8)(self._make_layout)
 
     def _layer(self, s: LayerSpec, name: str, own: dict[str, Tensor], linear: Any) -> VisionLayer:
         assert isinstance(s.attention, AttentionSpec)
         assert isinstance(s.mlp, DenseSpec)
         qkv, out = linear(f"{name}attention.qkv"), linear(f"{name}attention.out")
-        pad_units(own, f"vision.{name}mlp.", s.mlp)
         mlp = MLP(s.mlp, linear(f"{name}mlp.up"), linear(f"{name}mlp.down"))
         return VisionLayer(s, qkv, out, mlp, {key: build_norm(n, f"vision.{name}{key}", own) for key, n in s.norms.items()})
 
@@ -114,7 +117,7 @@ class ImageTower:
     def __call__(self, pictures: Sequence[Tensor]) -> list[Tensor]:
         """Pixels, uint8 [height, width, C], of whole groups of patches → of each picture its tokens' embeddings."""
         counts = [self.spec.grid(*picture.shape[:2]).num_patches for picture in pictures]
-        ends = pass_ends(counts, MOST_PATCHES)
+        ends = pass_ends(counts, self.most_patches)
         return [x for start, end in itertools.pairwise((0, *ends)) for x in self._encode(pictures[start:end])]
 
     def _encode(self, pictures: Sequence[Tensor]) -> list[Tensor]:
@@ -169,7 +172,7 @@ class ImageTower:
     def _make_layout(self, grids: tuple[Grid, ...]) -> Layout:
         spec = self.spec
         sizes = np.array([grid.num_patches for grid in grids], np.int64)
-        whole = Parts.of(sizes.tolist(), self.device)
+        whole = PackedParts.of(sizes.tolist(), self.device)
         rows, columns = (np.concatenate([patch_places(grid, spec.merge)[axis] for grid in grids]) for axis in range(2))
         positions = cos_sin = order = None
         windows = whole
@@ -189,13 +192,13 @@ class ImageTower:
                     groups.append(start + window)
                     lengths.append(len(window) * spec.merge**2)
             flat = np.concatenate(groups)
-            order, windows = self._placed(flat), Parts.of(lengths, self.device)
+            order, windows = self._placed(flat), PackedParts.of(lengths, self.device)
             if cos_sin is not None:
                 cos_sin = cos_sin.reshape(len(flat), spec.merge**2, -1)[flat].reshape(len(cos_sin), -1)
         turned = None if cos_sin is None else torch.from_numpy(cos_sin).to(self.device)
-        return Layout(whole, windows, positions, turned, self._rows(len(rows)), order)
+        return Layout(whole, windows, positions, turned, self._meta(len(rows)), order)
 
-    def _rows(self, count: int) -> AttentionMetadata:
+    def _meta(self, count: int) -> AttentionMetadata:
         index = torch.arange(count, device=self.device)
         none = index[:0].int()
         return AttentionMetadata(
@@ -214,8 +217,8 @@ class ImageTower:
 
 
 def pass_ends(counts: Sequence[int], most: int) -> list[int]:
-    """Where each pass over pictures of so many patches ends. A pass has at most `most`, unless a single picture has more, and
-    none has much less than the others."""
+    """Where each pass over pictures of so many patches ends. A pass has at most `most`, unless a single picture has more. It
+    ends when it has its even share, so the last one seldom has much less than the others."""
     each = -(-sum(counts) // -(-sum(counts) // most)) if counts else 0
     ends, num_patches = list[int](), 0
     for i, count in enumerate(counts):

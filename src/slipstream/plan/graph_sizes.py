@@ -6,10 +6,13 @@ from bisect import bisect_left
 from typing import Protocol
 
 from slipstream.config import EngineConfig
-from slipstream.spec.model import ModelSpec, MoESpec
+from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 
-MIXED_PROMPTS = 128
+MIXED_PROMPTS = 64
 """Prompts that a mixed graph has room for, the padding's among them."""
+
+MIXTURE_PROMPTS = 128
+"""The same where graphs have up to MIXTURE_TOKENS. Some attention kernels start thread blocks for each of them."""
 
 VERIFIED_PROMPTS = 256
 """Of sequences with drafts a mixed graph has room for up to so many, and for the padding: it takes them for prompts."""
@@ -61,17 +64,25 @@ def mixed_prompts(config: EngineConfig, spec: ModelSpec) -> list[int]:
     hold them all."""
     if spec.encoder is not None:
         return []
-    most = MIXTURE_TOKENS if any(isinstance(layer.mlp, MoESpec) for layer in spec.layers) else MIXED_TOKENS
+    most = MIXTURE_TOKENS if _takes_long_steps(spec) else MIXED_TOKENS
     longest = min(config.scheduling.max_num_batched_tokens, config.model.max_model_len, most)
-    sizes = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 7168, 8192)
+    sizes = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192)
     return [n for n in sizes if n <= longest]
 
 
-def mixed_sequences(config: EngineConfig) -> int:
+def _takes_long_steps(spec: ModelSpec) -> bool:
+    """A mixture, but not of latent attention: outside graphs that computes whole prompts without the cache, which is several
+    times as fast and worth more than the launches."""
+    is_mixture = any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
+    return is_mixture and not any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers)
+
+
+def mixed_sequences(config: EngineConfig, spec: ModelSpec) -> int:
     """Prompts, or sequences with drafts, that a mixed graph has room for, the padding's among them."""
+    prompts = MIXTURE_PROMPTS if _takes_long_steps(spec) else MIXED_PROMPTS
     if config.speculation is None:
-        return MIXED_PROMPTS
-    return max(MIXED_PROMPTS, min(config.scheduling.max_num_seqs, VERIFIED_PROMPTS) + 1)
+        return prompts
+    return max(prompts, min(config.scheduling.max_num_seqs, VERIFIED_PROMPTS) + 1)
 
 
 def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> int:
@@ -98,7 +109,7 @@ class Padding(Protocol):
 def padding(config: EngineConfig, spec: ModelSpec) -> Padding:
     """Of steps of an engine. All sizes are taken to be captured."""
     sizes, decode_sizes = decode_rows(config), mixed_decodes(config.scheduling.max_num_seqs)
-    prompt_sizes, room = mixed_prompts(config, spec), mixed_sequences(config)
+    prompt_sizes, room = mixed_prompts(config, spec), mixed_sequences(config, spec)
 
     def padded(num_decodes: int, num_prompt_tokens: int, num_prompts: int, *, by_rows: bool = False) -> tuple[int, int]:
         rows = num_decodes + num_prompt_tokens

@@ -61,8 +61,8 @@ LONG_PATIENCE = 6
 """The same for a step of more than MIXED_TOKENS prompt tokens. It gains some 15 ms, and its capture takes 100 to 200."""
 
 FIRST_DECODES = 64
-"""All sizes of decodes up to it are captured at the start, of the larger ones only powers of two: a batch that ends passes
-through each."""
+"""All sizes of decodes up to it are captured at the start: a batch that ends passes through each. Of the larger ones powers of
+two are, the largest, and rows for drafts."""
 
 FIRST_MIXED = ((64, 1024), (64, 384), (64, 128))
 """Mixed graphs of the start have room for so much at most. Many steps fit into them until their own is captured."""
@@ -142,7 +142,7 @@ class StepGraphs(Graphs, Forward):
         self.decode_sizes = mixed_decodes(config.scheduling.max_num_seqs)
         decoder = forwards.decoder
         self.prompt_sizes = mixed_prompts(config, decoder.spec)
-        self.most_prompts = mixed_sequences(config)
+        self.most_prompts = mixed_sequences(config, decoder.spec)
         largest = max(self.sizes[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
         # All graphs share one buffer. None is read after the next replay, and a buffer of their own would never be freed.
         self._hidden = torch.empty(largest, decoder.spec.hidden_size, dtype=decoder.dtype, device=rows.device)
@@ -154,8 +154,10 @@ class StepGraphs(Graphs, Forward):
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)  # query_start_loc of decodes
 
     def capture(self) -> None:
-        """Capture some decodes, the largest first, so that the others fit into its memory, and some mixed steps. `capture_next`
-        captures the rest, or the first step that wants one, which then takes some tens of milliseconds longer."""
+        """Capture the largest mixed step first, so that all others fit into its memory, then some decodes and mixed steps. The
+        rest is captured by `capture_next`, or by the first step that wants it, which takes some 40 ms longer."""
+        if self.prompt_sizes:
+            self._graph((self.decode_sizes[-1], self.prompt_sizes[-1]))
         for size in reversed(self.sizes):
             is_first = size <= FIRST_DECODES or size.bit_count() == 1
             if is_first or size == self.sizes[-1] or size > self._max_num_seqs:
@@ -277,9 +279,10 @@ class StepGraphs(Graphs, Forward):
         size, num_tokens = self._mixed_size(num_decodes, num_prompt), num_decodes + num_prompt
         if size in self._captured:
             return size
-        most = SLACK * num_tokens
-        if self._wanted[size] < LONGER:
-            most = max(most, num_tokens + self._spare_tokens)
+        slack = self._spare_tokens
+        if self._wanted[size] >= LONGER:
+            slack = min(slack, round((SLACK - 1) * num_tokens))
+        most = num_tokens + slack
         ready = [s for s in self._captured if s[1] and s[0] >= num_decodes and s[1] >= num_prompt and sum(s) <= most]
         return min(ready, key=sum, default=size)
 

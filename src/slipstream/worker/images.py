@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.kernels.layouts import AttentionParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.model.vision import MOST_PATCHES, ImageTower
+from slipstream.model.vision import ImageTower
 from slipstream.spec.vision import GridPositionSpec, VisionSpec
 from slipstream.types import ImageSpan, StepPlan
 from slipstream.worker.rows import IntArray, LongArray, RowTable, upload
@@ -28,7 +28,7 @@ from slipstream.worker.rows import IntArray, LongArray, RowTable, upload
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
 
-PROBE_GROUPS = 16
+PROBE_GROUPS = 17
 """Groups of patches on the side of a picture whose memory is measured."""
 
 
@@ -63,7 +63,7 @@ class ImageEncoder:
         s = self.spec
         side = s.patch_size * (s.position.side if isinstance(s.position, GridPositionSpec) else PROBE_GROUPS * s.merge)
         self.tower([torch.zeros(side, side, s.num_channels, dtype=torch.uint8, device=self.tower.device)])
-        return -(-MOST_PATCHES // s.grid(side, side).num_patches)
+        return -(-self.tower.most_patches // s.grid(side, side).num_patches)
 
     def _pixels(self, span: ImageSpan) -> Tensor:
         raw = np.frombuffer(span.pixels, np.uint8).reshape(span.height, span.width, self.spec.num_channels)

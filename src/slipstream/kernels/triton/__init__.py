@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.adapters import TILES, LoRATokens, LoRAWeights
-from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, Parts, SamplingTensors
+from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, PackedParts, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, OpSet, QKVLayout, TokenShape
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
@@ -170,7 +170,7 @@ class TritonOps(OpSet):
             return super().bidirectional_attention(qkv, kv, meta, heads, params)
         return bidirectional.bidirectional_attention(qkv, meta, heads, params)
 
-    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, parts: Parts, *, scale: float) -> Tensor:
+    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, parts: PackedParts, *, scale: float) -> Tensor:
         if self.deterministic or not bidirectional.covers(parts):
             return super().packed_attention(q, k, v, parts, scale=scale)
         return bidirectional.attend(q, k, v, parts.positions, parts.ends, AttentionParams(scale=scale, causal=False))

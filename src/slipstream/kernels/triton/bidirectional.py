@@ -1,11 +1,13 @@
-"""Attention of whole texts, in which every token sees every other (encoders), and the mean of a text's states.
+"""Attention of whole texts, in which every token sees every other (encoders), of a picture's windows, and the mean of a text's
+states.
 
 A step's texts lie one behind another. Attention reads q, k and v in the rows of the qkv product; no cache is written. A
 thread block takes BLOCK_M consecutive tokens of a head, of whatever texts, and walks from the start of its first token's
 text to the end of its last one's. A mask separates the texts. Short texts thus share a tile, and the grid depends on the
 number of tokens only, as CUDA graphs need. The rest is FlashAttention-2 (Dao 2023) with scores in units of log 2.
 
-A text's sums depend on its place in the step, so `deterministic` mode uses the paged kernel."""
+A text's sums depend on its place in the step, so `deterministic` mode uses the paged kernel, and torch for
+windows."""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, Parts
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, PackedParts
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.triton.attention import LOG2E, _online_softmax, _scores
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
@@ -24,6 +26,7 @@ from slipstream.kernels.triton.pointwise import rope_and_cache
 
 SHORT_PART = 256
 """Tokens of the longest part of a picture that `attend` takes."""
+
 LONG_TEXT = 1024
 """Tokens of a text from which tiles are taller: most keys of a tile then belong to all its rows' text."""
 
@@ -108,7 +111,7 @@ def bidirectional_attention(qkv: Tensor, meta: AttentionMetadata, heads: QKVLayo
     return attend(q, k, v, meta.positions, ends, s, longest=meta.max_query_len)
 
 
-def covers(parts: Parts) -> bool:
+def covers(parts: PackedParts) -> bool:
     """Whether `attend` is the faster way for these: several lengths, which torch takes in turn, all of them short."""
     return len(parts.by_length) > 1 and max(length for length, _ in parts.by_length) <= SHORT_PART
 
@@ -119,6 +122,8 @@ def attend(
     """q [T, H, D], k and v [T, K, D] → [T, H, D]. `positions` (int64) and `ends` (int32) [T] are a token's place in its text
     and the text's end; `longest`: tokens of the longest text."""
     num_tokens, num_heads, head_dim = q.shape
+    assert all(x.stride(1) == head_dim for x in (q, k, v)), "a token's heads lie side by side"
+    assert k.stride(0) == v.stride(0)
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     head_tensors = [q if t is None else t for t in (s.alibi_slopes, s.distance_bias, s.sinks)]
     block_d = max(16, triton.next_power_of_2(head_dim))
