@@ -14,7 +14,7 @@ import torch
 from slipstream.errors import ConfigError
 from slipstream.platform import CpuPlatform
 from slipstream.types import BlockCopy
-from slipstream.worker import disk_tier
+from slipstream.worker import device_blocks, disk_tier
 from slipstream.worker.block_store import BlockStore, block_arrays
 from slipstream.worker.device_blocks import DeviceBlocks
 from slipstream.worker.disk_tier import HEADER, DiskTier
@@ -238,6 +238,26 @@ def test_a_cpus_blocks_go_to_files_and_come_back(tmp_path):
 def test_a_devices_blocks_go_to_the_host_to_files_and_back(tmp_path, odd):
     """On a CPU the lines of a GPU run without a stream."""
     check_device_blocks(tmp_path, CpuPlatform(torch.device("cpu")), odd)
+
+
+def test_neighbouring_slots_cross_the_bus_in_one_piece(monkeypatch):
+    """Within a chunk of pinned memory; each copy brings its own block."""
+    monkeypatch.setattr(device_blocks, "CHUNK_BYTES", 4 * 256)
+    cache = torch.arange(12.0).repeat_interleave(64).view(12, 2, 4, 8)
+    store = DeviceBlocks([cache], 11, 8, None, CpuPlatform(torch.device("cpu")))
+    pieces, runs = [], store._runs
+    monkeypatch.setattr(store, "_runs", lambda copies: pieces.append([x for x, _ in runs(copies)]) or runs(copies))
+    slots = (9, 2, 3, 1, 5, 4, 7)  # a chunk has four
+    out = [BlockCopy(i, "device", "host", key(i), block=i, slot=slot) for i, slot in enumerate(slots, start=1)]
+    assert all(carried(store, *out).values())
+    assert [[part.stop - part.start for part in found] for found in pieces] == [[4, 1, 1, 1]]
+    for i, slot in enumerate(slots, start=1):
+        assert (store._slots(slot, 1)[0].view(torch.float32) == i).all()
+    cache.zero_()
+    back = [BlockCopy(20 + slot, "host", "device", key(i), block=slot, slot=slot) for i, slot in enumerate(slots, start=1)]
+    assert all(carried(store, *back).values())
+    assert all((cache[slot] == i).all() for i, slot in enumerate(slots, start=1))
+    store.close()
 
 
 def check_device_blocks(tmp_path, platform, odd):

@@ -3,14 +3,14 @@
 1. Copies run on a stream of their own, behind all steps that were launched before the order. The engine hears of a block when
    the event behind its copy is reached, and no step is launched that reads it before.
 2. A block's numbers lie in many tensors, some ten kilobytes in each. A few kernels bring a batch of blocks together in a
-   staging buffer, and each block then crosses the bus in one piece.
+   staging buffer, and those with neighbouring slots then cross the bus in one piece.
 3. Blocks go on from the host's memory to files, and come back, as on a CPU (`BlockStore`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,8 @@ class DeviceBlocks(BlockStore):
             if "disk" in (copy.source, copy.target):
                 self._queue(copy)
         for outwards in (True, False):
-            wanted = [c for c in copies if (c.source, c.target) == (("device", "host") if outwards else ("host", "device"))]
+            way = ("device", "host") if outwards else ("host", "device")
+            wanted = sorted((c for c in copies if (c.source, c.target) == way), key=lambda copy: copy.slot)
             for begin in range(0, len(wanted), len(self._staging)):
                 self._run(wanted[begin : begin + len(self._staging)], outwards=outwards)
 
@@ -74,8 +75,8 @@ class DeviceBlocks(BlockStore):
         staged = self._staging[: len(copies)]
         with self._copies.behind():
             blocks = self._platform.upload(np.array([copy.block for copy in copies], np.int64))
-            for i, copy in enumerate(copies if not outwards else ()):
-                staged[i].copy_(self._slot(copy.slot), non_blocking=True)
+            for at, slots in self._runs(copies) if not outwards else ():
+                staged[at].copy_(slots, non_blocking=True)
             for rows, begin in self._places:
                 width = rows.shape[1] * rows.element_size()
                 part = staged[:, begin : begin + width].view(rows.dtype)
@@ -83,15 +84,24 @@ class DeviceBlocks(BlockStore):
                     part.copy_(rows.index_select(0, blocks))
                 else:
                     rows.index_copy_(0, blocks, part)
-            for i, copy in enumerate(copies if outwards else ()):
-                self._slot(copy.slot).copy_(staged[i], non_blocking=True)
+            for at, slots in self._runs(copies) if outwards else ():
+                slots.copy_(staged[at], non_blocking=True)
             self._under_way.append((self._copies.record(), [copy.number for copy in copies]))
 
-    def _slot(self, slot: int) -> Tensor:
+    def _runs(self, copies: Sequence[BlockCopy]) -> Iterator[tuple[slice, Tensor]]:
+        """Which of `copies`, ordered by slot, lie side by side in the host's memory, and that memory."""
+        begin = 0
+        for end in range(1, len(copies) + 1):
+            if end < len(copies) and copies[end].slot == copies[end - 1].slot + 1 and (copies[end].slot - 1) % self._per_chunk:
+                continue
+            yield slice(begin, end), self._slots(copies[begin].slot, end - begin)
+            begin = end
+
+    def _slots(self, first: int, count: int) -> Tensor:
         """Slots count from 1, as blocks do."""
-        chunk, row = divmod(slot - 1, self._per_chunk)
-        return self._chunks[chunk][row]
+        chunk, row = divmod(first - 1, self._per_chunk)
+        return self._chunks[chunk][row : row + count]
 
     def _pieces(self, copy: BlockCopy) -> list[memoryview]:
-        numbers: Any = self._slot(copy.slot).numpy()
+        numbers: Any = self._slots(copy.slot, 1)[0].numpy()
         return [memoryview(numbers)]
