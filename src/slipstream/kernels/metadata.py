@@ -33,7 +33,7 @@ class PackedParts:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedParts:
-        """PackedParts of these lengths."""
+        """Parts of these lengths, none of them 0."""
         import torch
 
         each = torch.tensor(lengths)

@@ -199,6 +199,7 @@ class ImageTower:
         return Layout(whole, windows, positions, turned, self._meta(len(rows)), order)
 
     def _meta(self, count: int) -> AttentionMetadata:
+        """For `rope_and_cache`, which reads positions and slots alone."""
         index = torch.arange(count, device=self.device)
         none = index[:0].int()
         return AttentionMetadata(

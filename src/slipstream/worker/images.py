@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
 
 PROBE_GROUPS = 17
-"""Groups of patches on the side of a picture whose memory is measured."""
+"""Groups of patches on the side of a picture whose memory is measured: no multiple of a window's, so that windows of several
+lengths, whose attention is another kernel, run at the start, too."""
 
 
 class ImageEncoder:
