@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.unpack import unpack
+from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 
 pytestmark = [
@@ -71,6 +74,21 @@ def test_rounded_experts(tmp_path, scheme):
 
     wanted, found = logprobs(), logprobs(host_experts="all")
     assert float((found - wanted).abs().mean()) < 0.1
+
+
+@pytest.mark.parametrize("scheme", [None, "int8", "int4", "int4-g32", "mxfp4"])
+def test_packed_numbers_are_unpacked_in_a_graph(scheme):
+    """Steps of many tokens copy packed experts to the device, and are captured: nothing else may come from the host."""
+    ops, weight = NativeOps(2), torch.randn(3 * 48, 256, generator=torch.Generator().manual_seed(0))
+    (part,) = ops.quantize_experts(weight, SCHEMES.get(scheme), num_experts=3).parts
+    data = torch.from_numpy(part.data).view(3, -1)
+    wanted, found = torch.empty(3, 48, 256), torch.empty(3, 48, 256, device="cuda")
+    unpack(data, part, wanted)
+    data, graph = data.cuda(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        unpack(data, part, found)
+    graph.replay()
+    assert torch.equal(found.cpu(), wanted)
 
 
 def test_the_experts_take_no_memory_of_the_gpu(tmp_path):

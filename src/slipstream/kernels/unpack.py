@@ -20,8 +20,8 @@ FOUR_BITS = {native.Q4: (8, 2, 1), native.Q4M: (0, 2, 1), native.W4: (8, 4, 4), 
 WITH_MINIMA = (native.Q4M, native.W4M, native.W4M32)
 BITS = {native.F32: 32, native.BF16: 16, native.I8: 8, native.MX: 4, **dict.fromkeys(FOUR_BITS, 4)}
 
-MX_VALUES, MX_BIAS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0), 127
-"""Twice the values of MX's codes without a sign, and what is added to the exponents of half their scales."""
+MX_BIAS = 127
+"""What is added to the exponents of half of MX's scales."""
 
 
 def unpack(data: Tensor, w: PackedExperts, out: Tensor) -> None:
@@ -43,9 +43,8 @@ def unpack(data: Tensor, w: PackedExperts, out: Tensor) -> None:
         halves = torch.stack((lines & 15, lines >> 4), dim=3)  # [experts, panels, groups, half, line, rows, 4]
         grouped = halves.permute(0, 1, 5, 2, 3, 4, 6).reshape(count, panels, PANEL, groups, GROUP)
         if w.kind == native.MX:
-            values = torch.tensor([*MX_VALUES, *(-v for v in MX_VALUES)], device=data.device)
             exponents = rest[:, : panels * groups * PANEL].view(count, panels, groups, PANEL).transpose(2, 3)
-            numbers = values[grouped.int()] * torch.exp2(exponents.float() - MX_BIAS)[..., None]
+            numbers = _twice_e2m1(grouped) * torch.exp2(exponents.float() - MX_BIAS)[..., None]
         else:
             start, size, each = FOUR_BITS[w.kind]
             num_scales = -(-groups // each)
@@ -56,6 +55,14 @@ def unpack(data: Tensor, w: PackedExperts, out: Tensor) -> None:
                 numbers += minima.repeat_interleave(each, dim=3)[:, :, :, :groups, None]
         numbers = numbers.flatten(3)
     out.copy_(numbers.flatten(1, 2)[:, : w.rows, : w.inner])
+
+
+def _twice_e2m1(codes: Tensor) -> Tensor:
+    """Twice the values of MX's codes, uint8 of four bits: a sign, two bits of exponent, one of mantissa. Float32, as `codes`. By
+    arithmetic: a table from the host can't be copied while a CUDA graph is captured."""
+    magnitude = (codes & 7).int()
+    normal = (2 | magnitude & 1) << ((magnitude >> 1) - 1).clamp_(min=0)
+    return torch.where(magnitude < 2, magnitude, normal).float() * (1 - (codes >> 3).float() * 2)
 
 
 def _floats(data: Tensor, panels: int, num: int, size: int) -> Tensor:
