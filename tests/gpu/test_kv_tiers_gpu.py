@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.kernels.triton import TritonOps
 from slipstream.platform import gpu_platform
 from tests import tiny_models
 from tests.worker.test_disk_tier import check_device_blocks
@@ -21,7 +22,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("odd", [False, True])
 def test_copies_beside_the_steps(tmp_path, odd):
-    check_device_blocks(tmp_path, gpu_platform(0), odd)
+    check_device_blocks(tmp_path, gpu_platform(0), TritonOps(), odd)
 
 
 @pytest.mark.parametrize("disk", [False, True])

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
+from slipstream.kernels.blocks import BlockRows
 from slipstream.kernels.cpu import CpuOps, NativeOps
 from slipstream.kernels.metadata import LayerKV, SamplingTensors, SharedPrefixes, by_dim
 from slipstream.kernels.ops import AttentionParams, MLAParams, QKVLayout
@@ -172,7 +173,8 @@ def test_latent_attention(data, splits):
             close(mine, theirs)
     copied = [found[0][1].clone() for _ in range(2)]
     for ops, k in zip((OURS, REFERENCE), copied, strict=True):
-        ops.copy_blocks(LayerKV(k, k[..., rotary:]), torch.tensor([0]), torch.tensor([1]))
+        rows = BlockRows.of_layers([LayerKV(k, k[..., rotary:])])
+        ops.copy_blocks(rows, rows, torch.tensor([0]), torch.tensor([1]))
         assert torch.equal(k[1], found[0][1][0])
     assert torch.equal(*copied)
 
@@ -649,13 +651,28 @@ def test_linear_embed_and_copies():
         close(gemv(x, weight, b, tile=(2, 32, 4)), torch.nn.functional.linear(x, weight, b))
     ids = torch.tensor([3, 0, 29], dtype=torch.int32)
     close(OURS.embed(ids, weight, 2.5), REFERENCE.embed(ids, weight, 2.5))
-    kv = LayerKV(torch.randn(6, 2, 4, 8), by_dim(torch.randn(6, 2, 4, 8)))
-    copy = LayerKV(kv.k.clone(), kv.v.clone())
+
+
+@pytest.mark.parametrize("sizes", [((6, 2, 4, 8), (6, 1, 4, 8)), ((6, 2, 8, 128),), ((6, 2, 4, 8), (6, 1, 3, 1))])
+def test_copies_of_blocks(sizes):
+    """In a cache, from there to a buffer, and back; the last sizes are no multiple of eight bytes."""
+    caches = [torch.randn(size).to(torch.bfloat16) for size in sizes]
+    caches = [cache for k in caches for cache in (k, by_dim(torch.randn_like(k)))]
     pairs = torch.tensor([[1, 3], [2, 5]])
-    OURS.copy_blocks(kv, pairs[:, 0], pairs[:, 1])
-    REFERENCE.copy_blocks(copy, pairs[:, 0], pairs[:, 1])
-    assert torch.equal(kv.k, copy.k)
-    assert torch.equal(kv.v, copy.v)
+    found = []
+    for ops in (OURS, REFERENCE):
+        copies = [cache.clone() for cache in caches]
+        rows, buffer = BlockRows.of(copies), torch.zeros(3, sum(cache[0].nbytes for cache in caches), dtype=torch.uint8)
+        staged = rows.in_buffer(buffer)
+        ops.copy_blocks(rows, rows, pairs[:, 0], pairs[:, 1])
+        ops.copy_blocks(rows, staged, torch.tensor([3, 4]), torch.tensor([2, 0]))
+        ops.copy_blocks(staged, rows, torch.tensor([2]), torch.tensor([0]))
+        found.append(copies)
+        for cache, copy in zip(caches, copies, strict=True):
+            assert torch.equal(copy, cache[[1, 1, 2, 1, 4, 2]])
+        wanted = torch.cat([(cache if cache.is_contiguous() else cache.mT)[1].flatten().view(torch.uint8) for cache in caches])
+        assert torch.equal(buffer[2], wanted)
+        assert not buffer[1].any()
 
 
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError
+from slipstream.kernels.blocks import BlockRows
+from slipstream.kernels.reference import ReferenceOps
 from slipstream.platform import CpuPlatform
 from slipstream.types import BlockCopy
 from slipstream.worker import device_blocks, disk_tier
@@ -237,14 +239,14 @@ def test_a_cpus_blocks_go_to_files_and_come_back(tmp_path):
 @pytest.mark.parametrize("odd", [False, True])
 def test_a_devices_blocks_go_to_the_host_to_files_and_back(tmp_path, odd):
     """On a CPU the lines of a GPU run without a stream."""
-    check_device_blocks(tmp_path, CpuPlatform(torch.device("cpu")), odd)
+    check_device_blocks(tmp_path, CpuPlatform(torch.device("cpu")), ReferenceOps(), odd)
 
 
 def test_neighbouring_slots_cross_the_bus_in_one_piece(monkeypatch):
     """Within a chunk of pinned memory; each copy brings its own block."""
     monkeypatch.setattr(device_blocks, "CHUNK_BYTES", 4 * 256)
     cache = torch.arange(12.0).repeat_interleave(64).view(12, 2, 4, 8)
-    store = DeviceBlocks([cache], 11, 8, None, CpuPlatform(torch.device("cpu")))
+    store = DeviceBlocks(BlockRows.of([cache]), ReferenceOps(), 11, 8, None, CpuPlatform(torch.device("cpu")))
     pieces, runs = [], store._runs
     monkeypatch.setattr(store, "_runs", lambda copies: pieces.append([x for x, _ in runs(copies)]) or runs(copies))
     slots = (9, 2, 3, 1, 5, 4, 7)  # a chunk has four
@@ -260,14 +262,14 @@ def test_neighbouring_slots_cross_the_bus_in_one_piece(monkeypatch):
     store.close()
 
 
-def check_device_blocks(tmp_path, platform, odd):
+def check_device_blocks(tmp_path, platform, ops, odd):
     rng = torch.Generator().manual_seed(0)
     caches = [torch.randn(9, 2, 4, 8, generator=rng).to(platform.device) for _ in range(3)]
     caches[1] = caches[1].transpose(2, 3).contiguous().transpose(2, 3)
     if odd:  # 3 bytes
         caches.append(torch.randint(0, 99, (9, 1, 3, 1), generator=rng).to(torch.int8).to(platform.device))
     block_bytes = 3 * 256 + 3 * odd
-    store = DeviceBlocks(caches, 6, 2, DiskTier(tmp_path, 2**20, OURS, block_bytes), platform)
+    store = DeviceBlocks(BlockRows.of(caches), ops, 6, 2, DiskTier(tmp_path, 2**20, OURS, block_bytes), platform)
     assert (store.block_bytes, store.num_slots) == (block_bytes, 6)
     before = [cache.clone() for cache in caches]
     out = [BlockCopy(i, "device", "host", key(i), block=i, slot=i) for i in (1, 2, 3, 4, 5)]

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.adapters import LoRATokens, LoRAWeights
+from slipstream.kernels.blocks import BlockRows
 from slipstream.kernels.layouts import AttentionParams as AttentionParams
 from slipstream.kernels.layouts import Experts as Experts
 from slipstream.kernels.layouts import MLAParams as MLAParams
@@ -508,5 +509,6 @@ class OpSet(ABC):
         logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
 
     @abstractmethod
-    def copy_blocks(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
-        """Copy whole blocks: kv[target[i]] = kv[source[i]] for int64 [N] each; no target is also a source."""
+    def copy_blocks(self, source: BlockRows, target: BlockRows, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole blocks: target[targets[i]] = source[sources[i]] in all parts, for int64 [N] each. Both have the same parts
+        and may be one; then no target is also a source."""

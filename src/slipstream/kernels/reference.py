@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.blocks import BlockRows
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, PackedParts, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, NormParams, OpSet, QKVLayout
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
@@ -210,10 +211,9 @@ class ReferenceOps(OpSet):
         drawn = draw(kept, uniform(params.seeds, params.history_lens))
         return torch.where(params.temperature > 0, drawn, greedy)
 
-    def copy_blocks(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
-        kv.k[target] = kv.k[source]
-        if not kv.latent:
-            kv.v[target] = kv.v[source]
+    def copy_blocks(self, source: BlockRows, target: BlockRows, sources: Tensor, targets: Tensor) -> None:
+        for theirs, ours in zip(source.rows, target.rows, strict=True):
+            ours[targets] = theirs[sources]
 
 
 # --- Attention ------------------------------------------------------------------------------------------------------

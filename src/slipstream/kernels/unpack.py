@@ -58,7 +58,7 @@ def unpack(data: Tensor, w: PackedExperts, out: Tensor) -> None:
 
 
 def _twice_e2m1(codes: Tensor) -> Tensor:
-    """Twice the values of MX's codes, uint8 of four bits: a sign, two bits of exponent, one of mantissa. Float32, as `codes`. By
+    """float32, as `codes`: twice the values of MX's codes, uint8 with a sign, two bits of exponent and one of mantissa. By
     arithmetic: a table from the host can't be copied while a CUDA graph is captured."""
     magnitude = (codes & 7).int()
     normal = (2 | magnitude & 1) << ((magnitude >> 1) - 1).clamp_(min=0)

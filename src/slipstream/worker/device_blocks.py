@@ -2,7 +2,7 @@
 
 1. Copies run on a stream of their own, behind all steps that were launched before the order. The engine hears of a block when
    the event behind its copy is reached, and no step is launched that reads it before.
-2. A block's numbers lie in many tensors, some ten kilobytes in each. A few kernels bring a batch of blocks together in a
+2. A block's numbers lie in many tensors, some ten kilobytes in each. One kernel brings a batch of blocks together in a
    staging buffer, and those with neighbouring slots then cross the bus in one piece.
 3. Blocks go on from the host's memory to files, and come back, as on a CPU (`BlockStore`).
 """
@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.kernels.blocks import BlockRows
+from slipstream.kernels.ops import OpSet
 from slipstream.platform import Event, Platform
 from slipstream.types import BlockCopy
 from slipstream.worker.block_store import BlockStore
@@ -27,29 +29,22 @@ CHUNK_BYTES = 2**30
 
 
 class DeviceBlocks(BlockStore):
-    """`caches`: the layers' tensors, [B, K, block_size, D] or with another order of the last two in memory. `num_staged`:
-    blocks of the staging buffer."""
+    """`blocks`: the cache's. `num_staged`: blocks of the staging buffer."""
 
     def __init__(
-        self, caches: Sequence[Tensor], num_slots: int, num_staged: int, disk: DiskTier | None, platform: Platform
+        self, blocks: BlockRows, ops: OpSet, num_slots: int, num_staged: int, disk: DiskTier | None, platform: Platform
     ) -> None:
-        self._places: list[tuple[Tensor, int]] = []  # [B, n] of numbers as wide as possible, and where they stand in a block
-        whole = [cache if cache.is_contiguous() else cache.transpose(2, 3) for cache in caches]
-        parts = [cache.view(torch.uint8).view(len(cache), -1) for cache in whole]
-        wide = all(rows.shape[1] % 8 == 0 for rows in parts)
-        begin = 0
-        for rows in parts:
-            self._places.append((rows.view(torch.int64) if wide else rows, begin))
-            begin += rows.shape[1]
+        self._blocks, self._ops, num_bytes = blocks, ops, blocks.num_bytes
         self._platform, self._copies = platform, platform.copy_queue()
-        per_chunk = max(1, CHUNK_BYTES // begin)
+        per_chunk = max(1, CHUNK_BYTES // num_bytes)
         sizes = [per_chunk] * (num_slots // per_chunk) + [num_slots % per_chunk] * (num_slots % per_chunk > 0)
-        self._chunks = [platform.pinned(n * begin).view(n, begin) for n in sizes]
+        self._chunks = [platform.pinned(n * num_bytes).view(n, num_bytes) for n in sizes]
         self._per_chunk = per_chunk
-        self._staging = torch.empty(num_staged, begin, dtype=torch.uint8, device=platform.device)
+        self._staging = torch.empty(num_staged, num_bytes, dtype=torch.uint8, device=platform.device)
+        self._staged, self._order = blocks.in_buffer(self._staging), torch.arange(num_staged, device=platform.device)
         self._under_way: deque[tuple[Event | None, list[int]]] = deque()
         super().__init__([], disk, lambda: None)
-        self.block_bytes, self.num_slots = begin, num_slots
+        self.block_bytes, self.num_slots = num_bytes, num_slots
 
     def submit(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
@@ -77,13 +72,11 @@ class DeviceBlocks(BlockStore):
             blocks = self._platform.upload(np.array([copy.block for copy in copies], np.int64))
             for at, slots in self._runs(copies) if not outwards else ():
                 staged[at].copy_(slots, non_blocking=True)
-            for rows, begin in self._places:
-                width = rows.shape[1] * rows.element_size()
-                part = staged[:, begin : begin + width].view(rows.dtype)
-                if outwards:
-                    part.copy_(rows.index_select(0, blocks))
-                else:
-                    rows.index_copy_(0, blocks, part)
+            order = self._order[: len(copies)]
+            if outwards:
+                self._ops.copy_blocks(self._blocks, self._staged, blocks, order)
+            else:
+                self._ops.copy_blocks(self._staged, self._blocks, order, blocks)
             for at, slots in self._runs(copies) if outwards else ():
                 slots.copy_(staged[at], non_blocking=True)
             self._under_way.append((self._copies.record(), [copy.number for copy in copies]))

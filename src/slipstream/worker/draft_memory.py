@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from slipstream.kernels.blocks import BlockRows
 from slipstream.kernels.metadata import LayerKV, cache_tensors
 from slipstream.kernels.ops import OpSet
 from slipstream.platform import platform_of
@@ -26,5 +29,9 @@ class DeviceMemory:
         by_dim = self.ops.values_by_dim(self.dtype)
         return LayerKV(*cache_tensors(layer.attention, num_blocks, block_size, self.zeros, values_by_dim=by_dim))
 
-    def copy_blocks(self, layer: LayerKV, source: Tensor, target: Tensor) -> None:
-        self.ops.copy_blocks(layer, source, target)
+    def block_rows(self, arrays: Sequence[Tensor]) -> BlockRows | None:
+        return BlockRows.of(arrays) if arrays else None
+
+    def copy_blocks(self, rows: BlockRows | None, source: Tensor, target: Tensor) -> None:
+        if rows is not None:
+            self.ops.copy_blocks(rows, rows, source, target)

@@ -45,7 +45,11 @@ class DraftMemory(Protocol):
     def layer(self, layer: LayerSpec, num_blocks: int, block_size: int) -> LayerKV:
         """A layer's keys and values, of zeros."""
 
-    def copy_blocks(self, layer: LayerKV, source: Any, target: Any) -> None: ...
+    def block_rows(self, arrays: Sequence[Any]) -> Any:
+        """What `copy_blocks` takes, of arrays [B, …] that hold a part of every block each."""
+
+    def copy_blocks(self, rows: Any, source: Any, target: Any) -> None:
+        """Blocks source[i] to blocks target[i], int64 [N] each."""
 
 
 class Drafter(ABC):
@@ -68,6 +72,7 @@ class Drafter(ABC):
         self.max_tokens = config.scheduling.max_num_batched_tokens
         self.block_size = config.cache.block_size
         self.kv: list[LayerKV] = []
+        self._block_rows: Any = None
 
     # --- Memory -------------------------------------------------------------------------------------------------------
 
@@ -86,9 +91,15 @@ class Drafter(ABC):
 
     def allocate(self, num_blocks: int) -> None:
         self.kv = self.make_cache(num_blocks)
+        self._block_rows = self.memory.block_rows(self._block_arrays())
 
     def release(self) -> None:
         self.kv.clear()
+        self._block_rows = None
+
+    def _block_arrays(self) -> list[Any]:
+        """What holds a part of every block each."""
+        return [cache for layer in self.kv for cache in ((layer.k,) if layer.latent else (layer.k, layer.v))]
 
     def make_cache(self, num_blocks: int) -> list[LayerKV]:
         return [self.memory.layer(layer, num_blocks, self.block_size) for layer in self.layers]
@@ -97,8 +108,7 @@ class Drafter(ABC):
         """Capture its graphs, on a GPU."""
 
     def copy_blocks(self, source: Tensor, target: Tensor) -> None:
-        for layer in self.kv:
-            self.memory.copy_blocks(layer, source, target)
+        self.memory.copy_blocks(self._block_rows, source, target)
 
     # --- Drafts -------------------------------------------------------------------------------------------------------
 

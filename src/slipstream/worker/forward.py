@@ -147,10 +147,6 @@ class StateCache:
         assert self.kept is not None
         return to_array(self.kept)[slots].astype(np.float32)
 
-    def copy_blocks(self, source: Tensor, target: Tensor) -> None:
-        assert self.kept is not None
-        blocks = self.kept.unflatten(0, (-1, self.block_size))
-        blocks[target] = blocks[source]
 
 
 @dataclass(slots=True)

@@ -46,8 +46,6 @@ class States(Protocol):
     def read_array(self, slots: Any) -> Any:
         """float32 [T, E], an array; on a CPU"""
 
-    def copy_blocks(self, source: Any, target: Any) -> None: ...
-
 
 class HeadDrafter(Drafter):
     """The part that all heads share."""
@@ -76,16 +74,15 @@ class HeadDrafter(Drafter):
         return super().block_bytes + self.hidden_size * self.memory.itemsize * self.block_size
 
     def allocate(self, num_blocks: int) -> None:
-        super().allocate(num_blocks)
         self.states.kept = self.memory.zeros((num_blocks * self.block_size, self.hidden_size))
+        super().allocate(num_blocks)
 
     def release(self) -> None:
         super().release()
         self.states.kept = None
 
-    def copy_blocks(self, source: Any, target: Any) -> None:
-        super().copy_blocks(source, target)
-        self.states.copy_blocks(source, target)
+    def _block_arrays(self) -> list[Any]:
+        return [*super()._block_arrays(), self.states.kept.reshape(-1, self.block_size, self.hidden_size)]
 
     def own_tokens(self, tokens: Any) -> Any:
         """The model's tokens for those of the head's vocabulary."""

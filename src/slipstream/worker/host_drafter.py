@@ -51,10 +51,12 @@ class HostMemory:
     def layer(self, layer: LayerSpec, num_blocks: int, block_size: int) -> LayerKV:
         return LayerKV(*cache_tensors(layer.attention, num_blocks, block_size, self.zeros))
 
-    def copy_blocks(self, layer: LayerKV, source: Any, target: Any) -> None:
-        cache: Any
-        for cache in (layer.k,) if layer.latent else (layer.k, layer.v):
-            cache[target] = cache[source]
+    def block_rows(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        return arrays
+
+    def copy_blocks(self, rows: Sequence[Any], source: Any, target: Any) -> None:
+        for array in rows:
+            array[target] = array[source]
 
 
 class HostDraftModel(Chain):
@@ -127,10 +129,6 @@ class HostStates:
         assert self.kept is not None
         return self.kept[slots].astype(np.float32)
 
-    def copy_blocks(self, source: Any, target: Any) -> None:
-        assert self.kept is not None
-        blocks = self.kept.reshape(-1, self.block_size, self.kept.shape[1])
-        blocks[target] = blocks[source]
 
 
 def load_host_drafter(

@@ -27,6 +27,7 @@ from torch import Tensor
 from slipstream.config import EngineConfig
 from slipstream.errors import AdapterError, ConfigError, OutOfMemoryError
 from slipstream.kernels.arrays import to_array
+from slipstream.kernels.blocks import BlockRows
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import LayerKV, SamplingTensors
 from slipstream.kernels.select import select_ops
@@ -159,6 +160,7 @@ class ModelRunner:
         self._experts = ExpertLoad(self.forwards.count_experts(), self.platform)
         self._follower = LoadFollower(self.ops, self._experts)
         self.kv: list[LayerKV] = []
+        self._block_rows: BlockRows | None = None
         self.rows: RowTable | None = None
         self._under_way: Output | None = None  # on a CPU
         self._passed: dict[int, list[tuple[Row, ScheduledRequest]]] = {}  # by step: who samples in it, in the last stage
@@ -238,6 +240,7 @@ class ModelRunner:
         try:
             with self._phase("cache"):
                 self.kv = self.make_cache(num_blocks)
+                self._block_rows = BlockRows.of_layers(self.kv)
                 if self.draft is not None:
                     self.draft.allocate(num_blocks)
                 self.rows = None if self.model.spec.is_encoder else self._make_rows()
@@ -266,19 +269,19 @@ class ModelRunner:
         """Free the memory of `allocate`. No step may be in flight, and `allocate` must come before the next."""
         self._take_tokens()
         self.kv.clear()  # in place, since the program holds the same list
+        self._block_rows = None
         if self.draft is not None:
             self.draft.release()
         self.rows = self.texts = None
 
     def open_store(self, disk: DiskTier | None, num_slots: int, num_staged: int) -> BlockStore:
         """The tiers below the cache: `num_slots` blocks of the host's memory (a GPU has some), and the disk."""
-        layers = {layer.k.data_ptr(): layer for layer in self.kv}.values()  # groups share tensors
-        caches = [cache for layer in layers for cache in ((layer.k,) if layer.latent else (layer.k, layer.v))]
+        assert self._block_rows is not None
         if not num_slots:
-            return BlockStore(block_arrays([to_array(cache) for cache in caches]), disk, self._take_tokens)
+            return BlockStore(block_arrays([to_array(rows) for rows in self._block_rows.rows]), disk, self._take_tokens)
         from slipstream.worker.device_blocks import DeviceBlocks
 
-        return DeviceBlocks(caches, num_slots, num_staged, disk, self.platform)
+        return DeviceBlocks(self._block_rows, self.ops, num_slots, num_staged, disk, self.platform)
 
     def _capture(self, config: EngineConfig) -> None:
         if isinstance(self.texts, TextGraphs):
@@ -382,8 +385,8 @@ class ModelRunner:
         rows.apply(plan, adapters)
         if plan.block_copies:
             sources, targets = self.platform.upload(np.array(plan.block_copies, dtype=np.int64).T.copy())
-            for layer in {layer.k.data_ptr(): layer for layer in self.kv}.values():  # groups share tensors
-                self.ops.copy_blocks(layer, sources, targets)
+            assert self._block_rows is not None
+            self.ops.copy_blocks(self._block_rows, self._block_rows, sources, targets)
             if self.draft is not None:
                 self.draft.copy_blocks(sources, targets)
         if (texts := encoder_batch(rows, plan)) is not None:

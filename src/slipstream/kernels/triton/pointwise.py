@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.errors import UnsupportedModelError
+from slipstream.kernels.blocks import BlockRows
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import NormParams, QKVLayout
 from slipstream.kernels.quantize import DTYPES
@@ -388,17 +389,33 @@ def activation(
 
 
 @triton.jit
-def _copy_kernel(k_ptr, v_ptr, source_ptr, target_ptr, size, BLOCK: tl.constexpr):
-    source = tl.load(source_ptr + tl.program_id(0)) * size
-    target = tl.load(target_ptr + tl.program_id(0)) * size
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < size
-    tl.store(k_ptr + target + at, tl.load(k_ptr + source + at, mask=mask), mask=mask)
-    tl.store(v_ptr + target + at, tl.load(v_ptr + source + at, mask=mask), mask=mask)
+def _row_at(places_ptr, indices_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where row `indices[program_id(0)]` of part program_id(1) begins."""
+    place = places_ptr + tl.program_id(1) * 3
+    begin, stride = tl.load(place), tl.load(place + 1)
+    address = begin + tl.load(indices_ptr + tl.program_id(0)) * stride
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address.to(tl.pointer_type(KIND))
 
 
-def copy_blocks(kv: LayerKV, source: Tensor, target: Tensor) -> None:
-    size = kv.k[0].numel()
-    _copy_kernel[(len(source), triton.cdiv(size, 1024))](
-        kv.k, kv.k if kv.latent else kv.v, source.contiguous(), target.contiguous(), size, BLOCK=1024
+@triton.jit
+def _copy_kernel(source_ptr, target_ptr, sources_ptr, targets_ptr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    KIND: tl.constexpr = tl.int32 if ALIGNED else tl.uint8
+    source = _row_at(source_ptr, sources_ptr, KIND, ALIGNED)
+    target = _row_at(target_ptr, targets_ptr, KIND, ALIGNED)
+    size = tl.load(source_ptr + tl.program_id(1) * 3 + 2)
+    if ALIGNED:
+        size = tl.multiple_of(size // 4, 4)
+    for begin in range(tl.program_id(2) * BLOCK, size, tl.num_programs(2) * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(target + at, tl.load(source + at, mask=at < size), mask=at < size)
+
+
+def copy_blocks(source: BlockRows, target: BlockRows, sources: Tensor, targets: Tensor) -> None:
+    """One launch for all parts."""
+    aligned = source.is_aligned and target.is_aligned
+    pieces = min(8, triton.cdiv(max(source.row_bytes), 4096))
+    _copy_kernel[(len(sources), len(source.rows), pieces)](
+        source.places, target.places, sources.contiguous(), targets.contiguous(), BLOCK=1024, ALIGNED=aligned
     )
