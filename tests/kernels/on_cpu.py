@@ -14,25 +14,27 @@ from pathlib import Path
 from slipstream.files import write_whole
 
 INSTRUCTIONS = Path(__file__).with_name("instructions_on_cpu.h").read_text()
-OPTIONS = ("-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-fPIC")
+HEADERS = [line for line in INSTRUCTIONS.splitlines() if line.startswith("#include <")]
+OPTIONS = ("-std=c++17", "-Og", "-w", "-U_FORTIFY_SOURCE", "-fPIC")
 COMPILING = threading.Lock()
 
 
 def load(folder: Path, text: str, definitions: Mapping[str, float]) -> ctypes.CDLL:
     """The library of `text`. One for equal texts and definitions, in the folder of the test session that has `folder`, which
-    the session's processes share; and so the standard library's headers, whose parsing is a third of the work."""
+    the session's processes share; and so the standard library's headers, whose parsing is half of the work. The definitions
+    stand in the text: g++ parses the headers again where a word of theirs is defined before them."""
     session = folder.parents[1 if "PYTEST_XDIST_WORKER" in os.environ else 0]
     given = definitions.items()
-    names = [f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={int(v)}" for k, v in given if k != "THIS_RANK"]
-    library = session / (hashlib.sha256(repr((text, names)).encode()).hexdigest() + ".so")
+    values = [f"#define {k} {v}f\n" if isinstance(v, float) else f"#define {k} {int(v)}\n" for k, v in given if k != "THIS_RANK"]
+    text = "".join(values) + "\n".join(line for line in text.splitlines() if line not in HEADERS)
+    library = session / (hashlib.sha256(text.encode()).hexdigest() + ".so")
     with COMPILING:  # ranks want the same one
         if not library.exists():
             headers = session / "standard_headers.h"
             if not headers.with_suffix(".h.gch").exists():
-                lines = [line for line in INSTRUCTIONS.splitlines() if line.startswith("#include <")]
-                write_whole(headers, "\n".join(lines) + "\n")
+                write_whole(headers, "\n".join(HEADERS) + "\n")
                 compile_(headers.with_suffix(".h.gch"), "-x", "c++-header", str(headers))
-            compile_(library, *names, "-shared", "-include", str(headers), "-x", "c++", "-", text=text)
+            compile_(library, "-shared", "-include", str(headers), "-x", "c++", "-", text=text)
     return ctypes.CDLL(str(library))
 
 
