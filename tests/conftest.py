@@ -101,6 +101,15 @@ def by_torch(monkeypatch):
 
 
 @pytest.fixture
+def forked_ranks():
+    """Ranks that this process's engines start are forks of one process."""
+    from tests import forked_ranks
+
+    with forked_ranks.used():
+        yield
+
+
+@pytest.fixture
 def model_copy(tiny_model, tmp_path):
     """A copy of the tiny model's folder, to be spoilt."""
     return shutil.copytree(tiny_model, tmp_path / "model")

@@ -23,7 +23,7 @@ from slipstream.evals.scorer import Scorer
 from slipstream.kernels.host_ops import HostOps
 from slipstream.optimize.folder import build_folder
 from slipstream.plan.hardware import available_cores
-from tests import tiny_models
+from tests import forked_ranks, tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 SETTINGS = {"quantization": "int8", "max_model_len": 128, "max_num_seqs": 3, "kv_cache_bytes": 8 * 2**20}
@@ -171,24 +171,28 @@ def test_what_cannot_be_built_leaves_nothing(tiny_model, tmp_path):
         build_folder(args, tmp_path / "there")
 
 
-@pytest.fixture
-def wide_model(tmp_path):
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory):
     """Half of its products is wide enough for int8."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
-    tiny_models.build_with_tokenizer(tmp_path / "wide", **sizes)
-    return tmp_path / "wide"
+    path = tmp_path_factory.mktemp("wide")
+    tiny_models.build_with_tokenizer(path, **sizes)
+    return path
 
 
-@pytest.fixture
-def of_two(wide_model, tmp_path):
+@pytest.fixture(scope="module")
+def of_two(wide_model, tmp_path_factory):
     if available_cores() < 2:
         pytest.skip("two ranks need a core each")
     args = EngineArgs(str(wide_model), device="cpu", tensor_parallel_size=2, **SETTINGS)
-    built = build_folder(args, tmp_path / "two", tune=lambda *_: pytest.fail("tiles are of one device"))
+    folder = tmp_path_factory.mktemp("of-two") / "two"
+    with forked_ranks.used():
+        built = build_folder(args, folder, tune=lambda *_: pytest.fail("tiles are of one device"))
     assert (built.packed_bytes, built.folder.graph_sizes) == (0, ())
-    return tmp_path / "two"
+    return folder
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_folder_of_two_ranks_starts_them_and_answers_as_one_device(of_two, wide_model):
     with LLM(str(wide_model), device="cpu", num_threads=1, **SETTINGS) as llm:
         expected = llm.generate("Hello there", GREEDY)[0].outputs[0].token_ids

@@ -43,6 +43,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(process_executor, "resolve", seen)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_cpu_and_the_gpu_answer_as_one_device(tmp_path, gpu):
     tiny_models.build_with_tokenizer(tmp_path, num_hidden_layers=3, max_position_embeddings=1024)
     with LLM(str(tmp_path), **SETTINGS) as llm:

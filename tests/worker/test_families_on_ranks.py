@@ -8,6 +8,8 @@ from slipstream import LLM, SamplingParams
 from tests import tiny_models
 from tests.model.test_parallel import DECODERS, MIXTURES, build
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 SETTINGS = dict(device="cpu", dtype="float32", kernels="reference", max_model_len=128, kv_cache_bytes=2**20, max_num_seqs=4)
 PROMPTS = [[5, 9, 200, 31, 7, 44, 45, 46], list(range(20, 110)), [3]]  # one step is long enough to share tokens out
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

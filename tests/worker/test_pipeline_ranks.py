@@ -8,7 +8,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError
 from slipstream.types import EngineRequest
 from slipstream.worker import process_executor
-from tests import tiny_models
+from tests import forked_ranks, tiny_models
 from tests.worker.test_ranks import PROMPTS, SETTINGS, agree, answers
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -16,7 +16,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def pipeline(tiny_model):
-    with LLM(str(tiny_model), pipeline_parallel_size=2, **SETTINGS) as llm:
+    with forked_ranks.used(), LLM(str(tiny_model), pipeline_parallel_size=2, **SETTINGS) as llm:
         yield llm
 
 
@@ -66,6 +66,7 @@ def test_a_request_that_is_cancelled_between_two_steps(pipeline, wanted):
     assert [o.outputs[0].token_ids for o in found] == wanted[1]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_uneven_stages_with_tensor_parallelism_and_speculation(tmp_path, monkeypatch):
     monkeypatch.setattr(process_executor, "available_cores", lambda: 4)  # they share what there is
     tiny_models.build_with_tokenizer(tmp_path, num_hidden_layers=3, max_position_embeddings=1024)

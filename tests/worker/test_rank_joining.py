@@ -18,6 +18,8 @@ from slipstream.worker.rank_messages import Join, Refused
 from tests.waiting import PATIENCE_S, free_port, wait_for
 from tests.worker.test_ranks import PROMPTS, SETTINGS
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")  # those that an engine starts; others are started by hand
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 

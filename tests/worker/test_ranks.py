@@ -71,6 +71,7 @@ def test_each_rank_holds_its_part(tiny_model, split):
         assert first.weights_bytes < 0.62 * llm.core.ledger.weights_bytes  # norms and position tables are whole
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_type_is_chosen_once_for_all_ranks(tiny_model, monkeypatch):
     """Whatever each would measure."""
     from slipstream.worker import device, process_executor
@@ -140,6 +141,7 @@ def test_sleep(tiny_model, split):
         split.sleep(level=1)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_ends_all_with_its_reason(tiny_model, victim):
     with LLM(str(tiny_model), tensor_parallel_size=2, **SETTINGS) as llm:
@@ -207,6 +209,7 @@ def test_more_ranks_than_cores_are_refused(tiny_model, monkeypatch):
     assert error.value.field == "tensor_parallel_size"
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_what_a_rank_refuses_is_raised_as_it_is(tiny_model):
     """Groups of 128 inputs don't fit a half of 64."""
     with pytest.raises(ConfigError, match="of 2 ranks has a part") as error:

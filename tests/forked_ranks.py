@@ -1,0 +1,140 @@
+"""`subprocess` for `process_executor`: ranks are forks of one process that has imported torch, which takes a process of its own
+two seconds of a core.
+
+A fork is what `Popen` gives: a process with its own standard input, environment and folder, that runs the module as `-m` does
+and ends by a code or a signal. Its parent is the process that was forked, so a test that looks for children does not take this
+one. `test_ranks.py` starts ranks as users do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
+IMPORTED = "slipstream.worker.rank_process", "slipstream.worker.model_runner", "slipstream.model.loader"
+
+
+class Popen:
+    """Of `python -m MODULE ARGUMENTS`."""
+
+    def __init__(self, command, *, stdin, pass_fds, env):
+        assert (command[:2], stdin) == ([sys.executable, "-m"], PIPE)
+        theirs, ours = os.pipe()
+        self._end, end = os.pipe()
+        given = {"words": command[2:], "environment": env, "folder": os.getcwd(), "passed": pass_fds}
+        with _asking:
+            fds = [theirs, end, 1, 2, *pass_fds]
+            socket.send_fds(_parent(), [json.dumps(given).encode()], fds)
+            self.pid = int(_parent().recv(100))
+        os.close(theirs)
+        os.close(end)
+        self.stdin, self.returncode, self._lock = os.fdopen(ours, "wb"), None, threading.Lock()
+
+    def poll(self):
+        try:
+            return self.wait(0)
+        except TimeoutExpired:
+            return None
+
+    def wait(self, timeout=None):
+        if self.returncode is None and not select.select([self._end], [], [], timeout)[0]:
+            raise TimeoutExpired(IMPORTED[0], timeout)
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = int(os.read(self._end, 100) or -signal.SIGKILL)
+                os.close(self._end)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def used():
+    """Engines that this process starts meanwhile start their ranks so."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slipstream.worker.process_executor.subprocess", sys.modules[__name__])
+        yield
+
+
+_asking = threading.Lock()
+
+
+@functools.cache
+def _parent():
+    """A socket to the process that forks. It ends when this closes."""
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with theirs:
+        subprocess.Popen([sys.executable, "-m", __name__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    return ours
+
+
+def serve(asked: socket.socket) -> None:
+    """Fork for each message; tell the codes of those that ended."""
+    ends: dict[int, tuple[int, int]] = {}
+    poll = select.poll()
+    poll.register(asked, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd in ends:
+                pid, end = ends.pop(fd)
+                poll.unregister(fd)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                os.write(end, str(code).encode())
+                os.close(end)
+                os.close(fd)
+                continue
+            message, fds, _, _ = socket.recv_fds(asked, 2**20, 16)
+            if not message:
+                return
+            pid = os.fork()
+            if not pid:
+                for mine in (asked.fileno(), *ends, *(end for _, end in ends.values())):
+                    os.close(mine)
+                become(json.loads(message), *fds)
+            pidfd = os.pidfd_open(pid)
+            ends[pidfd] = pid, fds[1]
+            poll.register(pidfd, select.POLLIN)
+            for theirs in (fds[0], *fds[2:]):
+                os.close(theirs)
+            asked.send(str(pid).encode())
+
+
+def become(given: dict, stdin: int, end: int, stdout: int, stderr: int, *passed: int) -> None:
+    for own, standard in ((stdin, 0), (stdout, 1), (stderr, 2)):
+        os.dup2(own, standard)
+        os.close(own)
+    os.close(end)
+    named = dict(zip(map(str, given["passed"]), map(str, passed), strict=True))
+    module, *words = given["words"]
+    os.environ.clear()
+    os.environ.update(given["environment"])
+    os.chdir(given["folder"])
+    sys.argv = [module, *(named.get(word, word) for word in words)]
+    sys.modules.pop(module)  # `-m` runs it as __main__
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        os._exit(1)  # a rank ends before
+
+
+if __name__ == "__main__":
+    for name in IMPORTED:
+        __import__(name)
+    serve(socket.socket(fileno=int(sys.argv[1])))
