@@ -24,9 +24,9 @@ def load(folder: Path, text: str, definitions: Mapping[str, float]) -> ctypes.CD
     the session's processes share; and so the standard library's headers, whose parsing is half of the work. The definitions
     stand in the text: g++ parses the headers again where a word of theirs is defined before them."""
     session = folder.parents[1 if "PYTEST_XDIST_WORKER" in os.environ else 0]
-    given = definitions.items()
-    values = [f"#define {k} {v}f\n" if isinstance(v, float) else f"#define {k} {int(v)}\n" for k, v in given if k != "THIS_RANK"]
-    text = "".join(values) + "\n".join(line for line in text.splitlines() if line not in HEADERS)
+    values = {k: f"{v}f" if isinstance(v, float) else int(v) for k, v in definitions.items() if k != "THIS_RANK"}
+    lines = [*(f"#define {k} {v}" for k, v in values.items()), *(line for line in text.splitlines() if line not in HEADERS)]
+    text = "\n".join(lines)
     library = session / (hashlib.sha256(text.encode()).hexdigest() + ".so")
     with COMPILING:  # ranks want the same one
         if not library.exists():

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from slipstream.cli.main import main
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec import families
 from slipstream.spec.families.base import Family
 from tests import tiny_models
-from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "adding-a-model.md").read_text("utf-8")
@@ -24,15 +22,24 @@ ENTRY = re.search(r'"slipstream\.families"\]\n(.*?)```', GUIDE, re.DOTALL)[1]
 STABLELM = {**tiny_models.FAMILIES["llama"], "model_type": "stablelm", "use_qkv_bias": True}
 
 
-def check(model, path):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *path])}
-    command = [sys.executable, "-m", "slipstream", "check-model", str(model), "--json"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    return done.returncode, json.loads(done.stdout)
+@pytest.fixture
+def check(monkeypatch, capsys):
+    """The command, with a folder of packages more or none."""
+
+    def run(model, *packages):
+        for package in packages:
+            monkeypatch.syspath_prepend(package)
+        families.families.cache_clear()
+        code = main(["check-model", str(model), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    yield run
+    sys.modules.pop("slipstream_stablelm", None)
+    families.families.cache_clear()
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_the_guide(tmp_path, monkeypatch, beside):
+def test_the_guide(tmp_path, monkeypatch, check, beside):
     monkeypatch.setitem(tiny_models.FAMILIES, "stablelm", {**STABLELM, "use_parallel_residual": beside})
     tiny_models.build(tmp_path / "model", "stablelm")
     package = tmp_path / "package"
@@ -41,10 +48,10 @@ def test_the_guide(tmp_path, monkeypatch, beside):
     info = package / "slipstream_stablelm-1.dist-info"
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slipstream-stablelm\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[slipstream.families]\n" + ENTRY.replace('"', ""))
-    code, found = check(tmp_path / "model", [])
+    code, found = check(tmp_path / "model")
     assert code == 3
     assert "stablelm" in found["error"]["message"]
-    code, found = check(tmp_path / "model", [str(package)])
+    code, found = check(tmp_path / "model", str(package))
     assert (code, found["same"]) == (0, True), found
 
 
