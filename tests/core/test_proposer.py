@@ -23,7 +23,7 @@ def longest_suffix(own, tokens, most, *, same):
     return best
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(tokens=TOKENS, cuts=st.lists(st.integers(1, 9), max_size=4), most=st.integers(1, 12))
 def test_the_longest_run_of_its_own_text_goes_on(tokens, cuts, most):
     """Also as the text grows between proposals."""
@@ -43,7 +43,7 @@ def test_the_longest_run_of_its_own_text_goes_on(tokens, cuts, most):
             assert found.tokens == ()
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(own=st.lists(st.integers(0, 2), min_size=2, max_size=12), other=TOKENS, most=st.integers(2, 6))
 def test_runs_of_another_text(own, other, most):
     index = PairIndex()

@@ -44,7 +44,7 @@ def draw_pieces(data: st.DataObject, ids: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_any_split_gives_what_decoding_at_once_gives(small, kind, data):
     tokenizer = small[kind]
@@ -63,7 +63,7 @@ def continued(tokenizer: Tokenizer, prompt: list[int], answer: list[int], skip: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_prompt_and_answer_are_what_decoding_both_gives(small, kind, data):
     tokenizer = small[kind]
@@ -84,7 +84,7 @@ def test_the_space_between_prompt_and_answer_stays(small):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(text=TEXTS, data=st.data())
 def test_what_is_given_out_is_never_half_a_character(small, kind, text, data):
     tokenizer = small[kind]
@@ -133,7 +133,7 @@ def naive(tokenizer, ids, skip, stops, include, min_tokens):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_stops_where_a_naive_search_stops(small, kind, data):
     tokenizer = small[kind]

@@ -167,6 +167,12 @@ def draft_path(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def undrafted():
+    """Answers without drafts, their number of steps and the bytes of a block, kept for each setting."""
+    return {}
+
+
 @pytest.mark.parametrize(
     ("name", "more"),
     [
@@ -181,12 +187,14 @@ def draft_path(tmp_path_factory):
     ids=str,
 )
 @pytest.mark.parametrize("same", [True, False])
-def test_a_draft_model(path, draft_path, name, more, same):
+def test_a_draft_model(path, draft_path, undrafted, name, more, same):
     """The model itself, whose drafts are all right; and another, whose drafts are mostly wrong. The answers are the same."""
     sizes, sampling = {**SIZES, **more}, SETTINGS[name]
     config = {"method": "draft", "model": str(path if same else draft_path), "num_speculative_tokens": 4}
-    with LLM(str(path), **sizes) as llm:
-        expected, num_steps, one_block = answers(llm, sampling), llm.core.stats().num_steps, llm.ledger.block_bytes
+    if (key := f"{name} {more}") not in undrafted:
+        with LLM(str(path), **sizes) as llm:
+            undrafted[key] = answers(llm, sampling), llm.core.stats().num_steps, llm.ledger.block_bytes
+    expected, num_steps, one_block = undrafted[key]
     with LLM(str(path), speculative_config=config, **sizes) as llm:
         assert answers(llm, sampling) == expected
         assert answers(llm, sampling) == expected  # behind prefix hits
@@ -313,24 +321,37 @@ def test_the_short_form(path):
 # --- The distribution (by itself: tests/worker/test_speculation_distribution.py) ------------------------------------------
 
 
-@pytest.mark.parametrize("config", [NGRAM, SUFFIX, {"method": "draft", "num_speculative_tokens": 2}], ids=lambda c: c["method"])
-def test_engines_with_and_without_draw_alike(tmp_path_factory, config):
-    """Two samples of answers from a vocabulary of ten tokens, drawn with other random numbers: chi-squared."""
+NUM_DRAWN = 1000
+
+
+def drawn(folder, seed, config=None):
+    """How often which first four tokens were drawn, and the engine's figures."""
+    prompt = [i * i % 11 % 10 for i in range(40)]
+    sampling = SamplingParams(temperature=0.9, top_p=0.95, min_p=0.02, max_tokens=6, ignore_eos=True)
+    sizes = {**SIZES, "max_num_seqs": 64, "max_num_batched_tokens": 512, "seed": seed}
+    with LLM(folder, speculative_config=config, **sizes) as llm:
+        found = llm.generate([{"prompt_token_ids": prompt}] * NUM_DRAWN, sampling)
+        return Counter(tuple(answer.outputs[0].token_ids[:4]) for answer in found), llm.core.stats()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Two models with a vocabulary of ten tokens, and what the first draws without drafts."""
     folders = [str(tmp_path_factory.mktemp("small")) for _ in range(2)]
     for seed, folder in enumerate(folders):
         tiny_models.build(Path(folder), "llama", seed=seed, vocab_size=10, bos_token_id=0, eos_token_id=1)
+    return folders, drawn(folders[0], seed=1)[0]
+
+
+@pytest.mark.parametrize("config", [NGRAM, SUFFIX, {"method": "draft", "num_speculative_tokens": 2}], ids=lambda c: c["method"])
+def test_engines_with_and_without_draw_alike(small, config):
+    """Two samples of answers, drawn with other random numbers: chi-squared."""
+    folders, without = small
     if config["method"] == "draft":
         config = {**config, "model": folders[1]}
-    counts, total, prompt = [], 1000, [i * i % 11 % 10 for i in range(40)]
-    sampling = SamplingParams(temperature=0.9, top_p=0.95, min_p=0.02, max_tokens=6, ignore_eos=True)
-    for seed, given in ((1, None), (2, config)):
-        sizes = {**SIZES, "max_num_seqs": 64, "max_num_batched_tokens": 512, "seed": seed}
-        with LLM(folders[0], speculative_config=given, **sizes) as llm:
-            found = llm.generate([{"prompt_token_ids": prompt}] * total, sampling)
-            if given is not None:
-                stats = llm.core.stats()
-                assert 0 < stats.spec_accepted_tokens < stats.spec_draft_tokens
-        counts.append(Counter(tuple(answer.outputs[0].token_ids[:4]) for answer in found))
+    found, stats = drawn(folders[0], 2, config)
+    assert 0 < stats.spec_accepted_tokens < stats.spec_draft_tokens
+    counts, total = (without, found), NUM_DRAWN
     both = counts[0] + counts[1]
     common = [answer for answer, n in both.items() if n >= 10]
     pairs = [(counts[0][a], counts[1][a]) for a in common]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import SamplingParams
@@ -32,6 +32,7 @@ PARAMS = [
 
 
 @pytest.mark.parametrize("values", PARAMS, ids=str)
+@settings(max_examples=40)
 @given(logits=logits_of, tokens=tokens_of, num_prompt=st.integers(0, 5))
 def test_as_plain_python(values, logits, tokens, num_prompt):
     params, num_prompt = SamplingParams(**values), min(num_prompt, len(tokens))
@@ -56,6 +57,7 @@ def test_xtc_leaves_the_least_likely_of_the_choices(logits, threshold):
     assert set(np.flatnonzero(row > -np.inf).tolist()) == set(naive_samplers.xtc(dict(enumerate(logits)), threshold))
 
 
+@settings(max_examples=40)
 @given(logits=logits_of, mass=st.sampled_from([0.2, 0.5, 0.9, 0.99]))
 def test_typical_as_transformers(logits, mass):
     from transformers import TypicalLogitsWarper

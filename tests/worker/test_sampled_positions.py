@@ -97,7 +97,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(requests=REQUESTS)
 def test_each_sampled_position_is_told_what_its_request_wants(requests):
     """Against a plain recomputation. A request: what it wants, how many tokens its prompt has, how many are computed before,
