@@ -171,15 +171,14 @@ def error(ours, theirs):
 
 
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
-@pytest.mark.parametrize(
-    ("chunks", "block_size"),
-    [((), 4), ((), 16), ((3, 1, 4, 5, 7, 16), 4), ((15, 17, 16), 16), ((1,), 4), ((20, 1, 1, 31), 8)],
-    ids=str,
-)
-def test_logits_equal_transformers(case, kernels, chunks, block_size):
+def test_logits_equal_transformers(case, kernels):
+    """Of a text in chunks. Token by token only its beginning, which is longer than every window and than five blocks."""
     path, _, logits = case
     model = load(path, kernels=kernels)
-    assert error(run(model, TOKENS, chunks, block_size), logits) <= 1e-4
+    for chunks, block_size in [((), 4), ((), 16), ((3, 1, 4, 5, 7, 16), 4), ((15, 17, 16), 16), ((1,), 4), ((20, 1, 1, 31), 8)]:
+        num = 22 if chunks == (1,) else len(TOKENS)
+        found = error(run(model, TOKENS[:num], chunks, block_size), logits[:num])
+        assert found <= 1e-4, (chunks, block_size)
 
 
 def test_greedy_tokens_equal_transformers(case):

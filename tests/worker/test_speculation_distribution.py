@@ -214,6 +214,9 @@ def from_model(proposer: str, table: RowTable, plan: StepPlan) -> dict[str, Answ
     }
 
 
+NUM_ANSWERS = 600
+
+
 def chi_squared_p(found: Counter[Answer], shares: dict[Answer, float]) -> float:
     """Answers that are rare are counted together. An answer that can't come makes it 0."""
     if set(found) - set(shares):
@@ -263,13 +266,13 @@ def keeps_one_too_many(requests, tokens, from_model=()):
 
 @pytest.mark.parametrize(("name", "proposer"), FAST)
 def test_the_distribution_is_that_of_plain_sampling(name, proposer):
-    assert chi_squared_p(Counter(drawn(name, proposer, 1000)), expected_shares(name)) > 1e-3
+    assert chi_squared_p(Counter(drawn(name, proposer, NUM_ANSWERS)), expected_shares(name)) > 1e-3
 
 
 @pytest.mark.parametrize("broken", [accepts_the_first, keeps_one_too_many])
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_a_broken_verification_is_seen(broken, proposer):
-    assert chi_squared_p(Counter(drawn("plain", proposer, 1000, broken)), expected_shares("plain")) < 1e-6
+    assert chi_squared_p(Counter(drawn("plain", proposer, NUM_ANSWERS, broken)), expected_shares("plain")) < 1e-6
 
 
 @pytest.mark.slow
