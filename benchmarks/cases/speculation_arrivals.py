@@ -73,8 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     configs = [None, *args.config]
     names = ["plain" if config is None else str(config.get("num_speculative_tokens", "default")) for config in configs]
-    length = args.prompt_tokens + args.max_tokens
-    settings: dict[str, Any] = {"max_num_seqs": args.max_num_seqs, "max_model_len": length + 64, "dtype": args.dtype}
+    settings: dict[str, Any] = {"max_num_seqs": args.max_num_seqs, "max_model_len": 2048, "dtype": args.dtype}
     settings |= {"load_format": "dummy", "skip_tokenizer_init": True, "quantization": args.quantization}
     settings |= {"kv_cache_dtype": args.kv_cache_dtype, "kv_cache_bytes": args.kv_cache_bytes, "enable_prefix_caching": False}
     found: dict[str, dict[str, list[float]]] = {str(rate): {name: [] for name in names} for rate in args.rates}
