@@ -112,8 +112,8 @@ def test_room_for_more_tiles(num_tokens):
 def test_splits(splits, monkeypatch):
     monkeypatch.setattr(kernel, "num_splits", lambda *_: splits)
     torch.manual_seed(1)
-    w = LoRAWeights(torch.randn(2, 48, 330), torch.randn(2, 90, 16), (0, 50, 70), (0, 1, 2))
-    x, y, slots = torch.randn(20, 330), torch.randn(20, 90), [0, 1] * 10
+    w = LoRAWeights(torch.randn(2, 48, 600), torch.randn(2, 300, 16), (0, 200, 250), (0, 1, 2))
+    x, y, slots = torch.randn(20, 600), torch.randn(20, 300), [0, 1] * 10
     got = TritonOps().lora(y.clone(), x, w, tokens_of(slots, CPU))
     torch.testing.assert_close(got, naive(y, x, w, slots), rtol=1e-4, atol=2e-3)
 
