@@ -107,7 +107,7 @@ def with_shared_prefixes(data, step):
     return dataclasses.replace(meta, shared=SharedPrefixes(*tensors)), meta
 
 
-@settings(QUICK, max_examples=16)
+@settings(QUICK, max_examples=30)
 @given(data=st.data(), splits=st.sampled_from([1, 2, 8]), dtype=st.sampled_from([None, torch.float8_e4m3fn, torch.int8]))
 def test_attention_of_shared_prefixes(data, splits, dtype):
     shape = data.draw(cases.edge_shapes(max_sequences=9))
