@@ -302,10 +302,12 @@ class Tiers:
         if request.looked_up:
             return False
         request.looked_up = True
-        keys, size = request.block_keys, self._size
+        size, reach = self._size, self._reach(request)
         self._counts["queried_tokens"] += request.num_tokens - num_cached
-        found = {g: [self._pool.lookup(key) for key in self._keys_of(request, g)] for g in self._own}
-        wanted, gained = self._missing(request, found, len(keys), num_cached)
+        if reach * size <= num_cached:
+            return False
+        found = {g: [self._pool.lookup(key) for key in self._keys_of(request, g)[:reach]] for g in self._own}
+        wanted, gained = self._missing(request, found, reach, num_cached)
         if not wanted:
             return False
         if (load := next((self._loading[key] for key in wanted if key in self._loading), None)) is not None:
@@ -321,6 +323,16 @@ class Tiers:
             return False
         self._begin(request, wanted, held, gained).probes = pays is None
         return True
+
+    def _reach(self, request: Request) -> int:
+        """No prefix of more blocks is there. Most prompts are nowhere: to see it takes one look, since the GPU waits for it."""
+        whole = next((g for g in self._own if g not in self._windows), None)  # of which all blocks of a prefix are needed
+        if whole is not None:
+            for i, key in enumerate(request.block_keys):
+                own = group_key(key, whole)
+                if self._pool.lookup(own) is None and not self.has(own):
+                    return i
+        return len(request.block_keys)
 
     def _missing(
         self, request: Request, found: Mapping[int, Sequence[int | None]], most: int, num_cached: int
