@@ -376,6 +376,20 @@ def test_what_a_failed_step_was_to_write_is_not_stored():
     assert not store.files
 
 
+def test_so_many_blocks_are_stored_at_once():
+    store = Store(0, {})
+    made = engine(store)
+    made.scheduler.add(request("p/1", PROMPT))
+    made.step()
+    found = len(made.scheduler.tiers._offers)
+    assert found > 2
+    made.scheduler.tend(1)
+    assert (len(store.waiting), len(made.scheduler.tiers._offers)) == (1, found - 1)
+    made.scheduler.tend()
+    assert len(store.waiting) > 1
+    run(made)
+
+
 def test_the_last_holder_of_a_full_host_gives_way_to_the_disk():
     made, store = stored(num_slots=2)
     assert len(store.files) == 5

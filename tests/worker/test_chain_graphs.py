@@ -10,6 +10,7 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.types import FROM_MODEL, ScheduledRequest
 from slipstream.worker.chain_graphs import ChainGraphs, chain_depths
+from slipstream.worker.head_drafter import HeadChain
 from slipstream.worker.rows import Row
 from tests import draft_heads, tiny_models
 from tests.engine.test_speculation import PROMPTS, SIZES
@@ -83,8 +84,6 @@ def test_what_a_chain_does_not_cover(tmp_path):
         assert found[0] is False  # a prompt that it has not seen
         assert all(found[1:])
         found.clear()
-        llm.generate(PROMPTS[:1], SamplingParams(temperature=1, seed=1, max_tokens=8, ignore_eos=True))
-        assert not any(found)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 4])
@@ -117,7 +116,7 @@ class Replayed(ChainGraphs):
         return self._captured.setdefault(size, types.SimpleNamespace(inputs=inputs, output=None, graph=graph))
 
 
-def proposals(folder, prompts, lengths, *, graphs, ahead=True, **more):
+def proposals(folder, prompts, lengths, *, graphs, ahead=True, temperature=0, **more):
     """The answers; of each request by its number of computed tokens the drafts; how many of them were proposed ahead."""
     config = {"method": "eagle3", "model": str(folder / "head"), "num_speculative_tokens": 3} | more
     with LLM(str(folder / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
@@ -141,7 +140,7 @@ def proposals(folder, prompts, lengths, *, graphs, ahead=True, **more):
             return proposed
 
         draft.propose = noted
-        sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+        sampling = [SamplingParams(temperature=temperature, seed=1, max_tokens=n, ignore_eos=True) for n in lengths]
         answers = [o.outputs[0].token_ids for o in llm.generate(prompts, sampling)]
         stats = llm.core.stats()
         assert stats.num_free_blocks == stats.num_blocks
@@ -189,6 +188,50 @@ def test_steps_that_catch_up_are_cold(models, kernels):
     assert drafted[0]
     assert sum(drafted) == 2
     assert len(drafted) > 5
+
+
+@pytest.mark.parametrize("batched", [512, 24])
+def test_prompts_are_seen_behind_their_steps(models, monkeypatch, batched):
+    """So a request's first drafts come out of a graph, and are those of a head that sees the prompt when it first drafts. Also
+    of prompts that take several steps, and while another request drafts."""
+    monkeypatch.setitem(SIZES, "max_num_batched_tokens", batched)
+    prompts = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (9, 61, 40, 33)]
+    lengths = (60, 9, 20, 40)
+    expected, drafts, _, _ = proposals(models, prompts, lengths, graphs=False)
+    drafted, step = [], HeadChain.step
+
+    def noted(draft, shares, rows, **how):
+        drafted.extend(s for s in shares if s.num_sampled)
+        step(draft, shares, rows, **how)
+
+    monkeypatch.setattr(HeadChain, "step", noted)
+    found, same, _, _ = proposals(models, prompts, lengths, graphs=True)
+    assert found == expected
+    assert same == drafts
+    assert not drafted
+
+
+def test_drawn_answers_behind_the_likeliest_drafts(models):
+    """They are what they are without graphs, where drafts are drawn by the requests' own random numbers."""
+    prompts, lengths = PROMPTS[:3], (60, 31, 90)
+    expected, _, _, _ = proposals(models, prompts, lengths, graphs=False, temperature=0.01)
+    found, _, count, accepted = proposals(models, prompts, lengths, graphs=True, temperature=0.01)
+    assert found == expected
+    assert count > 30
+    assert accepted > 0
+
+
+def test_no_prompt_is_seen_while_drafts_rest(models, monkeypatch):
+    seen, step = [], HeadChain.step
+    monkeypatch.setattr(HeadChain, "step", lambda *own, **how: seen.append(own[1]) or step(*own, **how))
+    config = {"method": "eagle3", "model": str(models / "head"), "num_speculative_tokens": 3}
+    with LLM(str(models / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
+        runner = llm.core.executor.runner
+        runner.draft.graphs = Replayed(runner.draft, runner.rows, (3,), max_model_len=128, max_num_seqs=4)
+        llm.core.scheduler.speculation.choose = lambda running: False
+        lengths = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (20, 5, 5, 5, 5)]
+        llm.generate([PROMPTS[0]] + 4 * [PROMPTS[1]], lengths)  # four at once: the fifth joins the first
+    assert len(seen) == 1
 
 
 def test_no_chain_ahead_captures_a_graph(models):

@@ -204,16 +204,16 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.forget_answers()
 
-    def tend(self) -> None:
-        """Note which blocks have arrived from the tiers and which are stored, and begin to store others. `schedule` does it,
-        too."""
+    def tend(self, at_once: int | None = None) -> None:
+        """Note which blocks have arrived from the tiers and which are stored, and begin to store others, `at_once` at most.
+        `schedule` does it, too."""
         if self.tiers is None:
             return
         for request in self.tiers.take():
             if request.status is Status.LOADING:
                 self.requests.wait(request)
         last_ended = min(self._in_flight, default=self._step_id + 1) - 1
-        self.tiers.store(last_ended, self._watermark if self.requests.by_id else 0)
+        self.tiers.store(last_ended, self._watermark if self.requests.by_id else 0, at_once)
 
     # --- A step -------------------------------------------------------------------------------------------------------
 

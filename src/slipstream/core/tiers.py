@@ -233,10 +233,10 @@ class Tiers:
             self._counts["dropped_blocks"] += len(self._offers) == self._offers.maxlen
             self._offers.append((step_id, block, key))
 
-    def store(self, last_ended: int, spare: int) -> None:
-        """Begin to store what is written by now. `spare` blocks of the device stay free."""
+    def store(self, last_ended: int, spare: int, at_once: int | None = None) -> None:
+        """Begin to store what is written by now, `at_once` blocks at most. `spare` blocks of the device stay free."""
         most, copies = max(1, self._pool.num_usable // STORE_SHARE), list[BlockCopy]()
-        while self._offers and self._offers[0][0] <= last_ended and len(self._storing) < most:
+        while self._offers and self._offers[0][0] <= last_ended and len(self._storing) < most and len(copies) != at_once:
             step_id, block, key = self._offers[0]
             if self._pool.hashes[block] == key and not self._pool.ref_counts[block] and self._pool.num_free <= spare:
                 break  # requests need the blocks more

@@ -51,6 +51,10 @@ COMPILING_S = 0.001
 """How often to look whether a grammar is compiled while there is nothing else to do."""
 
 
+LAST_BLOCKS = 128
+"""So many blocks are stored before the last answer is given. For more it would wait: of a prompt of 32,000 tokens a thousand
+are left, which take the host some 5 ms."""
+
 FLUSH_S = 10.0
 """So long an end waits for blocks that are not stored yet."""
 
@@ -304,7 +308,7 @@ class EngineCore:
             outputs += new
             self._stalled = False  # drafts may follow
         if not self.scheduler.has_requests and not self._beams:
-            self.tend()
+            self.tend(LAST_BLOCKS)
         return self._texts.joined(self._searched(outputs) if self._beams else outputs)
 
     def _searched(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
@@ -373,11 +377,12 @@ class EngineCore:
         ended = self.scheduler.abort([request_id], FinishReason.STOP if error is None else FinishReason.INVALID)
         return [output._replace(error=error) for output in tokens_of(ended)]
 
-    def tend(self) -> bool:
-        """Between requests: go on storing blocks in the tiers below the device's cache. Whether there is more to do."""
+    def tend(self, at_once: int | None = None) -> bool:
+        """Between requests: go on storing blocks in the tiers below the device's cache, with `at_once` of them at most. Whether
+        there is more to do."""
         if not isinstance(self.scheduler, Scheduler) or self.scheduler.tiers is None or self._in_flight or self._planned:
             return False
-        self.scheduler.tend()
+        self.scheduler.tend(at_once)
         return self.scheduler.tiers.is_busy
 
     def flush(self) -> None:

@@ -26,6 +26,7 @@ from slipstream.worker.rows import RowTable
 
 class ChainDrafter(HeadChain):
     states: StateCache
+
     def __init__(self, config: EngineConfig, loaded: LoadedHead, memory: DeviceMemory, states: StateCache) -> None:
         rows, device = config.scheduling.max_num_seqs + 1, memory.platform.device
         dtype = torch.float32 if device.type == "cpu" else memory.dtype
@@ -69,13 +70,30 @@ class ChainDrafter(HeadChain):
     def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:
         if self.graphs is None:
             return
-        for s in self.graphs.run_ahead([s for s in plan.scheduled if FROM_MODEL in s.drafts]):
+        drafting = [s for s in plan.scheduled if FROM_MODEL in s.drafts]
+        for s in self.graphs.run_ahead(drafting):
             computed = s.num_computed_tokens
             rows.rows[s.request_id].ahead = range(computed + 1, computed + 1 + s.num_sampled)
+        if drafting or all(s.num_tokens > 1 for s in plan.scheduled):  # beside decodes without drafts, prompts get none either
+            self._see_prompts(plan, rows)
+
+    def _see_prompts(self, plan: StepPlan, rows: RowTable) -> None:
+        """Compute the pairs of the prompts in `plan`, so that their first drafts come out of a graph. That takes the host 2 ms
+        op by op, for which it has time while the GPU computes the step; `propose` would keep the GPU waiting."""
+        behind = [s._replace(num_computed_tokens=s.num_computed_tokens + s.num_tokens) for s in plan.scheduled if _is_prompt(s)]
+        behind = [s for s in behind if s.num_computed_tokens > max(self.first, rows.rows[s.request_id].num_drafted)]
+        for shares in self.unseen(behind, rows, [0] * len(behind)):
+            self.step(shares, rows)
+        for s in behind:
+            rows.rows[s.request_id].num_drafted = s.num_computed_tokens
 
     def passed(self, token_ids: Tensor, states: Tensor, meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
         hidden, following = self.head.forward(token_ids, states, self.kv, meta)
         return hidden, following.to(self.ends.dtype)
+
+
+def _is_prompt(s: ScheduledRequest) -> bool:
+    return s.num_tokens > 1 and not s.drafts
 
 
 class BlockDrafter(HeadBlock):

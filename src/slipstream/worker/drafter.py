@@ -135,7 +135,8 @@ class Drafter(ABC):
         return rows.tokens.reshape(-1)[rows.upload(np.array(where, np.int64))]
 
     def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:  # noqa: B027 (most do not)
-        """Behind the draw of `plan`: launch what the next step's `propose` would begin with, where that can be known."""
+        """Behind the draw of `plan`: launch what the next step's `propose` would begin with, where that can be known. The host
+        has time then, and in `propose` the GPU waits for it."""
 
     @abstractmethod
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:

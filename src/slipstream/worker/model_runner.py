@@ -345,7 +345,7 @@ class ModelRunner:
             return AwaitingMask(plan, self._awaiting(batch, output, drafts, is_cold), drafts, drafted)
         step = self.sample(batch, output)
         step.drafts, step.is_cold = drafts, is_cold
-        if drafts is not None and self.draft is not None and batch.table is not None:
+        if self.draft is not None and batch.table is not None:
             self.draft.go_ahead(plan, batch.table)
         return step
 

@@ -393,10 +393,8 @@ def _row_at(places_ptr, indices_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """Where row `indices[program_id(0)]` of part program_id(1) begins."""
     place = places_ptr + tl.program_id(1) * 3
     begin, stride = tl.load(place), tl.load(place + 1)
-    address = begin + tl.load(indices_ptr + tl.program_id(0)) * stride
-    if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(tl.pointer_type(KIND))
+    row = (begin + tl.load(indices_ptr + tl.program_id(0)) * stride).to(tl.pointer_type(KIND))
+    return tl.multiple_of(row, 16) if ALIGNED else row
 
 
 @triton.jit
