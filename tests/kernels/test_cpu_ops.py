@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -589,14 +590,15 @@ def test_a_collector_of_cycles_lets_go_in_any_order(order):
     """While a step is under way: it is waited for, and what it writes lives until then."""
     import gc
 
-    x, y = torch.randn(128, 1024), torch.empty(128, 2048)
+    num_tokens = 8 if "asan" in os.environ.get("LD_PRELOAD", "") else 128  # instrumented code takes long enough for these
+    x, y = torch.randn(num_tokens, 1024), torch.empty(num_tokens, 2048)
     weight = torch.randn(2048, 1024)
     ops = NativeOps(2)
     program = native.Program(ops.pool)
     add_linear(program, program.bound(x), program.bound(y), w := ops.quantize_weight(weight, None))
     parts = {"pool": ops.pool, "program": program}
     y.zero_()
-    parts["running"] = program.begin(native.StepInputs(num_tokens=128), None, (x, y, w, ops))
+    parts["running"] = program.begin(native.StepInputs(num_tokens=num_tokens), None, (x, y, w, ops))
     cycle = [parts[name] for name in order]
     cycle.append(cycle)
     del ops, program, parts, w
