@@ -159,6 +159,11 @@ class VirtualGPU:
             for s in drafted:
                 self.ahead[s.request_id] = len(s.drafts)
                 self.seen[s.request_id] = s.num_computed_tokens + 1
+        if drafted or not decodes:  # prompts go through the head behind their step
+            for s in plan.scheduled:
+                if s.num_tokens > 1 and not s.drafts:
+                    self.seen[s.request_id] = s.num_computed_tokens + s.num_tokens
+                    behind += OP_BY_OP + CATCH_UP * s.num_tokens
         ms *= 1 + self.rng.uniform(-self.noise, self.noise)
         begin = max(self.now, self.free)
         end = begin + ms / 1e3
@@ -191,7 +196,8 @@ def tokens_a_second(gpu: VirtualGPU, num_seqs: int, *, rounds: int = 4, max_toke
 
 def poisson(gpu: VirtualGPU, rate: float, seconds: float, *, max_tokens: int = 200, seed: int = 0) -> float:
     """Mean seconds from a request's arrival to its end over requests that come at random, `rate` a second."""
-    rng, arrivals, at = random.Random(seed), list[tuple[float, int]](), 0.0
+    rng, arrivals, at = random.Random(seed), list[tuple[float, int]](), gpu.now
+    seconds += gpu.now
     while at < seconds:
         at += rng.expovariate(rate)
         arrivals.append((at, math.ceil(max_tokens * rng.uniform(0.5, 1.5))))
