@@ -73,7 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     configs = [None, *args.config]
     names = ["plain" if config is None else str(config.get("num_speculative_tokens", "default")) for config in configs]
-    settings: dict[str, Any] = {"max_num_seqs": args.max_num_seqs, "max_model_len": 2048, "dtype": args.dtype}
+    if len(set(names)) < len(names):
+        raise SystemExit(f"--config: two have the same num_speculative_tokens, by which rows are named: {', '.join(names)}")
+    length = max(2048, args.prompt_tokens + args.max_tokens + 64)  # a short context leaves graphs little room for prompts
+    settings: dict[str, Any] = {"max_num_seqs": args.max_num_seqs, "max_model_len": length, "dtype": args.dtype}
     settings |= {"load_format": "dummy", "skip_tokenizer_init": True, "quantization": args.quantization}
     settings |= {"kv_cache_dtype": args.kv_cache_dtype, "kv_cache_bytes": args.kv_cache_bytes, "enable_prefix_caching": False}
     found: dict[str, dict[str, list[float]]] = {str(rate): {name: [] for name in names} for rate in args.rates}

@@ -104,14 +104,14 @@ def small(tmp_path_factory) -> dict[str, Tokenizer]:
 
 
 @pytest.mark.parametrize("name", ["bytes", "spaces", "no_prefix"])
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(text=TEXTS)
 def test_text_survives_the_round_trip(small, name, text):
     assert small[name].decode(small[name].encode(text)) == text
 
 
 @pytest.mark.parametrize("name", ["bytes", "spaces", "no_prefix"])
-@settings(max_examples=100)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_decodes_as_the_library_does_where_bytes_are_utf8(small, name, data):
     tokenizer = small[name]

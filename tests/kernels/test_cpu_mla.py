@@ -85,7 +85,7 @@ def check(ops: NativeOps, case: Step, *, plain: int, rotary: int, width: int, dt
     assert_near(got[case.owned], wanted[case.owned], dtype)
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_random_steps(data):
     """Sizes that fill no vector among them."""
@@ -113,7 +113,7 @@ def test_the_sizes_of_deepseek(ops, dtype):
     check(ops, step(shape), plain=128, rotary=64, width=128, dtype=dtype, interleaved=True)
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_attention_with_all_its_options(data):
     shape, rotary = data.draw(edge_shapes()), 8

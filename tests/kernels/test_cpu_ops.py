@@ -399,7 +399,7 @@ def copy(kv: LayerKV) -> LayerKV:
     return dataclasses.replace(kv, k=kv.k.clone(), v=kv.v.clone())
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_rope_and_cache(data):
     ops = OPS[data.draw(st.sampled_from(ISAS))]
@@ -435,7 +435,7 @@ def test_rope_and_cache(data):
         assert torch.equal(ours.v, theirs.v)
 
 
-@settings(max_examples=80)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_attention(data):
     ops = OPS[data.draw(st.sampled_from(ISAS))]

@@ -130,7 +130,7 @@ def test_rope_and_cache(data: st.DataObject) -> None:
         assert torch.equal(ours.v, theirs.v)
 
 
-@settings(max_examples=60)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_attention(data: st.DataObject) -> None:
     shape = data.draw(edge_shapes())
@@ -184,7 +184,7 @@ def test_what_was_derived_does_not_outlive_its_step() -> None:
 # --- Sampling -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100)
+@settings(max_examples=250)
 @given(case=sampling_cases())
 def test_sample(case: tuple[Tensor, SamplingTensors]) -> None:
     logits, params = case

@@ -659,7 +659,6 @@ def test_copies_of_blocks(sizes):
     caches = [torch.randn(size).to(torch.bfloat16) for size in sizes]
     caches = [cache for k in caches for cache in (k, by_dim(torch.randn_like(k)))]
     pairs = torch.tensor([[1, 3], [2, 5]])
-    found = []
     for ops in (OURS, REFERENCE):
         copies = [cache.clone() for cache in caches]
         rows, buffer = BlockRows.of(copies), torch.zeros(3, sum(cache[0].nbytes for cache in caches), dtype=torch.uint8)
@@ -667,7 +666,6 @@ def test_copies_of_blocks(sizes):
         ops.copy_blocks(rows, rows, pairs[:, 0], pairs[:, 1])
         ops.copy_blocks(rows, staged, torch.tensor([3, 4]), torch.tensor([2, 0]))
         ops.copy_blocks(staged, rows, torch.tensor([2]), torch.tensor([0]))
-        found.append(copies)
         for cache, copy in zip(caches, copies, strict=True):
             assert torch.equal(copy, cache[[1, 1, 2, 1, 4, 2]])
         wanted = torch.cat([(cache if cache.is_contiguous() else cache.mT)[1].flatten().view(torch.uint8) for cache in caches])

@@ -205,7 +205,7 @@ def test_alignment(tmp_path: Path) -> None:
             GGUFFile(tmp_path / "x.gguf")
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_is_noticed_or_harmless(data: st.DataObject, written: Path, tmp_path: Path) -> None:
     """Bytes changed anywhere, the end cut off: every tensor can still be read, or a CheckpointError says why not."""

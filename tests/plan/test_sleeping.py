@@ -73,7 +73,7 @@ def loads(draw):
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=150)
 @given(
     loads(),
     st.sampled_from((1, 2)),
