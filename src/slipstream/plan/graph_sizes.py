@@ -86,16 +86,20 @@ def mixed_sequences(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> int:
-    """Memory to be left for a generator's graphs of every size: hidden states, activations and logits of the largest twice,
-    once in the graphs' pool and once beside it, and the driver's own."""
+    """Memory to be left for a generator's graphs of every size: hidden states, activations and logits of the largest, and the
+    driver's own."""
     decodes = decode_rows(config)
     prompts = mixed_prompts(config, spec)
     mixed = [d + p for d in mixed_decodes(config.scheduling.max_num_seqs) for p in prompts]
     largest = max(decodes[-1:] + mixed[-1:])
-    activations = 2 * largest * (max(layer.mlp.width for layer in spec.layers) + 8 * spec.hidden_size)
-    logits = 2 * decodes[-1] * spec.vocab_size  # of the largest step, run once beside its graph
-    numbers = largest * spec.hidden_size + activations + logits
+    numbers = largest * spec.hidden_size + activation_numbers(spec, largest, decodes[-1])
     return numbers * element_bytes + (len(decodes) + len(mixed)) * GRAPH_BYTES
+
+
+def activation_numbers(spec: ModelSpec, num_tokens: int, num_sampled: int) -> int:
+    """Activations and logits of a step twice: in the graphs' pool, and of the run beside it that comes before a capture."""
+    of_token = max(layer.mlp.width for layer in spec.layers) + 8 * spec.hidden_size
+    return 2 * (num_tokens * of_token + num_sampled * spec.vocab_size)
 
 
 class Padding(Protocol):

@@ -191,6 +191,8 @@ class ModelRunner:
                 dtype=self.dtype,
                 weights_folder=None if self.config.model.weights_cache == "off" else weights_folder,
             )
+            if self.config.drafts_ahead:  # as above
+                self.config = self.config.with_most_drafts(DEPTHS[-1])
 
     # --- Start --------------------------------------------------------------------------------------------------------
 
@@ -308,7 +310,7 @@ class ModelRunner:
             sizes = text_ladder(self.config.scheduling.max_num_batched_tokens)
             numbers = sum(most_texts(self.config, n) for n in sizes) * spec.hidden_size
             return 2 * activation_bytes + 4 * numbers + len(sizes) * GRAPH_BYTES
-        drafts = 0 if self.draft is None else self.draft.num_graphs * GRAPH_BYTES
+        drafts = 0 if self.draft is None else self.draft.graph_bytes(self.config)
         of_steps = graph_bytes(self.config, spec, size)
         return (of_steps if self.adapters is None else 2 * of_steps) + drafts
 
