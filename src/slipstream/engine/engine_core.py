@@ -424,7 +424,9 @@ class EngineCore:
 
     def warm(self, seconds: float) -> None:
         """Before there are requests: compile, then prepare the commonest sizes of steps for so long."""
-        self.executor.warm_up()
+        times = self.executor.warm_up()
+        if isinstance(self.scheduler, Scheduler) and self.scheduler.speculation is not None:
+            self.scheduler.speculation.costs.expect(times)
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.executor.capture_next():
             pass
