@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.plan.graph_sizes import GRAPH_BYTES
+from slipstream.plan.graph_sizes import GRAPH_BYTES, chain_bytes, chain_depths
 from slipstream.types import FROM_MODEL, ScheduledRequest
-from slipstream.worker.chain_graphs import ChainGraphs, chain_depths, chain_graph_bytes
+from slipstream.worker.chain_graphs import ChainGraphs
 from slipstream.worker.draft_model import DraftModel
 from slipstream.worker.head_drafter import HeadChain
 from slipstream.worker.rows import Row
@@ -347,8 +347,7 @@ def test_no_more_is_captured_and_reserved_than_may_run(num_drafts, longest, dept
 
 def test_the_driver_s_memory_of_deep_chains_is_reserved():
     of = types.SimpleNamespace
-    config = of(
-        speculation=of(num_speculative_tokens=5), model=of(max_model_len=4096), scheduling=of(max_num_seqs=48)
-    )
-    assert chain_graph_bytes(config, [None]) == 7 * GRAPH_BYTES  # 1, 2, 4, … 32 and 48 sequences
-    assert chain_graph_bytes(config, [None] * 16) == 3 * 7 * GRAPH_BYTES
+    speculation, scheduling = of(num_speculative_tokens=5), of(max_num_seqs=48)
+    config = of(speculation=speculation, model=of(max_model_len=4096), scheduling=scheduling)
+    assert chain_bytes(config, 1) == 7 * GRAPH_BYTES  # 1, 2, 4, … 32 and 48 sequences
+    assert chain_bytes(config, 16) == 3 * 7 * GRAPH_BYTES

@@ -28,45 +28,14 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.plan.graph_sizes import GRAPH_BYTES
-from slipstream.spec.model import LayerSpec
+from slipstream.plan.graph_sizes import CAUGHT_UP, chain_depths, chain_sizes
 from slipstream.types import ScheduledRequest
 from slipstream.worker.graphs import Captured, Graphs
 from slipstream.worker.input_batch import gather_inputs
 from slipstream.worker.rows import RowTable
 
-MOST_SEQS = 256
-"""Sequences of the largest graph."""
-
-DEPTHS = (1, 2, 3, 5, 8)
-"""Lengths of chains where the number of drafts is chosen at each step. A chain runs in the next longer graph, or op by op
-if there is none."""
-
-CAUGHT_UP = 2
-"""Tokens that a verified step can leave uncomputed if drafts stay valid: the last draft, if all were right, and the token
-behind it."""
-
 _OF_SEQUENCE = ("seq_lens", "block_table", "positions", "slot_mapping")
 """What metadata has of each sequence of one token."""
-
-
-def chain_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences that graphs have room for. They are few, since a head's layer costs little beside the model's."""
-    most = min(max_num_seqs, MOST_SEQS)
-    return [*(1 << i for i in range((most - 1).bit_length())), most]
-
-
-def chain_depths(config: EngineConfig) -> tuple[int, ...]:
-    """The lengths of chains to capture: of the fixed number of drafts, or several."""
-    assert config.speculation is not None
-    fixed = config.speculation.num_speculative_tokens
-    return tuple(d for d in (DEPTHS if fixed is None else (fixed,)) if 2 * d < config.model.max_model_len)
-
-
-def chain_graph_bytes(config: EngineConfig, layers: Sequence[LayerSpec]) -> int:
-    """The driver's own memory for all graphs: `GRAPH_BYTES` are for a step of some 32 layers."""
-    each = sum(-(-depth * len(layers) // 32) for depth in chain_depths(config))
-    return each * len(chain_sizes(config.scheduling.max_num_seqs)) * GRAPH_BYTES
 
 
 class Passes(Protocol):

@@ -11,9 +11,10 @@ from slipstream.kernels.ops import OpSet
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LayeredHead, LoadedHead
 from slipstream.model.draft_loader import load_head
+from slipstream.plan.graph_sizes import chain_bytes
 from slipstream.platform import platform_of
 from slipstream.spec.draft_heads import HeadDescription
-from slipstream.worker.chain_graphs import ChainGraphs, chain_graph_bytes
+from slipstream.worker.chain_graphs import ChainGraphs
 from slipstream.worker.draft_memory import DeviceMemory
 from slipstream.worker.forward import StateCache
 from slipstream.worker.head_drafter import HeadBlock, HeadChain, HeadDrafter, HeadOfPlaces
@@ -35,7 +36,7 @@ class ChainDrafter(HeadChain):
         self.head.forward(token_ids, states, self.make_cache(1), meta)
 
     def graph_bytes(self, config: EngineConfig) -> int:
-        return chain_graph_bytes(config, self.layers)
+        return chain_bytes(config, len(self.layers))
 
     def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:
         self.graphs = ChainGraphs.of(self, rows, config)

@@ -15,13 +15,13 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.ops import OpSet
 from slipstream.model.loader import load_model
-from slipstream.plan.graph_sizes import activation_numbers
+from slipstream.plan.graph_sizes import model_chain_bytes
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.drafts import check_draft_model
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.scheme import SCHEMES
 from slipstream.types import ScheduledRequest, StepPlan
-from slipstream.worker.chain_graphs import CAUGHT_UP, ChainGraphs, chain_graph_bytes, chain_sizes
+from slipstream.worker.chain_graphs import ChainGraphs
 from slipstream.worker.draft_memory import DeviceMemory
 from slipstream.worker.drafter import Chain
 from slipstream.worker.forward import Forwards, InputBatch
@@ -70,8 +70,7 @@ class DraftModel(Chain):
         self.forwards.hidden(token_ids, self.make_cache(1), meta)
 
     def graph_bytes(self, config: EngineConfig) -> int:
-        most, spec = chain_sizes(config.scheduling.max_num_seqs)[-1], self.model.spec
-        return chain_graph_bytes(config, self.layers) + self.memory.itemsize * activation_numbers(spec, CAUGHT_UP * most, most)
+        return model_chain_bytes(config, self.model.spec, self.memory.itemsize)
 
     def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:
         self.graphs = ChainGraphs.of(self, rows, config)

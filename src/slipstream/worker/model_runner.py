@@ -36,7 +36,7 @@ from slipstream.model.encoder import pool
 from slipstream.model.layers import Partition
 from slipstream.model.loaded import LoadedModel
 from slipstream.model.loader import load_model
-from slipstream.plan.graph_sizes import GRAPH_BYTES, graph_bytes
+from slipstream.plan.graph_sizes import CHAIN_DEPTHS, GRAPH_BYTES, graph_bytes
 from slipstream.platform import platform_of
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.description import ModelDescription
@@ -47,7 +47,6 @@ from slipstream.stats import ExpertTokens
 from slipstream.types import Extra, Plan, ScheduledRequest, StepPlan, StepResult, TextsPlan, TokenMask
 from slipstream.worker.adapters import Adapters
 from slipstream.worker.block_store import BlockStore, block_arrays
-from slipstream.worker.chain_graphs import DEPTHS
 from slipstream.worker.constrained import AwaitingMask, apply_mask
 from slipstream.worker.device_cache import TORCH_DTYPES, DeviceCache
 from slipstream.worker.disk_tier import DiskTier
@@ -176,7 +175,7 @@ class ModelRunner:
             self.forwards.keep_states(head.states, head.head.tap)
             most = description.spec.most_drafts
             if self.config.drafts_ahead:  # a longer chain would run op by op
-                most = DEPTHS[-1] if most is None else min(most, DEPTHS[-1])
+                most = CHAIN_DEPTHS[-1] if most is None else min(most, CHAIN_DEPTHS[-1])
             self.config = self.config.with_most_drafts(most)
 
     def load_draft(self, description: ModelDescription, weights_folder: Path) -> None:
@@ -192,7 +191,7 @@ class ModelRunner:
                 weights_folder=None if self.config.model.weights_cache == "off" else weights_folder,
             )
             if self.config.drafts_ahead:  # as above
-                self.config = self.config.with_most_drafts(DEPTHS[-1])
+                self.config = self.config.with_most_drafts(CHAIN_DEPTHS[-1])
 
     # --- Start --------------------------------------------------------------------------------------------------------
 
