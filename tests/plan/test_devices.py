@@ -148,7 +148,7 @@ def test_a_draft_models_chains_are_in_the_ledger():
         more = {"max_num_seqs": 256, "speculative_config": {**config, "num_speculative_tokens": 4}}
         args = EngineArgs(model=str(CONFIGS / "llama-3-8b"), **more)
         found.append(plan_engine(args, description, find_device("h200"), acceptance=rates).ledger.graph_bytes)
-    activations = 2 * (512 * (8192 + 8 * 2048) + 256 * 128_256) * 2
+    activations = 2 * (512 * (2 * 8192 + 8 * 2048) + 256 * 128_256) * 2
     assert found[0] - found[1] == 2 * 9 * GRAPH_BYTES + activations
 
 
