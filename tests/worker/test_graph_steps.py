@@ -19,6 +19,7 @@ from slipstream.kernels.native import PackedExperts
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.layers import Partition, one_of_each_kind
 from slipstream.plan.graph_sizes import MIXED_PROMPTS
+from slipstream.platform import platform_of
 from slipstream.platform.cuda import CudaGraphs
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import CacheGroup
@@ -210,7 +211,7 @@ def test_adapters_of_drafts(tmp_path):
     plan = StepPlan(1, (ScheduledRequest("a", 9, 1, 1), ScheduledRequest("b", 9, 3, 3), ScheduledRequest("c", 9, 2, 2)))
     for size, behind in (((8, 0), 1), ((8, 32), 8)):
         given = torch.zeros(200, dtype=torch.int32)
-        held = SimpleNamespace(rows=rows, _tokens={size: given}, platform=SimpleNamespace(upload=torch.from_numpy))
+        held = SimpleNamespace(rows=rows, _tokens={size: given}, platform=platform_of(torch.device("cpu")))
         AdapterGraphs._before_replay(held, size, plan)
         own = np.full(sum(size), -1)
         own[0], own[behind : behind + 5] = 1, [0, 0, 0, 2, 2]

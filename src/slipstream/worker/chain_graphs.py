@@ -130,7 +130,7 @@ class ChainGraphs(Graphs):
         host[1, :count] = [s.num_computed_tokens for s in drafted]
         host[2, :count] = [len(s.drafts) for s in drafted]
         host[3, :count] = sampled
-        captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
+        self.platform.upload_into(captured.inputs, host)
         captured.graph.replay()
         for s in drafted:
             self.rows.rows[s.request_id].num_kept = len(s.drafts)
