@@ -1,25 +1,28 @@
-"""int8 products with and without the weight's zeros: from which share of zeros, and up to how many tokens, the sparse form is faster.
+"""int8 products with and without the weight's zeros: from which share of zeros on the sparse form is faster, and up to how
+many tokens.
 
     python benchmarks/kernels.py --device cpu --op linear [--shapes 576x1536 4096x4096] [--tokens 1 4 64] [--isa avx2]
     python benchmarks/kernels.py --device cpu --op linear --layers 30 --shapes 960x576 576x576 3072x576-gated 576x1536 \\
         --zeros 0.7 --tokens 1 16 64 --prompts 64 512
 
 Each shape (rows x inputs; `-gated`: gate and up with their activation) is measured with each number of decodes (`--tokens`),
-each length of a prompt (`--prompts`) and each share of zeros, 2:4 among them. Dense and sparse take turns; the median of each
-counts, and so does that of the ratios within a round. One round passes over so many copies of the weight that they do not fit
-the processor's caches. With `--layers` it passes over all shapes in turn, as the layers of a model do, and a last row has their
-sum. `SPARSE_FROM` of kernels/host_ops.py follows from this.
+each length of a prompt (`--prompts`) and each share of zeros, 2:4 among them. Dense and sparse take turns. Times are medians,
+and the ratio is the median of those within a round. A round passes over so many copies of the weight that they do not fit the
+processor's caches. With `--layers` it passes over all shapes in turn, as the layers of a model do, and a last row has their
+sum. The results must be equal bit by bit. `SPARSE_FROM` of kernels/host_ops.py follows from this.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import common
 import torch
+from cases.kernels_cpu_isas import own_cores
 
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
@@ -36,13 +39,6 @@ def share(text: str) -> float | str:
     return text if text == "2:4" else float(text)
 
 
-def codes(rows: int, inner: int, zeros: float | str) -> torch.Tensor:
-    found = torch.randint(1, 128, (rows, inner), dtype=torch.int8)
-    if zeros == "2:4":
-        return found * (torch.rand(rows, inner // 4, 4).argsort(-1) < 2).flatten(1)
-    return found * (torch.rand(rows, inner) >= zeros)
-
-
 @dataclass(frozen=True)
 class Shape:
     name: str
@@ -54,6 +50,15 @@ class Shape:
     def of(name: str) -> Shape:
         rows, inner = name.removesuffix("-gated").split("x")
         return Shape(name, int(rows), int(inner), name.endswith("-gated"))
+
+
+def weight_of(shape: Shape, zeros: float | str) -> ScaledLinear:
+    codes = torch.randint(1, 128, (shape.rows, shape.inner), dtype=torch.int8)
+    if zeros == "2:4":
+        codes *= (torch.rand(shape.rows, shape.inner // 4, 4).argsort(-1) < 2).flatten(1)
+    else:
+        codes *= torch.rand(shape.rows, shape.inner) >= zeros
+    return ScaledLinear(weight=codes, scales=torch.rand(shape.rows), out_dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Round:
     def __init__(self, ops: NativeOps, weights: Sequence[tuple[Shape, ScaledLinear]], copies: int) -> None:
         self.copies, self.program = copies, Program(ops.pool)
         self.at: list[list[int]] = [[] for _ in weights]  # of each weight: its operators in the program
-        self.num_bytes: list[int] = []
+        self.num_bytes: list[int] = []  # of each, and of all
         self._x: list[int] = []  # unbound buffers
         self._y: list[int] = []
         self._sizes: list[tuple[int, int]] = []
@@ -87,9 +92,13 @@ class Round:
             x, y = self.program.bound(), self.program.bound()
             q = self.program.buffer(native.FORM_Q, shape.inner)
             self.program.add("convert", x, q, native.FORM_Q, shape.inner, 1)
-            held.append(packed), inputs.append((q, y))
+            held.append(packed)
+            inputs.append((q, y))
             self.num_bytes.append(packed.parts[0].data.size)
-            self._x.append(x), self._y.append(y), self._sizes.append((shape.inner, shape.rows // (2 if shape.gated else 1)))
+            self._x.append(x)
+            self._y.append(y)
+            self._sizes.append((shape.inner, shape.rows // (2 if shape.gated else 1)))
+        self.num_bytes.append(sum(self.num_bytes))
         for _ in range(copies):
             for (shape, _), packed, (q, y), at in zip(weights, held, inputs, self.at, strict=True):
                 (part,) = packed.parts
@@ -117,53 +126,47 @@ class Round:
         return [sum(ns[i] for i in at) / self.copies / 1e3 for at in self.at]
 
 
-@dataclass
-class Times:
-    dense: list[float] = field(default_factory=list)
-    sparse: list[float] = field(default_factory=list)
-
-    def row(self, step: Step, zeros: float | str, shape: str, num_bytes: dict[str, int]) -> dict[str, Any]:
-        median = {"dense": common.median(self.dense), "sparse": common.median(self.sparse)}
-        return {
-            "shape": shape,
-            "tokens": step.tokens,
-            "prompt": step.prompt,
-            "zeros": zeros,
-            **{f"{name}_us": us for name, us in median.items()},
-            **{f"{name}_gb_per_s": num_bytes[name] / us / 1e3 for name, us in median.items()},
-            "bytes_ratio": num_bytes["sparse"] / num_bytes["dense"],
-            "speed_ratio": common.median([d / s for d, s in zip(self.dense, self.sparse, strict=True)]),
-        }
-
-
 def compare(args: Any, shapes: Sequence[Shape], steps: Sequence[Step], zeros: float | str) -> list[dict[str, Any]]:
-    weights = [
-        (s, ScaledLinear(weight=codes(s.rows, s.inner, zeros), scales=torch.rand(s.rows), out_dtype=torch.float32)) for s in shapes
-    ]
-    dense_bytes = sum(s.rows * s.inner for s in shapes)
-    copies = args.layers or max(2, -(-args.cache_mb * 2**20 // dense_bytes))
-    forms = {
-        name: Round(NativeOps(args.threads, args.isa, sparse_from=threshold), weights, copies)
-        for name, threshold in (("dense", 2.0), ("sparse", 0.0))
-    }
+    weights = [(s, weight_of(s, zeros)) for s in shapes]
+    copies = args.layers or max(2, -(-args.cache_mb * 2**20 // sum(s.rows * s.inner for s in shapes)))
+    dense, sparse = (
+        Round(NativeOps(args.threads, args.isa, sparse_from=threshold), weights, copies) for threshold in (2.0, 0.0)
+    )
+    names = [*(s.name for s in shapes), *(["a layer"] if args.layers else [])]
     rows = []
     for step in steps:
-        results = {name: form.bind(step.tokens) for name, form in forms.items()}
-        times = [Times() for _ in (*shapes, "all")]
+        ours, theirs = sparse.bind(step.tokens), dense.bind(step.tokens)
+        times: dict[Round, list[list[float]]] = {dense: [], sparse: []}
         for i in range(args.rounds + 1):
-            for name in sorted(forms, reverse=i % 2 == 1):
-                us = forms[name].us(step, args.clock)
-                if i:
-                    for t, found in zip(times, [*us, sum(us)], strict=True):
-                        getattr(t, name).append(found)
-        for y, z in zip(*results.values(), strict=True):
-            if not torch.equal(y, z):
-                raise SystemExit(f"{step.name}, zeros {zeros}: the sparse weight's results are others than the dense one's")
-        num_bytes = {name: [*form.num_bytes, sum(form.num_bytes)] for name, form in forms.items()}
-        for i, shape in enumerate((*shapes, None) if args.layers else shapes):
-            own = {name: counts[i] for name, counts in num_bytes.items()}
-            rows.append(times[i].row(step, zeros, shape.name if shape else "a layer", own))
+            for form in (dense, sparse) if i % 2 else (sparse, dense):
+                us = form.us(step, args.clock)
+                times[form] += [[*us, sum(us)]] if i else []
+        if not all(map(torch.equal, ours, theirs)):
+            raise SystemExit(f"{step.name}, zeros {zeros}: the sparse weights' results are not those of the dense ones")
+        for i, name in enumerate(names):
+            pairs = [(d[i], s[i]) for d, s in zip(times[dense], times[sparse], strict=True)]
+            dense_us, sparse_us = map(common.median, zip(*pairs, strict=True))
+            rows.append(
+                {
+                    "shape": name,
+                    "tokens": step.tokens,
+                    "prompt": step.prompt,
+                    "zeros": zeros,
+                    "dense_us": dense_us,
+                    "sparse_us": sparse_us,
+                    "dense_gb_per_s": dense.num_bytes[i] / dense_us / 1e3,
+                    "sparse_gb_per_s": sparse.num_bytes[i] / sparse_us / 1e3,
+                    "bytes_ratio": sparse.num_bytes[i] / dense.num_bytes[i],
+                    "speed_ratio": common.median([d / s for d, s in pairs]),
+                }
+            )
     return rows
+
+
+def dense_from(args: Any, shape: Shape, zeros: float | str) -> str:
+    ops = NativeOps(args.threads, args.isa, sparse_from=0.0, dense_copies=True)
+    (part,) = ops.pack_weight(weight_of(shape, zeros)).parts
+    return "never dense" if part.dense is None else f"dense from {part.dense_from} tokens on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -171,7 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 4, 64], help="decodes (default: 1 4 64)")
     parser.add_argument("--prompts", nargs="*", type=int, default=[], help="lengths of prompts (default: none)")
     parser.add_argument("--zeros", nargs="+", type=share, default=list(ZEROS), help="shares, or 2:4 (default: nine)")
-    parser.add_argument("--layers", type=int, default=0, help="all shapes in turn, so many times a round (default: each by itself)")
+    parser.add_argument("--layers", type=int, default=0, help="all shapes in turn, so often in a round (default: each alone)")
     parser.add_argument("--isa", choices=native.instruction_sets())
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--rounds", type=int, default=11)
@@ -180,26 +183,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
+    os.sched_setaffinity(0, own_cores(args.threads))
     torch.manual_seed(0)
     shapes = [Shape.of(name) for name in args.shapes]
     steps = [Step(n, False) for n in args.tokens] + [Step(n, True) for n in args.prompts]
-    isa = args.isa or native.instruction_sets()[-1]
     results: list[dict[str, Any]] = []
     for together in [shapes] if args.layers else [[s] for s in shapes]:
         for zeros in args.zeros:
-            for row in compare(args, together, steps, zeros):
-                results.append(row)
-                name = Step(row["tokens"], row["prompt"]).name
+            results += (rows := compare(args, together, steps, zeros))
+            for row in rows:
                 print(
-                    f"{row['shape']:15} {name:16} zeros {zeros!s:>4}  dense {row['dense_us']:9.1f} µs {row['dense_gb_per_s']:5.1f} GB/s"
-                    f"  sparse {row['sparse_us']:9.1f} µs {row['sparse_gb_per_s']:5.1f} GB/s  {row['bytes_ratio']:4.2f} of the bytes"
-                    f"  {row['speed_ratio']:5.2f} x dense",
+                    f"{row['shape']:15} {Step(row['tokens'], row['prompt']).name:16} zeros {zeros!s:>4}"
+                    f"  dense {row['dense_us']:9.1f} µs {row['dense_gb_per_s']:5.1f} GB/s"
+                    f"  sparse {row['sparse_us']:9.1f} µs {row['sparse_gb_per_s']:5.1f} GB/s"
+                    f"  {row['bytes_ratio']:4.2f} of the bytes  {row['speed_ratio']:5.2f} x dense",
                     flush=True,
                 )
-        if len(args.zeros) > 1:
-            for step in steps:
-                own = [r for r in results if (r["tokens"], r["prompt"]) == (step.tokens, step.prompt) and r["zeros"] != "2:4"]
-                of = together[-1].name if not args.layers else "a layer"
-                faster = [r["zeros"] for r in own if r["shape"] == of and r["speed_ratio"] > 1]
-                print(f"{of}, {step.name}: " + (f"sparse is faster from {min(faster):.0%} zeros" if faster else "sparse is never faster"))
-        save(threads=args.threads, instruction_set=isa, clock=args.clock, results=results)
+    isa = args.isa or native.instruction_sets()[-1]
+    for zeros in args.zeros:
+        print(f"zeros {zeros}: {dense_from(args, shapes[0], zeros)}, as an engine with dense_copies measures it at its start")
+    save(threads=args.threads, instruction_set=isa, clock=args.clock, results=results)
