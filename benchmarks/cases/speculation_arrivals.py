@@ -83,6 +83,8 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     with forced_acceptance(args.forced):
         pairs = zip(names, configs, strict=True)
         llms = {name: LLM(args.model, speculative_config=config, **settings) for name, config in pairs}
+        for llm in llms.values():
+            llm.core.warm(0)  # as a server does before its first request
         for round_ in range(-1, args.rounds):  # the first compiles, captures, and learns what steps cost
             for rate in args.rates:
                 times = send_times(Poisson(rate=rate), max(4, round(rate * args.seconds)), round_ + 1)

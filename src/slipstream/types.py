@@ -408,6 +408,14 @@ class StepResult:
         return [tuple(self.token_ids[begin:end]) for begin, end in pairwise(ends)]
 
 
+class StepTime(NamedTuple):
+    """What a step takes in which every token is sampled."""
+
+    num_seqs: int
+    num_tokens: int
+    seconds: float
+
+
 class TokenOutput(NamedTuple):
     """News of a request that generates, from the engine core to whoever turns tokens into text."""
 

@@ -16,7 +16,7 @@ from slipstream.core.proposer import Proposal, Proposer
 from slipstream.core.request import Request
 from slipstream.core.speculation import LEVELS, Acceptance, Drafting, Speculation
 from slipstream.core.step_times import COUNTS, NUM_TIMES, STALE, SURE_STALE, StepCosts, _near, seconds_from
-from slipstream.types import EngineRequest, SamplingParams
+from slipstream.types import EngineRequest, SamplingParams, StepTime
 
 
 class Always(Proposer):
@@ -204,6 +204,29 @@ def test_old_times_are_forgotten():
     timed(costs, (1, 1, 3.0), (1, 4, 5.0))
     assert costs.plain(1) == 3.0
     assert costs.line(1, 3.0) == [(1, 3.0), (4, 5.0)]
+
+
+def test_steps_that_were_measured_beforehand():
+    costs = StepCosts()
+    costs.expect([StepTime(*t) for t in ((1, 1, 1.0), (1, 2, 1.5), (1, 4, 2.0), (5, 5, 3.0), (5, 10, 3.5))])
+    assert costs.plain(1) == 1.0
+    assert costs.line(1, 1.0) == [(1, 1.0), (2, 1.5), (4, 2.0)]
+    assert costs.plain(3) == 2.0
+    assert costs.line(3, 2.0) == [(3, 2.0), (6, 2.5)]  # as far as both sides are known
+    assert costs.line(9, 3.0) == [(9, 3.0), (18, 3.5)]
+    timed(costs, (1, 2, 3.0))  # twice of what was expected: so are all steps with drafts, and no plain one
+    assert costs.plain(1) == 1.0
+    assert costs.line(1, 1.0) == [(1, 1.0), (2, 3.0), (4, 4.0)]
+    costs.add(3, 6, 50.0)  # one time alone says little of its size
+    assert costs.line(3, 2.0)[1][1] < 6
+    costs.expect([])
+    assert costs.plain(3) is None
+
+
+def test_measured_beforehand_for_one_sequence():
+    costs = StepCosts()
+    costs.expect([StepTime(1, 1, 1.0), StepTime(1, 3, 1.5)])
+    assert costs.line(2, costs.plain(2)) == [(2, 1.0), (6, 1.5)]
 
 
 def test_between_and_beyond_what_is_known():

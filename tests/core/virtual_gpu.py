@@ -12,12 +12,12 @@ import math
 import random
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from slipstream.config import SpeculationConfig
 from slipstream.core.scheduler import Scheduler
-from slipstream.types import EngineRequest, SamplingParams, ScheduledRequest, StepPlan, StepResult
+from slipstream.types import EngineRequest, SamplingParams, StepPlan, StepResult, StepTime
 from tests.core.configs import config
 
 PLAIN = {1: 2.319, 4: 2.879, 16: 3.133, 64: 3.797, 256: 6.851}
@@ -88,9 +88,10 @@ class Mixed(Rates):
 
 
 class VirtualGPU:
-    """`num_drafts`: None for plain steps, "auto" or a number. `noise`: the most by which a step is off, as a share."""
+    """`num_drafts`: None for plain steps, "auto" or a number. `noise`: the most by which a step is off, as a share.
+    `is_known`: steps were measured beforehand; those with drafts took a tenth less then."""
 
-    def __init__(self, num_drafts: Any, max_num_seqs: int, right: Any, *, noise: float = 0.01) -> None:
+    def __init__(self, num_drafts: Any, max_num_seqs: int, right: Any, *, noise: float = 0.01, is_known: bool = False) -> None:
         speculation = None
         if num_drafts is not None:
             fixed = None if num_drafts == "auto" else num_drafts
@@ -105,6 +106,9 @@ class VirtualGPU:
             speculation=speculation,
         )
         self.scheduler = Scheduler(**sizes, drafts_ahead=True, clock=lambda: self.now)
+        if is_known:
+            assert self.scheduler.speculation is not None
+            self.scheduler.speculation.costs.expect(list(self._known(max_num_seqs)))
         self.right, self.noise, self.rng = right, noise, random.Random(0)
         self.seen: dict[str, int] = {}  # tokens that the head has computed
         self.ahead: dict[str, int] = {}  # drafts that the chain behind the last step made
@@ -112,6 +116,13 @@ class VirtualGPU:
         self.steps: list[tuple[int, int, int, float]] = []  # sequences, rows, longest chain, ms
         self._in_flight: deque[tuple[StepPlan, float, StepResult]] = deque()
         self._names = itertools.count()
+
+    def _known(self, max_num_seqs: int) -> Iterator[StepTime]:
+        for n in (*(n for n in (1, 4, 16, 32, 64, 128) if n < max_num_seqs), max_num_seqs):
+            for drafts in (0, *DEPTHS):
+                if (rows := n * (1 + drafts)) <= 1024:
+                    ms = 0.9 * (between(VERIFY, padded(rows)) + self._chain_ms(n, drafts)) if drafts else between(PLAIN, n)
+                    yield StepTime(n, rows, ms / 1e3)
 
     def add(self, max_tokens: int) -> None:
         name = str(next(self._names))
@@ -152,10 +163,10 @@ class VirtualGPU:
             if left:
                 depth = max(len(s.drafts) for s in left)
                 most = max(missed[s.request_id] for s in left)
-                ms += HOST + self._chain(left, max(depth, most) if most <= DEPTHS[-1] else DEPTHS[-1] + depth)
+                ms += HOST + self._chain_ms(len(left), max(depth, most) if most <= DEPTHS[-1] else DEPTHS[-1] + depth)
                 ms += CATCH_UP * sum(n for n in missed.values() if n > DEPTHS[-1])
             depth = max(len(s.drafts) for s in drafted)
-            behind = self._chain(drafted, depth)
+            behind = self._chain_ms(len(drafted), depth)
             for s in drafted:
                 self.ahead[s.request_id] = len(s.drafts)
                 self.seen[s.request_id] = s.num_computed_tokens + 1
@@ -176,9 +187,9 @@ class VirtualGPU:
         self._in_flight.append((plan, end, StepResult(plan.step_id, [1] * sum(counts), counts, is_cold=is_cold)))
 
     @staticmethod
-    def _chain(drafted: Sequence[ScheduledRequest], depth: int) -> float:
+    def _chain_ms(num_seqs: int, depth: int) -> float:
         graph = next((d for d in DEPTHS if d >= depth), None)
-        return between(PASS, len(drafted)) * graph if graph is not None else OP_BY_OP * depth
+        return between(PASS, num_seqs) * graph if graph is not None else OP_BY_OP * depth
 
 
 def tokens_a_second(gpu: VirtualGPU, num_seqs: int, *, rounds: int = 4, max_tokens: int = 256, warm: int = 2) -> float:

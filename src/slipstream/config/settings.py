@@ -320,6 +320,11 @@ class DeviceConfig:
     num_threads: int
     fixed_threads: bool  # the user chose the number, so it does not change while running
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps run in graphs of some sizes (`plan/graph_sizes.py`)."""
+        return self.info.is_cuda and not self.enforce_eager
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:

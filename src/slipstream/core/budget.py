@@ -4,10 +4,14 @@
    The four are learned from the steps that have ended, by Kalman filters: they drift as contexts grow, and old steps count
    less and less. Steps of decodes alone teach a and b, so every `PROBE_EVERY`th step with decodes has nothing else. What steps
    with prompts take beyond that teaches c and d.
-2. A step takes the prompt tokens with which the prediction stays within the objective, less twice the predictions' mean error.
-3. A step takes at most twice as many prompt tokens as any step measured so far, since a prediction far from all
+2. Where steps run in graphs of a few sizes, a step counts with the decodes and prompt tokens that its graph computes, and takes
+   as many tokens as one of them has room for. Products are made in tiles of 128 tokens or so, and a step's time rises with
+   their number. So what prompts add to a step is a running average of each size; the coefficients tell of sizes that were
+   not measured. What attention takes is learned within sizes, whose steps differ in nothing else.
+3. A step takes the prompt tokens with which the prediction stays within the objective, less twice the predictions' mean error.
+4. A step takes at most twice as many prompt tokens as any step measured so far, since a prediction far from all
    measurements says nothing. The first step has `MIN_CHUNK`.
-4. If the first prompt in line came more than `PATIENCE_S` ago, a step takes at least as many of its tokens as are predicted
+5. If the first prompt in line came more than `PATIENCE_S` ago, a step takes at least as many of its tokens as are predicted
    to take `LEAST_SHARE` of the objective, from 1 to `MIN_CHUNK`. So prompts progress even where decodes alone exceed the
    objective.
 
@@ -20,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from slipstream.plan.graph_sizes import Padding
 from slipstream.types import ScheduledRequest
 
 MIN_CHUNK = 32
@@ -40,6 +45,19 @@ DRIFT = 0.02
 
 NUM_FIRST = 4
 """Until this many steps nothing is an outlier, and the error of predictions is not counted."""
+
+SIZE_MEMORY = 1 / 8
+"""The weight of the latest step in the running averages of a graph's size."""
+
+ATTENTION_MEMORY = 1 / 256
+"""The same for what attention takes, which is learned over all sizes."""
+
+UNTRIED = 0.7
+"""The share of what the coefficients say of prompts that a size is taken to need which was not measured lately. Larger graphs
+take less where their tokens fit into the same tiles, and a size that is not tried would never be known."""
+
+FORGOTTEN = 8192
+"""Steps after which a measured size no longer counts: its graph may have been captured since."""
 
 OUTLIER = 4.0
 """A step's time counts as at most this many times its prediction. A longer step compiled a kernel, or the machine did other
@@ -83,17 +101,20 @@ class Filter:
 class StepSize:
     """The features of a step that its time depends on."""
 
-    num_decodes: int
-    num_tokens: int  # prompt tokens
+    num_decodes: int  # with padding
+    num_tokens: int  # prompt tokens, with padding
     attention: float  # positions that the prompt tokens look at, summed
 
     @classmethod
-    def of(cls, num_decodes: int, longer: Sequence[ScheduledRequest]) -> Self:
+    def of(cls, num_decodes: int, longer: Sequence[ScheduledRequest], padded: Padding | None = None) -> Self:
         """`longer`: the requests of more than one token. One that samples at each of them checks guesses: so many decodes."""
         prompts = [s for s in longer if s.num_sampled < s.num_tokens]
         guesses = sum(s.num_tokens for s in longer if s.num_sampled == s.num_tokens)
         attention = sum(s.num_tokens * (s.num_computed_tokens + s.num_tokens / 2) for s in prompts)
-        return cls(num_decodes + guesses, sum(s.num_tokens for s in prompts), attention)
+        num_decodes, num_tokens = num_decodes + guesses, sum(s.num_tokens for s in prompts)
+        if padded is not None:
+            num_decodes, num_tokens = padded(num_decodes, num_tokens, len(prompts))
+        return cls(num_decodes, num_tokens, attention)
 
     @property
     def decodes(self) -> Pair:
@@ -104,6 +125,15 @@ class StepSize:
         return self.num_tokens / NUM_TOKENS, self.attention / ATTENTION
 
 
+@dataclass(slots=True)
+class SizeCost:
+    """What prompts add to steps of a graph's size: running averages, and the step that was measured last."""
+
+    seconds: float
+    attention: float
+    step: int
+
+
 class StepCost:
     """The time of a step, learned."""
 
@@ -111,14 +141,25 @@ class StepCost:
         self.decodes = Filter((1.0, 1.0))
         # The attention of 1,000 tokens to 1,000 others takes less time than all else that is done for 1,000 tokens.
         self.prompts = Filter((1.0, 0.2))
+        self._sizes: dict[tuple[int, int], SizeCost] = {}  # of graphs, by decodes and prompt tokens
+        self._moments = [0.0, 0.0]  # of attention, and of attention and time, about the means of sizes
         self.error = 0.0  # mean share of a step's time that its prediction was wrong by, of the last steps
         self.num_steps = 0
         self.largest = 0  # prompt tokens of a step
 
-    def predict(self, step: StepSize) -> float:
-        return self.decodes.predict(step.decodes) + self.prompts.predict(step.prompts)
+    def predict(self, step: StepSize, *, untried: float = 1.0) -> float:
+        """`untried`: the share of what prompts are said to take of a graph's size that was not measured lately."""
+        known = self._sizes.get((step.num_decodes, step.num_tokens))
+        if known is None or self.num_steps - known.step > FORGOTTEN:
+            added = untried * self.prompts.predict(step.prompts)
+        else:
+            squares, both = self._moments
+            slope = max(0.0, both / squares) if squares else 0.0
+            added = max(0.0, known.seconds + slope * (step.attention - known.attention))
+        return self.decodes.predict(step.decodes) + added
 
-    def learn(self, step: StepSize, seconds: float) -> None:
+    def learn(self, step: StepSize, seconds: float, *, has_sizes: bool = False) -> None:
+        """`has_sizes`: steps are of a few sizes, so that this one tells of others of its size."""
         predicted = self.predict(step)
         self.num_steps += 1
         if predicted > 0 and self.num_steps > NUM_FIRST:
@@ -127,9 +168,25 @@ class StepCost:
         noise_s = NOISE * max(seconds, predicted)
         if step.num_tokens:
             self.largest = max(self.largest, step.num_tokens)
-            self.prompts.learn(step.prompts, max(0.0, seconds - self.decodes.predict(step.decodes)), noise_s)
+            added = max(0.0, seconds - self.decodes.predict(step.decodes))
+            self.prompts.learn(step.prompts, added, noise_s)
+            if has_sizes:
+                self._learn_size(step, added)
         else:
             self.decodes.learn(step.decodes, seconds, noise_s)
+
+    def _learn_size(self, step: StepSize, seconds: float) -> None:
+        size = step.num_decodes, step.num_tokens
+        known = self._sizes.get(size)
+        if known is None or self.num_steps - known.step > FORGOTTEN:
+            self._sizes[size] = SizeCost(seconds, step.attention, self.num_steps)
+            return
+        off, more = seconds - known.seconds, step.attention - known.attention
+        for i, product in enumerate((more * more, more * off)):
+            self._moments[i] += product - ATTENTION_MEMORY * self._moments[i]
+        known.seconds += SIZE_MEMORY * off
+        known.attention += SIZE_MEMORY * more
+        known.step = self.num_steps
 
     def tokens_within(self, seconds: float, computed: int, most: int) -> int:
         """The number of prompt tokens behind `computed` ones that take `seconds`; `most` if they seem to take no time."""
@@ -145,24 +202,27 @@ class StepCost:
 class Pace:
     """Chooses the prompt tokens of steps with decodes for an objective of `target_s` seconds between tokens."""
 
-    def __init__(self, target_s: float) -> None:
+    def __init__(self, target_s: float, padded: Padding | None = None) -> None:
+        """`padded`: of the graphs that steps run in. None: a step computes its tokens and no more."""
         self.target_s = target_s
+        self._padded = padded
         self.cost = StepCost()
         self._in_flight: dict[int, tuple[float, StepSize]] = {}
         self._last_end = float("-inf")
         self._since_probe = PROBE_EVERY  # steps with decodes and prompts since one without prompts
 
     def launched(self, step_id: int, now: float, num_decodes: int, longer: Sequence[ScheduledRequest]) -> None:
-        step = StepSize.of(num_decodes, longer)
+        step = StepSize.of(num_decodes, longer, self._padded)
         self._in_flight[step_id] = now, step
         if step.num_decodes:
             self._since_probe = self._since_probe + 1 if step.num_tokens else 0
 
-    def ended(self, step_id: int, now: float) -> None:
-        """A step takes from its launch, or the end of the step before it if that is later, to its own end."""
-        if (launched := self._in_flight.pop(step_id, None)) is not None:
+    def ended(self, step_id: int, now: float, *, is_cold: bool = False) -> None:
+        """A step takes from its launch, or the end of the step before it if that is later, to its own end. Nothing is learned
+        from one that `is_cold` (as in `StepResult`)."""
+        if (launched := self._in_flight.pop(step_id, None)) is not None and not is_cold:
             begin, step = launched
-            self.cost.learn(step, now - max(begin, self._last_end))
+            self.cost.learn(step, now - max(begin, self._last_end), has_sizes=self._padded is not None)
         self._last_end = now
 
     def forget_steps(self) -> None:
@@ -175,8 +235,24 @@ class Pace:
         if self._since_probe >= PROBE_EVERY - 1:
             return 0
         most = max(MIN_CHUNK, 2 * self.cost.largest)
-        spare = self.target_s / (1 + 2 * self.cost.error) - self.cost.predict(StepSize.of(num_decodes, longer))
-        fits = min(most, self.cost.tokens_within(spare, computed, most))
+        step, most_s = StepSize.of(num_decodes, longer), self.target_s / (1 + 2 * self.cost.error)
+        if self._padded is not None:
+            return self._graph_within(self._padded, step, most_s, computed, most, is_old=age_s >= PATIENCE_S)
+        fits = min(most, self.cost.tokens_within(most_s - self.cost.predict(step), computed, most))
         if age_s < PATIENCE_S:
             return fits
         return max(fits, 1, min(MIN_CHUNK, self.cost.tokens_within(self.target_s * LEAST_SHARE, computed, MIN_CHUNK)))
+
+    def _graph_within(self, padded: Padding, step: StepSize, most_s: float, computed: int, most: int, *, is_old: bool) -> int:
+        """The prompt tokens of the largest graph with room for `step`'s decodes that is predicted to take `most_s`, at most
+        `most`. If the first prompt `is_old`, those of the smallest one at least."""
+        fits = least = size = 0
+        while size < most:
+            num_decodes, larger = padded(step.num_decodes, size + 1, 1)
+            if larger == size + 1:  # beyond the graphs
+                break
+            size = larger
+            least = least or size
+            if self.cost.predict(StepSize(num_decodes, size, size * (computed + size / 2)), untried=UNTRIED) <= most_s:
+                fits = size
+        return max(fits, least or MIN_CHUNK) if is_old else fits

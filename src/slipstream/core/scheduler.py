@@ -49,6 +49,7 @@ from slipstream.core.speculation import Speculation
 from slipstream.core.step import StepBuilder
 from slipstream.core.tiers import BlockStore
 from slipstream.errors import EngineOverloadedError, RequestError
+from slipstream.plan.graph_sizes import Padding
 from slipstream.stats import SchedulerStats
 from slipstream.types import (
     EngineOutput,
@@ -96,7 +97,8 @@ MOST_PASSED_BY = 128
 class Scheduler:
     """`num_blocks` is the size of the pool, with the null block. `salt` separates cached prefixes from other models'.
     `drafts_ahead`: the drafter begins the next drafts before these are verified. `whole_images`: the tokens of a picture see
-    one another, so a step holds all of them. `store` has the tiers below the device."""
+    one another, so a step holds all of them. `store` has the tiers below the device. `padded`: of the graphs that steps run
+    in."""
 
     def __init__(
         self,
@@ -111,6 +113,7 @@ class Scheduler:
         max_adapters: int = 0,
         whole_images: bool = False,
         store: BlockStore | None = None,
+        padded: Padding | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduling = scheduling
@@ -119,7 +122,7 @@ class Scheduler:
         self.kv = KVCacheManager(cache, num_blocks, salt, store, clock)
         self.tiers = self.kv.tiers
         self.policy = make_policy(scheduling)
-        self._pace = None if scheduling.target_itl_ms is None else Pace(scheduling.target_itl_ms / 1e3)
+        self._pace = None if scheduling.target_itl_ms is None else Pace(scheduling.target_itl_ms / 1e3, padded)
         self.speculation = None if speculation is None else Speculation(speculation)
         self._drafts_ahead = drafts_ahead
         self._pipeline_steps = scheduling.pipeline_steps
@@ -476,7 +479,7 @@ class Scheduler:
         request are dropped. A beam's token is not taken: its search chooses, and `go_on` says what.
         """
         if self._pace is not None:
-            self._pace.ended(plan.step_id, self._clock())
+            self._pace.ended(plan.step_id, self._clock(), is_cold=result.is_cold)
         if self.tiers is not None:
             self.tiers.rates.ended(plan.step_id, self._clock())
         outputs: list[EngineOutput] = []

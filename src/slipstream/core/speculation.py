@@ -8,7 +8,7 @@ With `num_speculative_tokens="auto"` the choice maximises the tokens that a step
 1. A draft survives with the product of the acceptance rates up to it. A rate is the request's own, shrunk towards the engine's
    while the request has few drafts. Rates are kept by the length of the match, which grows along a proposal, and for drafts
    of a model by position.
-2. The time of a step is measured, by its number of sequences and tokens (`StepCosts`).
+2. The time of a step is measured, by its number of sequences and tokens (`StepCosts`); on a GPU also before the first request.
 3. Drafts are added in the order of falling survival, those of a model a position of all requests at a time (`core/chains.py`).
    The number with the most tokens per second is taken, if it beats a step without drafts.
 

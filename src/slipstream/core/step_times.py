@@ -1,15 +1,18 @@
-"""What steps of some sequences and tokens take, as it is measured while they run."""
+"""What steps of some sequences and tokens take, as it is measured while they run, and where a device can before that."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
+from itertools import groupby
 from math import sqrt
 from statistics import median
 
 import numpy as np
 import numpy.typing as npt
+
+from slipstream.types import StepTime
 
 MARGIN = 1.05
 """A step with drafts must promise this many times the tokens per second of a plain one."""
@@ -29,6 +32,12 @@ SPEED_MEMORY = 0.2
 SIMILAR = 1.34
 """Until they are measured, steps of a number of sequences are taken to cost what steps of another do that is so near."""
 
+EXPECTED_TIMES = 2
+"""What is expected of a size counts like so many times that were measured."""
+
+EXCESS_MEMORY = 0.05
+"""The weight of the latest step in the running averages of `Expected`."""
+
 STALE = 256
 """Steps after which a size is measured anew: the machine, or the lengths of the sequences, may have changed."""
 
@@ -44,6 +53,40 @@ COUNTS: tuple[int, ...] = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *
 """Numbers of sequences, and of tokens, whose steps are timed separately. Beyond 64 they grow by an eighth."""
 
 
+class Expected:
+    """Steps that were measured before requests came: of dummy sequences with short contexts, by an idle host. By how much steps
+    of requests take longer is a running average, of plain steps and of those with drafts."""
+
+    def __init__(self, times: Sequence[StepTime]) -> None:
+        """`times`: of some numbers of sequences from 1 on, with none and the same numbers of drafts each, of more sequences
+        perhaps not with the larger numbers."""
+        ordered = sorted(times)
+        self._seconds = {n: [t.seconds for t in of] for n, of in groupby(ordered, lambda t: t.num_seqs)}
+        self._drafts = [t.num_tokens // t.num_seqs - 1 for t in ordered if t.num_seqs == ordered[0].num_seqs]
+        self._counts = list(self._seconds)
+        self._excess, self._num_added = [1.0, 1.0], [0, 0]
+
+    def add(self, num_seqs: int, num_tokens: int, seconds: float) -> None:
+        line, with_drafts = self._line(num_seqs), num_tokens > num_seqs
+        expected = np.interp(num_tokens, [n for n, _ in line], [time for _, time in line])
+        self._num_added[with_drafts] += 1
+        share = max(EXCESS_MEMORY, 1 / self._num_added[with_drafts])
+        known = self._excess[with_drafts]
+        self._excess[with_drafts] += share * (min(seconds / float(expected), 2 * known) - known)
+
+    def line(self, num_seqs: int) -> list[tuple[int, float]]:
+        """(tokens, seconds), the plain step first."""
+        plain, drafts = self._excess
+        return [(n, seconds * (drafts if i else plain)) for i, (n, seconds) in enumerate(self._line(num_seqs))]
+
+    def _line(self, num_seqs: int) -> list[tuple[int, float]]:
+        below = self._counts[max(0, bisect_right(self._counts, num_seqs) - 1)]
+        above = self._counts[min(bisect_left(self._counts, num_seqs), len(self._counts) - 1)]
+        share = 0.0 if below == above else (num_seqs - below) / (above - below)
+        both = zip(self._drafts, self._seconds[below], self._seconds[above], strict=False)
+        return [(num_seqs * (1 + drafts), (1 - share) * a + share * b) for drafts, a, b in both]
+
+
 class StepCosts:
     """Seconds of steps in which every token is sampled, by their numbers of sequences and of tokens.
 
@@ -57,6 +100,11 @@ class StepCosts:
         self._measured: dict[tuple[int, int], int] = {}  # the step that measured it last
         self._lines: dict[int, list[tuple[int, float]]] = {}  # by sequences: (tokens, seconds), ascending
         self._step = 0
+        self._expected: Expected | None = None
+
+    def expect(self, times: Sequence[StepTime]) -> None:
+        """These were measured beforehand: no size need be tried to be known."""
+        self._expected = Expected(times) if times else None
 
     def add(self, num_seqs: int, num_tokens: int, seconds: float) -> None:
         self._step += 1
@@ -69,9 +117,13 @@ class StepCosts:
         times.append(max(seconds, 1e-6) / self._slowness)
         self._measured[key] = self._step
         self._lines.pop(key[0], None)
+        if self._expected is not None:
+            self._expected.add(num_seqs, num_tokens, times[-1])
 
     def plain(self, num_seqs: int, stale: int = STALE) -> float | None:
         """Seconds of a step with one token of each sequence. None: it must be measured first, or was not for `stale` steps."""
+        if self._expected is not None:
+            return self._with_measured(num_seqs, self._expected.line(num_seqs)[:1])[0][1]
         key = self._like(num_seqs, stale)
         return None if key is None else float(median(self._times[key, key]))
 
@@ -87,7 +139,9 @@ class StepCosts:
         return len(times) >= LEAST_TIMES and self._step - self._measured[first, first] <= stale
 
     def line(self, num_seqs: int, plain: float) -> list[tuple[int, float]]:
-        """The measured steps of `num_seqs` sequences, (tokens, seconds), beginning with the plain step."""
+        """The known steps of `num_seqs` sequences, (tokens, seconds), beginning with the plain step."""
+        if self._expected is not None:
+            return [(num_seqs, plain), *self._with_measured(num_seqs, self._expected.line(num_seqs)[1:])]
         line = self._line(_near(num_seqs))
         if not line and (like := self._like(num_seqs)) is not None:
             line = [(round(n * num_seqs / like), seconds) for n, seconds in self._line(like)]
@@ -101,6 +155,16 @@ class StepCosts:
                 (n, t) for n, t in known if self._step - self._measured[first, n] <= STALE
             )
         return line
+
+    def _with_measured(self, num_seqs: int, expected: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+        """The points of a line, moved to what was measured of their sizes."""
+        first, found = _near(num_seqs), list[tuple[int, float]]()
+        for num_tokens, seconds in expected:
+            key = first, _near(num_tokens)
+            if self._step - self._measured.get(key, -STALE - 1) <= STALE:
+                seconds = float(median([*EXPECTED_TIMES * [seconds], *self._times[key]]))
+            found.append((num_tokens, seconds))
+        return found
 
 
 def seconds_from(line: Sequence[tuple[int, float]], num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -30,6 +30,7 @@ from slipstream.engine.grammar import GrammarError, Grammars
 from slipstream.engine.processor import end_tokens, load_tokenizer
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineError, EngineOverloadedError, RequestError, SlipstreamError
+from slipstream.plan.graph_sizes import padding
 from slipstream.stats import EngineStats
 from slipstream.types import (
     FROM_MODEL,
@@ -81,6 +82,7 @@ class EngineCore:
                 max_adapters=0 if self.config.lora is None else self.config.lora.max_loras,
                 whole_images=self.description.spec.vision is not None and self.description.spec.vision.bidirectional,
                 store=executor.store,
+                padded=padding(self.config, self.description.spec) if self.config.device.has_graphs else None,
             )
         self._texts = TextSequences()  # of a decoder
         self._beams = BeamSearches()
@@ -424,7 +426,9 @@ class EngineCore:
 
     def warm(self, seconds: float) -> None:
         """Before there are requests: compile, then prepare the commonest sizes of steps for so long."""
-        self.executor.warm_up()
+        times = self.executor.warm_up()
+        if isinstance(self.scheduler, Scheduler) and self.scheduler.speculation is not None:
+            self.scheduler.speculation.costs.expect(times)
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.executor.capture_next():
             pass

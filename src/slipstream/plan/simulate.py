@@ -135,6 +135,7 @@ class Replica:
             engine.cache,
             max_model_len=engine.max_model_len,
             num_blocks=engine.num_blocks,
+            padded=engine.padded,
             clock=lambda: self.now,
         )
         self._exact = exact

@@ -10,7 +10,7 @@ from slipstream.config import EngineConfig
 from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription
 from slipstream.stats import AdapterStats, CanaryResult, ExpertTokens
-from slipstream.types import LoRARequest, Plan, StepResult, TokenMask
+from slipstream.types import LoRARequest, Plan, StepResult, StepTime, TokenMask
 from slipstream.worker.block_store import BlockStore
 
 
@@ -66,8 +66,9 @@ class Executor(ABC):
         """Drop every sequence, after a step failed."""
 
     @abstractmethod
-    def warm_up(self) -> None:
-        """Compile what requests will need, before there are any."""
+    def warm_up(self) -> Sequence[StepTime]:
+        """Compile what requests will need, before there are any. Returns what steps with drafts take, where that is to be known
+        beforehand."""
 
     @abstractmethod
     def capture_next(self) -> bool:

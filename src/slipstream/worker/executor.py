@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from slipstream.spec.draft_heads import HeadDescription, HeadMethod
 from slipstream.spec.head_readers import read_head
 from slipstream.spec.reason import NotCovered
 from slipstream.stats import AdapterStats, CanaryResult, ExpertTokens
-from slipstream.types import LoRARequest, Plan, TokenMask
+from slipstream.types import LoRARequest, Plan, StepTime, TokenMask
 from slipstream.worker.base import Executor as Executor
 from slipstream.worker.base import Launched as Launched
 from slipstream.worker.canary import CANARY_NAME, log_no_canary, read_canary, run_canary
@@ -104,13 +104,20 @@ class LocalExecutor(Executor):
     def forget(self) -> None:
         self.runner.forget_rows()
 
-    def warm_up(self) -> None:
-        if self.runner.warms_up:
-            from slipstream.worker.warm_up import warm_up
+    def warm_up(self) -> Sequence[StepTime]:
+        if not self.runner.warms_up:
+            return ()
+        from slipstream.worker.draft_costs import measure_draft_costs
+        from slipstream.worker.warm_up import warm_up
 
-            runner = cast("ModelRunner", self.runner)
-            with runner.without_copies():
-                warm_up(runner)
+        runner = cast("ModelRunner", self.runner)
+        with runner.without_copies():
+            warm_up(runner)
+        begin = time.perf_counter()
+        found = measure_draft_costs(runner, self.ledger.num_blocks)
+        if found:
+            self.phases["steps with drafts"] = time.perf_counter() - begin
+        return found
 
     def capture_next(self) -> bool:
         return self.runner.capture_next()

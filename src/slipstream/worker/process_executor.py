@@ -52,7 +52,7 @@ from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.parallel import uneven_parts
 from slipstream.stats import AdapterStats, ExpertTokens
-from slipstream.types import LoRARequest, Plan, StepPlan, StepResult, TextsPlan, TokenMask
+from slipstream.types import LoRARequest, Plan, StepPlan, StepResult, StepTime, TextsPlan, TokenMask
 from slipstream.worker.base import Executor, Launched
 from slipstream.worker.device import detect
 from slipstream.worker.rank_joining import accept_ranks, parse_address
@@ -216,8 +216,8 @@ class ProcessExecutor(Executor):
             with contextlib.suppress(EngineError):  # it is the step's error that is raised
                 self._broadcast(Forget())
 
-    def warm_up(self) -> None:
-        self._ask(WarmUp())
+    def warm_up(self) -> Sequence[StepTime]:
+        return self._ask(WarmUp())[0].step_times
 
     def capture_next(self) -> bool:
         """It is called while there is nothing to do, so a death is seen then too."""

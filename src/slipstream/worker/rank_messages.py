@@ -26,6 +26,7 @@ from slipstream.types import (
     SamplerState,
     StepPlan,
     StepResult,
+    StepTime,
     TextsPlan,
     TextVectors,
 )
@@ -145,10 +146,11 @@ class Result(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, tag=True):
-    """To WarmUp, CaptureNext (whether there was one) and GetExpertLoad."""
+    """To WarmUp (the step times), CaptureNext (whether there was one) and GetExpertLoad."""
 
     done: bool = True
     expert_load: ExpertTokens = ()
+    step_times: tuple[StepTime, ...] = ()
 
 
 class RankFailed(Failed, tag=True):

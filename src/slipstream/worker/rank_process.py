@@ -144,8 +144,7 @@ class RankProcess:
             self._steps.clear()
             executor.forget()
         elif isinstance(message, WarmUp):
-            executor.warm_up()
-            answer = Answer()
+            answer = Answer(step_times=tuple(executor.warm_up()))
         elif isinstance(message, CaptureNext):
             answer = Answer(executor.capture_next())
         elif isinstance(message, GetExpertLoad):

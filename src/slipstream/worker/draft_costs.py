@@ -1,0 +1,113 @@
+"""Measures what steps with drafts take, before the first request: made-up sequences with 0, 1, … drafts each.
+
+The number of drafts is chosen by what steps cost (`core/speculation.py`). Where requests come at random, each number of
+sequences is met for a few steps only, too few to learn from.
+
+1. Steps follow one another as the engine's do. Two without drafts may be in flight. One with drafts begins behind the last
+   token that the one before has drawn, so that a chain of drafts launched ahead is used.
+2. Ranks measure together, so how many steps there are does not depend on the clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from itertools import cycle, islice, pairwise
+from statistics import median
+
+from slipstream.config import MOST_STEP_DRAFTS
+from slipstream.types import FROM_MODEL, NewRequest, SamplingParams, ScheduledRequest, StepPlan, StepTime, TableUpdate
+from slipstream.worker.base import Launched
+from slipstream.worker.model_runner import ModelRunner
+
+CONTEXT = 256
+"""Tokens of a sequence before its first step."""
+
+NUM_SEQS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
+NUM_DRAFTS = (0, 1, 2, 3, 5, 8)
+
+NUM_TIMED = 3
+
+_GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+def measure_draft_costs(runner: ModelRunner, num_blocks: int) -> list[StepTime]:
+    """With "auto" as the number of drafts: seconds of steps by numbers of sequences and of drafts. About a second for a model
+    of 8B on a GPU. `num_blocks` are in the cache, with the null block; they are written. No step may be in flight."""
+    config, spec = runner.config, runner.model.spec
+    speculation = config.speculation
+    if speculation is None or speculation.num_speculative_tokens is not None:
+        return []
+    if not (spec.has_first and spec.has_last) or spec.encoder is not None:  # a pipeline's stage has no result
+        return []
+    found, most = [], min(config.max_num_sampled, config.scheduling.max_num_batched_tokens)
+    for num_seqs in _counts(config.scheduling.max_num_seqs):
+        for num_drafts in NUM_DRAFTS:
+            num_tokens = num_seqs * (1 + num_drafts)
+            room = (NUM_TIMED + 3) * (1 + num_drafts)
+            if num_drafts > speculation.limit or num_tokens > most or num_tokens - num_seqs > MOST_STEP_DRAFTS:
+                break
+            if room >= config.model.max_model_len:
+                break
+            run = _Run(runner, num_blocks, num_seqs, num_drafts, room)
+            found.append(StepTime(num_seqs, num_tokens, run.seconds()))
+    runner.reset_expert_load()
+    return found
+
+
+def _counts(most: int) -> list[int]:
+    return [*(n for n in NUM_SEQS if n < most), most]
+
+
+class _Run:
+    """Steps of `num_seqs` sequences, which have room for `room` tokens behind those of their context."""
+
+    def __init__(self, runner: ModelRunner, num_blocks: int, num_seqs: int, num_drafts: int, room: int) -> None:
+        assert runner.config.speculation is not None
+        self.runner, self.num_blocks, self.room = runner, num_blocks, room
+        self.context = min(CONTEXT, runner.config.model.max_model_len - room)
+        self.drafts = (FROM_MODEL if runner.config.speculation.by_model else 1,) * num_drafts
+        self.last = dict.fromkeys((f"drafts {i}" for i in range(num_seqs)), self.context)  # where the last known token is
+
+    def seconds(self) -> float:
+        """The median of the timed steps. The first two are not: one makes the rows, the other its drafts in front."""
+        runner, in_flight, ends = self.runner, deque[Launched](), list[float]()
+        for i in range(2 + NUM_TIMED):
+            plan = self._next(i)
+            in_flight.append(runner.launch(plan))
+            if i == 0:
+                assert runner.rows is not None
+                for row in runner.rows.rows.values():  # of what was not computed the drafter need not see anything
+                    row.num_drafted = self.context
+            while len(in_flight) >= (1 if self.drafts else runner.max_in_flight(plan)):
+                ends.append(self._end(in_flight.popleft()))
+        ends += [self._end(step) for step in in_flight]
+        runner.forget_rows()
+        return median(b - a for a, b in pairwise(ends[1:]))
+
+    def _end(self, step: Launched) -> float:
+        counts = step.result().tokens_of_each
+        if self.drafts:
+            for name, tokens in zip(self.last, counts, strict=True):
+                self.last[name] += len(tokens)
+        return time.perf_counter()
+
+    def _next(self, number: int) -> StepPlan:
+        if number == 0:
+            return self._first()
+        drafts = self.drafts
+        n = 1 + len(drafts)
+        ahead = 0 if drafts else number
+        return StepPlan(number, tuple(ScheduledRequest(name, at + ahead, n, n, (), drafts) for name, at in self.last.items()))
+
+    def _first(self) -> StepPlan:
+        """A token of each sequence. Sequences share blocks where the cache has too few."""
+        config, groups = self.runner.config, range(len(self.runner.config.cache.groups))
+        need = -(-(self.context + self.room) // config.cache.block_size)
+        blocks = cycle(range(1, self.num_blocks))
+        scheduled, new = [], []
+        for name, at in self.last.items():
+            tables = tuple(TableUpdate(group, 0, tuple(islice(blocks, need))) for group in groups)
+            scheduled.append(ScheduledRequest(name, at, 1, 1, tables))
+            new.append(NewRequest(name, (1,) * (at + 1), at + 1, _GREEDY))
+        return StepPlan(0, tuple(scheduled), tuple(new))
