@@ -153,6 +153,17 @@ def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
     return model
 
 
+def build_near(path: Path, family: str = "llama", *, noise: float = 0.1, **overrides: Any) -> None:
+    """`build` with noise on its weights, a part of their spread: as a draft model it is right at times."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    build(path, family, **overrides)
+    file, g = path / "model.safetensors", torch.Generator().manual_seed(0)
+    tensors = {n: x + noise * x.std() * torch.randn(x.shape, generator=g) for n, x in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def build_classifier(path: Path, family: str, *, num_labels: int = 1, seed: int = 0) -> Any:
     """A decoder with a score of each text in the place of its head."""
     import torch

@@ -4,6 +4,8 @@ r"""Speculative decoding beside plain decoding: engines of one process take turn
     python benchmarks/speculation.py --study speed smollm2 --head FOLDER --kinds sharegpt --num-prompts 4 [--rounds 5]
     python benchmarks/speculation.py --study speed CONFIG --forced 3.3 --config \
         '{"method": "eagle3", "model": HEAD, "num_speculative_tokens": 5}'
+    python benchmarks/speculation.py --study speed CONFIG --forced 3.2 --num-seqs 1 16 --op-by-op --config \
+        '{"method": "draft", "model": SMALLER, "num_speculative_tokens": 4}'
 
 Prompts are of three kinds: those whose answers quote them (editing, extracting), those whose answers don't, and questions of
 ShareGPT that no head was trained on. With --head an EAGLE-3 head drafts 1, 2, … 5 tokens, and as many as pay. Each round runs
@@ -13,10 +15,10 @@ the ratio of the process's CPU time, which other work on the machine disturbs le
 ends them: behind a quotation it would go on with text that quotes nothing. Answers of earlier rounds are not to help later
 ones, so each round has prompts of its own.
 
-With --forced X, the head and (unless --load-format is auto) the model have random weights, and all guesses are wrong; so that
-the time of a step can be had nevertheless, a verification is *said* to yield X tokens on average, whatever was drawn. What is
-measured are milliseconds a token of one shape at that acceptance, and nothing about acceptance itself. The record is labelled
-so.
+With --forced X, the head or draft model and (unless --load-format is auto) the model have random weights, and all guesses are
+wrong; so that the time of a step can be had nevertheless, a verification is *said* to yield X tokens on average, whatever was
+drawn. What is measured are milliseconds a token of one shape at that acceptance, and nothing about acceptance itself. The
+record is labelled so. With --op-by-op each config runs without graphs of its chains, too.
 """
 
 from __future__ import annotations
@@ -178,44 +180,55 @@ def forced_acceptance(length: float) -> Iterator[None]:
 
 
 def forced(args: argparse.Namespace) -> None:
-    """Milliseconds a token behind a prompt of 64 tokens, plain and with each config."""
-    settings: dict[str, Any] = {"max_num_seqs": max(8, args.num_seqs), "max_model_len": 2048, "dtype": args.dtype}
+    """Milliseconds a token behind a prompt of 64 tokens, plain and with each config, with each number of sequences."""
+    settings: dict[str, Any] = {"max_num_seqs": max(8, *args.num_seqs), "max_model_len": 2048, "dtype": args.dtype}
     settings |= {"load_format": args.load_format, "skip_tokenizer_init": True, "quantization": args.quantization}
     settings["num_threads"] = args.num_threads
-    prompts = [{"prompt_token_ids": list(range(7 * n + 5, 7 * n + 69))} for n in range(args.num_seqs)]
-    found: dict[str, dict[str, Any]] = {}
-    for config in (None, *args.config):
-        name = "plain" if config is None else json.dumps(config)
-        with forced_acceptance(args.forced):
-            with LLM(args.model, speculative_config=config, **settings) as llm:
-                times: dict[int, list[float]] = {1: [], args.max_tokens: []}
-                cpu_times: dict[int, list[float]] = {1: [], args.max_tokens: []}
-                before = llm.core.stats()
-                for round_ in range(-2, args.rounds):  # the first compile what is left, and capture graphs
-                    for count, own in times.items():
-                        begin, cpu = time.perf_counter(), time.process_time()
-                        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
-                        own += [time.perf_counter() - begin] * (round_ >= 0)
-                        cpu_times[count] += [time.process_time() - cpu] * (round_ >= 0)
-                after = llm.core.stats()
+    engines: list[tuple[str, Any, bool]] = [("plain", None, False)]
+    for config in args.config:
+        engines.append((json.dumps(config), config, False))
+        if args.op_by_op:
+            engines.append((f"{engines[-1][0]}, op by op", config, True))
+    found: dict[int, dict[str, dict[str, Any]]] = {n: {} for n in args.num_seqs}
+    for name, config, op_by_op in engines:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(forced_acceptance(args.forced))
+            if op_by_op:
+                stack.enter_context(unittest.mock.patch.object(ChainGraphs, "of", return_value=None))
+            llm = stack.enter_context(LLM(args.model, speculative_config=config, **settings))
+            for num_seqs, runs in found.items():
+                runs[name] = own = timed(llm, num_seqs, args)
+                plain = runs["plain"]
+                ratio, of_cpu = (plain[key] / own[key] for key in ("ms_per_token", "cpu_ms_per_token"))
+                shown = f"{own['ms_per_token']:7.3f} ms a token, {ratio:.2f} x plain, CPU {of_cpu:.2f} x"
+                yields = f"{own['tokens_a_verification']:.2f} tokens a verification (forced)"
+                print(f"{num_seqs:4} {name:80} {shown}; {yields}", flush=True)
         del llm  # its memory is the next one's
         gc.collect()
-        first, whole, cpu_first, cpu_whole = (
-            statistics.median(own) for own in (*times.values(), *cpu_times.values())
-        )
-        runs, right = (
-            getattr(after, f"spec_{x}") - getattr(before, f"spec_{x}") for x in ("num_drafts", "accepted_tokens")
-        )
-        ms = 1e3 * (whole - first) / (args.max_tokens - 1)
-        found[name] = {"ms_per_token": ms, "tokens_a_verification": 1 + right / runs if runs else 1.0, "seconds": times}
-        found[name]["cpu_ms_per_token"] = 1e3 * (cpu_whole - cpu_first) / (args.max_tokens - 1)
-        ratio = found["plain"]["ms_per_token"] / ms
-        yields = found[name]["tokens_a_verification"]
-        of_cpu = found["plain"]["cpu_ms_per_token"] / found[name]["cpu_ms_per_token"]
-        times_plain = f"{ratio:.2f} x plain, CPU {of_cpu:.2f} x"
-        print(f"{name:80} {ms:7.3f} ms a token, {times_plain}; {yields:.2f} tokens a verification (forced)")
     what = f"acceptance is forced to {args.forced} tokens a verification: random weights, nothing is said about real acceptance"
-    common.save(args.output, "speculation_forced", label=what, settings={**settings, "num_seqs": args.num_seqs}, runs=found)
+    common.save(args.output, "speculation_forced", label=what, settings=settings, runs=found)
+
+
+def timed(llm: LLM, num_seqs: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds a token of `num_seqs` sequences, without those of the first token."""
+    prompts = [{"prompt_token_ids": list(range(7 * n + 5, 7 * n + 69))} for n in range(num_seqs)]
+    times: dict[int, list[float]] = {1: [], args.max_tokens: []}
+    cpu_times: dict[int, list[float]] = {1: [], args.max_tokens: []}
+    before = llm.core.stats()
+    for round_ in range(-2, args.rounds):  # the first compile what is left, and capture graphs
+        for count, own in times.items():
+            begin, cpu = time.perf_counter(), time.process_time()
+            llm.generate(prompts, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+            own += [time.perf_counter() - begin] * (round_ >= 0)
+            cpu_times[count] += [time.process_time() - cpu] * (round_ >= 0)
+    after = llm.core.stats()
+    runs, right = (getattr(after, f"spec_{x}") - getattr(before, f"spec_{x}") for x in ("num_drafts", "accepted_tokens"))
+    ms, cpu_ms = (
+        1e3 * (statistics.median(of[args.max_tokens]) - statistics.median(of[1])) / (args.max_tokens - 1)
+        for of in (times, cpu_times)
+    )
+    yields = 1 + right / runs if runs else 1.0
+    return {"ms_per_token": ms, "cpu_ms_per_token": cpu_ms, "tokens_a_verification": yields, "seconds": times}
 
 
 RECORD = "speculation"
@@ -226,7 +239,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=json.loads, action="append", help="a speculative_config; may be repeated")
     parser.add_argument("--head", help="of EAGLE-3: fixed numbers of drafts, and as many as pay")
     parser.add_argument("--kinds", nargs="+", default=list(PROMPTS), choices=(*PROMPTS, "sharegpt"))
-    parser.add_argument("--num-seqs", type=int, default=1)
+    parser.add_argument("--num-seqs", type=int, nargs="+", default=[1], help="with --forced several, one after the other")
     parser.add_argument("--num-prompts", type=int, help="of each kind in a round; as many as sequences unless given")
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=5)
@@ -235,6 +248,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--load-format", default="dummy", help="with --forced: auto takes the model's own weights")
     parser.add_argument("--forced", type=float, metavar="X", help="random weights; a verification is said to yield X tokens")
+    parser.add_argument("--op-by-op", action="store_true", help="with --forced: each config without graphs of its chains, too")
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
@@ -243,12 +257,14 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             raise SystemExit("--forced needs a --config")
         forced(args)
         return
-    args.num_prompts = args.num_prompts or args.num_seqs
+    if len(args.num_seqs) > 1:
+        raise SystemExit("--num-seqs: several only with --forced")
+    args.num_prompts = args.num_prompts or args.num_seqs[0]
     if args.head is not None:
         head = {"method": "eagle3", "model": args.head}
         args.config = [{**head, "num_speculative_tokens": n} for n in (1, 2, 3, 4, 5, "auto")]
     configs = [None, *(args.config or [{"method": "ngram"}, {"method": "suffix"}])]
-    settings: dict[str, Any] = {"max_num_seqs": args.num_seqs, "max_model_len": 1024, "dtype": args.dtype}
+    settings: dict[str, Any] = {"max_num_seqs": args.num_seqs[0], "max_model_len": 1024, "dtype": args.dtype}
     settings |= {"num_threads": args.num_threads, "quantization": args.quantization}
     llms = [LLM(args.model, speculative_config=config, **settings) for config in configs]
     names = ["plain", *(json.dumps(config) for config in configs[1:])]

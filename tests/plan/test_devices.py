@@ -14,8 +14,9 @@ from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.plan.analytic import binds
 from slipstream.plan.capacity import Objectives, find_capacity, keeps_up
 from slipstream.plan.devices import find_device, known_devices
+from slipstream.plan.drafts import parse_acceptance
 from slipstream.plan.engines import plan_engine
-from slipstream.plan.graph_sizes import ladder, mixed_prompts, padding
+from slipstream.plan.graph_sizes import GRAPH_BYTES, ladder, mixed_prompts, padding
 from slipstream.plan.memory import weights_bytes
 from slipstream.plan.offload import estimate_offload
 from slipstream.plan.operators import products
@@ -137,6 +138,18 @@ def test_a_step_that_verifies_drafts_is_padded_to_rows():
     assert padded(10, 90, 30, by_rows=True) == (128, 0)
     assert padded(10, 90, 30) == (16, 128)
     assert padded(0, 513, 57, by_rows=True) == (0, 768)  # more rows than a decode graph has
+
+
+def test_a_draft_models_chains_are_in_the_ledger():
+    """Of 256 sequences with the logits of one pass, twice, and 9 sizes for one depth of 4 passes of 16 layers."""
+    configs = {"method": "draft", "model": str(CONFIGS / "llama-3.2-1b")}, {"method": "ngram"}
+    description, rates, found = read_spec(CONFIGS / "llama-3-8b"), parse_acceptance("0.8"), []
+    for config in configs:
+        more = {"max_num_seqs": 256, "speculative_config": {**config, "num_speculative_tokens": 4}}
+        args = EngineArgs(model=str(CONFIGS / "llama-3-8b"), **more)
+        found.append(plan_engine(args, description, find_device("h200"), acceptance=rates).ledger.graph_bytes)
+    activations = 2 * (512 * (2 * 8192 + 8 * 2048) + 256 * 128_256) * 2
+    assert found[0] - found[1] == 2 * 9 * GRAPH_BYTES + activations
 
 
 def test_graph_sizes_waste_little_and_fill_tiles():

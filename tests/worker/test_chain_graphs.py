@@ -1,4 +1,4 @@
-"""What a captured chain of drafts does, computed without a GPU: the drafts that the head makes op by op."""
+"""What a captured chain of drafts does, computed without a GPU: the drafts that the head or draft model makes op by op."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.plan.graph_sizes import GRAPH_BYTES, chain_bytes, chain_depths
 from slipstream.types import FROM_MODEL, ScheduledRequest
-from slipstream.worker.chain_graphs import ChainGraphs, chain_depths
+from slipstream.worker.chain_graphs import ChainGraphs
+from slipstream.worker.draft_model import DraftModel
 from slipstream.worker.head_drafter import HeadChain
 from slipstream.worker.rows import Row
 from tests import draft_heads, tiny_models
@@ -65,34 +67,31 @@ def test_a_chain_is_what_the_head_does_step_by_step(tmp_path, method, num_drafts
     assert set(compared) == set(range(1, num_drafts + 1))
 
 
-def test_what_a_chain_does_not_cover(tmp_path):
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
-    draft_heads.eagle(tmp_path / "head")
-    config = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 2}
-    with LLM(str(tmp_path / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
-        draft, found = llm.core.executor.runner.draft, []
-        eager = draft.draft
+@pytest.mark.parametrize(
+    ("first", "keeps", "computed", "num_drafts", "num_seqs", "covered"),
+    [
+        (1, False, 4, 3, 4, True),
+        (1, False, 3, 3, 4, False),  # four pairs have five tokens
+        (0, True, 1, 3, 4, True),
+        (0, True, 0, 3, 4, False),  # two tokens
+        (0, True, 9, 4, 4, False),
+        (0, True, 9, 3, 5, False),
+    ],
+)
+def test_what_a_chain_covers(first, keeps, computed, num_drafts, num_seqs, covered):
+    of = types.SimpleNamespace
+    rows = of(device=torch.device("cpu"), capacity=8, rows={str(i): of(num_drafted=0) for i in range(num_seqs)})
+    graphs = ChainGraphs(of(first=first, keeps_drafts=keeps), rows, (3,), max_model_len=128, max_num_seqs=4)
+    drafts = (FROM_MODEL,) * num_drafts
+    drafted = [ScheduledRequest(str(i), computed, 1 + num_drafts, 1 + num_drafts, drafts=drafts) for i in range(num_seqs)]
+    assert graphs.covers(drafted) == covered
 
-        def noted(drafted, rows):
-            graphs = ChainGraphs(draft, rows, (1, 3), max_model_len=128, max_num_seqs=4)
-            graphs._captured = dict.fromkeys([(n, k) for n in (1, 2, 4) for k in (1, 3)])
-            found.append(graphs.covers(drafted))
-            eager(drafted, rows)
 
-        draft.draft = noted
-        llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-        assert found[0] is False  # a prompt that it has not seen
-        assert all(found[1:])
-        found.clear()
-
-
-@pytest.mark.parametrize("num_seqs", [1, 4])
-def test_a_chain_hands_kernels_contiguous_inputs(tmp_path, monkeypatch, num_seqs):
+@pytest.mark.parametrize(("kind", "num_seqs"), [("head", 1), ("head", 4), ("draft", 1), ("draft", 4)])
+def test_a_chain_hands_kernels_contiguous_inputs(models, monkeypatch, kind, num_seqs):
     """A GPU's kernels read rows and positions as they lie in memory; torch's ops would hide a view with stride 0."""
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
-    draft_heads.eagle(tmp_path / "head")
-    config = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 5}
-    with LLM(str(tmp_path / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
+    config = config_of(models, kind) | {"num_speculative_tokens": 5}
+    with LLM(str(models / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
         runner = llm.core.executor.runner
         graphs, seen = ChainGraphs(runner.draft, runner.rows, (5,), max_model_len=128, max_num_seqs=4), []
         gather = runner.ops.gather_inputs
@@ -104,7 +103,7 @@ def test_a_chain_hands_kernels_contiguous_inputs(tmp_path, monkeypatch, num_seqs
         monkeypatch.setattr(runner.ops, "gather_inputs", noted)
         with torch.inference_mode():
             graphs.chain(torch.from_numpy(graphs.idle(num_seqs, 5)), num_seqs, 5)
-    assert seen == 2 * [True]  # the pairs that are new, and those of all further passes
+    assert seen == 2 * [True]  # the tokens that are new, and those of all further passes
 
 
 class Replayed(ChainGraphs):
@@ -116,10 +115,26 @@ class Replayed(ChainGraphs):
         return self._captured.setdefault(size, types.SimpleNamespace(inputs=inputs, output=None, graph=graph))
 
 
-def proposals(folder, prompts, lengths, *, graphs, ahead=True, temperature=0, **more):
+CONFIGS = {
+    "head": {"method": "eagle3", "model": "head"},
+    "draft": {"method": "draft", "model": "draft"},
+    "same": {"method": "draft", "model": "model"},
+}
+CLASSES = {"head": HeadChain, "draft": DraftModel, "same": DraftModel}
+KINDS = pytest.mark.parametrize("kind", CONFIGS)
+
+
+def config_of(folder, kind):
+    config = CONFIGS[kind]
+    return config | {"model": str(folder / config["model"]), "num_speculative_tokens": 3}
+
+
+def proposals(folder, kind, prompts, lengths, *, graphs, ahead=True, temperature=0, chosen=None, **more):
     """The answers; of each request by its number of computed tokens the drafts; how many of them were proposed ahead."""
-    config = {"method": "eagle3", "model": str(folder / "head"), "num_speculative_tokens": 3} | more
-    with LLM(str(folder / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
+    with LLM(str(folder / "model"), speculative_config=config_of(folder, kind), **{**SIZES, "kernels": "torch", **more}) as llm:
+        if chosen is not None:
+            choose = llm.core.scheduler.speculation.choose
+            llm.core.scheduler.speculation.choose = lambda running: chosen(running) and choose(running)
         runner = llm.core.executor.runner
         draft, found, count = runner.draft, {}, 0
         if graphs:
@@ -144,28 +159,31 @@ def proposals(folder, prompts, lengths, *, graphs, ahead=True, temperature=0, **
         answers = [o.outputs[0].token_ids for o in llm.generate(prompts, sampling)]
         stats = llm.core.stats()
         assert stats.num_free_blocks == stats.num_blocks
-        return answers, found, count, stats.spec_accepted_tokens
+        return answers, found, count, stats
 
 
 @pytest.fixture
 def models(tmp_path):
+    """A model, and a head and a draft model that are right at times."""
     tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
-    draft_heads.eagle(tmp_path / "head", seed=1)  # one that is right at times
+    draft_heads.eagle(tmp_path / "head", seed=1)
+    tiny_models.build_near(tmp_path / "draft", num_hidden_layers=6)
     return tmp_path
 
 
-@pytest.mark.parametrize("block_size", [16, 32])
-def test_a_chain_ahead_proposes_what_it_would_have_behind_the_step(models, monkeypatch, block_size):
+@KINDS
+@pytest.mark.parametrize("block_size", [4, 32])
+def test_a_chain_ahead_proposes_what_it_would_have_behind_the_step(models, kind, block_size):
     """Requests that end in different steps, one of them near the context's end; some drafts are right."""
-    monkeypatch.setitem(SIZES, "block_size", block_size)
     prompts, lengths = PROMPTS[:3], (60, 31, 90)
-    expected, drafts, none, _ = proposals(models, prompts, lengths, graphs=True, ahead=False)
-    found, same, count, accepted = proposals(models, prompts, lengths, graphs=True)
+    expected, drafts, none, _ = proposals(models, kind, prompts, lengths, graphs=True, ahead=False, block_size=block_size)
+    found, same, count, stats = proposals(models, kind, prompts, lengths, graphs=True, block_size=block_size)
     assert none == 0
     assert count > 0.8 * len(same)
     assert found == expected
     assert same == drafts
-    assert accepted > 0
+    assert stats.spec_accepted_tokens > 0
+    assert (stats.spec_accepted_tokens == stats.spec_draft_tokens) == (kind == "same")
 
 
 @pytest.mark.parametrize("kernels", ["torch", "cpu"])
@@ -190,35 +208,83 @@ def test_steps_that_catch_up_are_cold(models, kernels):
     assert len(drafted) > 5
 
 
-@pytest.mark.parametrize("batched", [512, 24])
-def test_prompts_are_seen_behind_their_steps(models, monkeypatch, batched):
-    """So a request's first drafts come out of a graph, and are those of a head that sees the prompt when it first drafts. Also
-    of prompts that take several steps, and while another request drafts."""
-    monkeypatch.setitem(SIZES, "max_num_batched_tokens", batched)
-    prompts = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (9, 61, 40, 33)]
-    lengths = (60, 9, 20, 40)
-    expected, drafts, _, _ = proposals(models, prompts, lengths, graphs=False)
-    drafted, step = [], HeadChain.step
+def only_seeing(monkeypatch, kind):
+    """What runs op by op from now on, and must draw nothing: the shares of all passes."""
+    seen, step = [], CLASSES[kind].step
 
     def noted(draft, shares, rows, **how):
-        drafted.extend(s for s in shares if s.num_sampled)
+        assert not any(s.num_sampled for s in shares)
+        seen.append(shares)
         step(draft, shares, rows, **how)
 
-    monkeypatch.setattr(HeadChain, "step", noted)
-    found, same, _, _ = proposals(models, prompts, lengths, graphs=True)
+    monkeypatch.setattr(CLASSES[kind], "step", noted)
+    return seen
+
+
+@KINDS
+@pytest.mark.parametrize("batched", [512, 24])
+def test_prompts_are_seen_behind_their_steps(models, monkeypatch, kind, batched):
+    """So a request's first drafts come out of a graph, and are those of a drafter that sees the prompt when it first drafts.
+    Also of prompts that take several steps, and while another request drafts."""
+    prompts = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (9, 61, 40, 33)]
+    lengths, sizes = (60, 9, 20, 40), {"max_num_batched_tokens": batched}
+    expected, drafts, _, _ = proposals(models, kind, prompts, lengths, graphs=False, **sizes)
+    seen = only_seeing(monkeypatch, kind)
+    found, same, count, _ = proposals(models, kind, prompts, lengths, graphs=True, **sizes)
     assert found == expected
     assert same == drafts
-    assert not drafted
+    assert count > 0.5 * len(same)
+    assert 0 <= 9 + 61 + 40 + 33 - sum(s.num_tokens for shares in seen for s in shares) <= 4  # graphs see single ones
 
 
-def test_drawn_answers_behind_the_likeliest_drafts(models):
+@KINDS
+def test_what_a_graph_can_not_catch_up_on_runs_op_by_op(models, monkeypatch, kind):
+    """Prompts that no one saw behind their step, as where a grammar's mask is awaited; and tokens of steps without drafts. The
+    drafts come out of graphs all the same."""
+    drafts_at = lambda running: bool(running) and len(running[0].token_ids) % 12 in (0, 1, 4)
+    given = (models, kind, PROMPTS[:3], (60, 31, 90))
+    expected, drafts, _, _ = proposals(*given, graphs=False, chosen=drafts_at)
+    seen = only_seeing(monkeypatch, kind)
+    found, same, count, _ = proposals(*given, graphs=True, ahead=False, chosen=drafts_at)
+    assert count == 0
+    assert found == expected
+    assert same == drafts
+    assert len(seen) > 3
+
+
+@pytest.mark.parametrize(("kind", "enable_prefix_caching"), [("head", True), ("draft", True), ("draft", False)])
+def test_preempted_requests_and_shared_prefixes(models, kind, enable_prefix_caching):
+    """What begins with another's prompt, joins while others draft, or is preempted and computed anew: the same answers, and
+    wherever drafts are made with and without graphs, the same drafts."""
+    common = [(5 * i) % 250 + 4 for i in range(21)]
+    prompts = [{"prompt_token_ids": common + [30 + i, 40, 50 + i][: 1 + i % 3]} for i in range(6)]
+    lengths = (60, 9, 20, 40, 33, 70)
+    small = {"enable_prefix_caching": enable_prefix_caching, "max_model_len": 96}
+    small["kv_cache_bytes"] = {"head": 160_000, "draft": 260_000}[kind]
+    with LLM(str(models / "model"), **{**SIZES, "kernels": "torch"}) as llm:
+        sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+        expected = [o.outputs[0].token_ids for o in llm.generate(prompts, sampling)]
+    by_ops, drafts, _, _ = proposals(models, kind, prompts, lengths, graphs=False, **small)
+    found, same, count, stats = proposals(models, kind, prompts, lengths, graphs=True, **small)
+    assert by_ops == expected
+    assert found == expected
+    assert stats.num_preemptions > 0
+    assert (stats.prefix_hits > 0) == enable_prefix_caching
+    both = drafts.keys() & same.keys()
+    assert len(both) > 40
+    assert {at: same[at][: len(drafts[at])] for at in both} == {at: drafts[at][: len(same[at])] for at in both}
+    assert count > 20
+
+
+@KINDS
+def test_drawn_answers_behind_the_likeliest_drafts(models, kind):
     """They are what they are without graphs, where drafts are drawn by the requests' own random numbers."""
     prompts, lengths = PROMPTS[:3], (60, 31, 90)
-    expected, _, _, _ = proposals(models, prompts, lengths, graphs=False, temperature=0.01)
-    found, _, count, accepted = proposals(models, prompts, lengths, graphs=True, temperature=0.01)
+    expected, _, _, _ = proposals(models, kind, prompts, lengths, graphs=False, temperature=0.01)
+    found, _, count, stats = proposals(models, kind, prompts, lengths, graphs=True, temperature=0.01)
     assert found == expected
     assert count > 30
-    assert accepted > 0
+    assert stats.spec_accepted_tokens > 0
 
 
 def test_no_prompt_is_seen_while_drafts_rest(models, monkeypatch):
@@ -232,6 +298,21 @@ def test_no_prompt_is_seen_while_drafts_rest(models, monkeypatch):
         lengths = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (20, 5, 5, 5, 5)]
         llm.generate([PROMPTS[0]] + 4 * [PROMPTS[1]], lengths)  # four at once: the fifth joins the first
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(("kind", "num_blocks", "has_room"), [("head", 4, True), ("draft", 4, False), ("draft", 5, True)])
+def test_a_chain_ahead_stays_in_its_blocks(models, kind, num_blocks, has_room):
+    """Behind 11 tokens and 3 right drafts stand 3 more; a head has the last one's pair a position before."""
+    with LLM(str(models / "model"), speculative_config=config_of(models, kind), **{**SIZES, "kernels": "torch"}) as llm:
+        runner = llm.core.executor.runner
+        graphs = Replayed(runner.draft, runner.rows, (3,), max_model_len=128, max_num_seqs=4)
+        row = Row(0, SamplingParams(temperature=0), num_prompt_tokens=2, seed=0, forbidden_early=())
+        row.num_kept, row.num_blocks, runner.rows.rows["it"] = 3, num_blocks, row
+        it = ScheduledRequest("it", 10, 4, 4, drafts=(FROM_MODEL,) * 3)
+        graphs._graph(1, 3)
+        with torch.inference_mode():
+            assert graphs.run_ahead([it]) == [it] * has_room
+        runner.rows.forget()
 
 
 def test_no_chain_ahead_captures_a_graph(models):
@@ -262,3 +343,11 @@ def test_no_more_is_captured_and_reserved_than_may_run(num_drafts, longest, dept
     of = types.SimpleNamespace
     config = of(speculation=of(num_speculative_tokens=num_drafts), model=of(max_model_len=longest))
     assert chain_depths(config) == depths
+
+
+def test_the_driver_s_memory_of_deep_chains_is_reserved():
+    of = types.SimpleNamespace
+    speculation, scheduling = of(num_speculative_tokens=5), of(max_num_seqs=48)
+    config = of(speculation=speculation, model=of(max_model_len=4096), scheduling=scheduling)
+    assert chain_bytes(config, 1) == 7 * GRAPH_BYTES  # 1, 2, 4, … 32 and 48 sequences
+    assert chain_bytes(config, 16) == 3 * 7 * GRAPH_BYTES

@@ -376,8 +376,8 @@ class EngineConfig:
 
     @property
     def drafts_ahead(self) -> bool:
-        """Whether the drafter goes on before the host knows which drafts were right: a head's chain of graphs, on a GPU."""
-        is_chain = self.speculation is not None and self.speculation.method in ("eagle", "eagle3", "mtp")
+        """Whether the drafter goes on before the host knows which drafts were right: a chain in a graph, on a GPU."""
+        is_chain = self.speculation is not None and self.speculation.method in ("draft", "eagle", "eagle3", "mtp")
         return is_chain and self.device.info.is_cuda and not self.device.enforce_eager
 
     def with_most_drafts(self, most: int | None) -> EngineConfig:

@@ -7,7 +7,7 @@ import math
 
 from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig, held_products, resolve
 from slipstream.errors import ConfigError
-from slipstream.plan.graph_sizes import graph_bytes
+from slipstream.plan.graph_sizes import graph_bytes, model_chain_bytes
 from slipstream.plan.hardware import available_cores, cpu_name, gpus, host_memory
 from slipstream.plan.memory import MemoryLedger, block_bytes, held_bytes, size_cache, weights_bytes
 from slipstream.spec.description import ModelDescription
@@ -96,6 +96,8 @@ def estimate(
         weights += held_weights_bytes(own, draft)
         block += block_bytes(draft.spec, own.cache.block_size, DTYPE_BYTES[own.cache.dtype])
     activations, graphs, rows = _of_steps(config, description) if with_steps and info.is_cuda else (0, 0, 0)
+    if draft is not None and graphs:
+        graphs += model_chain_bytes(config, draft.spec, DTYPE_BYTES[config.model.dtype])
     config, ledger = size_cache(
         config,
         spec,

@@ -27,6 +27,19 @@ MIXTURE_TOKENS = 8192
 GRAPH_BYTES = 4 * 2**20
 """The driver's own memory for one graph of some three hundred launches: 0 to 4 MiB on an H200 beside activations."""
 
+GRAPH_LAYERS = 32
+"""A step of so many layers has some three hundred launches."""
+
+CHAIN_SEQS = 256
+"""Sequences of the largest graph of a chain of drafts."""
+
+CHAIN_DEPTHS = (1, 2, 3, 5, 8)
+"""Lengths of chains where the number of drafts is chosen at each step. A chain runs in the next longer graph, or op by op
+if there is none."""
+
+CAUGHT_UP = 2
+"""Tokens that a verified step can leave to a draft model: the last draft, if all were right, and the token behind it."""
+
 
 def ladder(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture: few enough to start fast, near enough that padding wastes little (≤ 1/8 from 16 on). Multiples of
@@ -40,7 +53,7 @@ def ladder(max_num_seqs: int) -> list[int]:
     return sorted({*sizes, max_num_seqs})
 
 
-VERIFIED_ROWS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+VERIFIED_ROWS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 """Where drafts are verified, decode graphs have so many rows, too, up to a token and all drafts of each sequence. They are few,
 since all are captured at the start."""
 
@@ -86,16 +99,46 @@ def mixed_sequences(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> int:
-    """Memory to be left for a generator's graphs of every size: hidden states, activations and logits of the largest twice,
-    once in the graphs' pool and once beside it, and the driver's own."""
+    """Memory to be left for a generator's graphs of every size: hidden states, activations and logits of the largest, and the
+    driver's own."""
     decodes = decode_rows(config)
     prompts = mixed_prompts(config, spec)
     mixed = [d + p for d in mixed_decodes(config.scheduling.max_num_seqs) for p in prompts]
     largest = max(decodes[-1:] + mixed[-1:])
-    activations = 2 * largest * (max(layer.mlp.width for layer in spec.layers) + 8 * spec.hidden_size)
-    logits = 2 * decodes[-1] * spec.vocab_size  # of the largest step, run once beside its graph
-    numbers = largest * spec.hidden_size + activations + logits
+    numbers = largest * spec.hidden_size + activation_numbers(spec, largest, decodes[-1])
     return numbers * element_bytes + (len(decodes) + len(mixed)) * GRAPH_BYTES
+
+
+def activation_numbers(spec: ModelSpec, num_tokens: int, num_sampled: int) -> int:
+    """Activations and logits of a step twice: in the graphs' pool, and of the run beside it that comes before a capture."""
+    of_token = max(layer.mlp.width for layer in spec.layers) + 8 * spec.hidden_size
+    return 2 * (num_tokens * of_token + num_sampled * spec.vocab_size)
+
+
+def chain_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of sequences that graphs of chains have room for. They are few: a pass takes as long as its weights take to be
+    read."""
+    most = min(max_num_seqs, CHAIN_SEQS)
+    return [*(1 << i for i in range((most - 1).bit_length())), most]
+
+
+def chain_depths(config: EngineConfig) -> tuple[int, ...]:
+    """The lengths of chains to capture: of the fixed number of drafts, or several."""
+    assert config.speculation is not None
+    fixed = config.speculation.num_speculative_tokens
+    return tuple(d for d in (CHAIN_DEPTHS if fixed is None else (fixed,)) if 2 * d < config.model.max_model_len)
+
+
+def chain_bytes(config: EngineConfig, num_layers: int) -> int:
+    """The driver's own memory for the graphs of all chains, whose passes have so many layers."""
+    each = sum(-(-depth * num_layers // GRAPH_LAYERS) for depth in chain_depths(config))
+    return each * len(chain_sizes(config.scheduling.max_num_seqs)) * GRAPH_BYTES
+
+
+def model_chain_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> int:
+    """Memory to be left for the graphs of a draft model's chains. A head's activations are small."""
+    most = chain_sizes(config.scheduling.max_num_seqs)[-1]
+    return chain_bytes(config, len(spec.layers)) + activation_numbers(spec, CAUGHT_UP * most, most) * element_bytes
 
 
 class Padding(Protocol):

@@ -100,6 +100,10 @@ class Platform(ABC):
         """A host array on the device. The copy does not wait for work that is queued."""
         return torch.from_numpy(array)
 
+    def upload_into(self, tensor: Tensor, array: npt.NDArray[np.generic]) -> None:
+        """A host array into a tensor of its shape, in the order of what is queued. The host does not wait."""
+        tensor.copy_(torch.from_numpy(array))
+
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy on the host, complete once an event recorded after it is reached."""
         return tensor

@@ -76,6 +76,9 @@ class CudaPlatform(Platform):
         """torch's host allocator keeps the pinned memory until the copy that reads it is done."""
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
+    def upload_into(self, tensor: Tensor, array: npt.NDArray[np.generic]) -> None:
+        tensor.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
+
     def to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)

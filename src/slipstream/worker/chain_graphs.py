@@ -1,13 +1,14 @@
-"""CUDA graphs of a draft head's whole chain: the pairs of newly verified tokens, then draft after draft.
+"""CUDA graphs of a whole chain of a draft head or draft model: the newly verified tokens, then draft after draft.
 
-A pass of a head is a dozen small kernels. Launched one by one, K drafts would cost more than the step that verifies them; a
-graph is one launch. Its shape is fixed:
+A pass of a head is a dozen small kernels, one of a model some hundred. Launched one by one, K drafts would cost more than the
+step that verifies them; a graph is one launch. Its shape is fixed:
 
-1. Every sequence computes its last K + 1 pairs, as many as a verified step can have added. Pairs that were computed before come
-   out the same. Each pair is a row of its own, like a decode's token.
+1. Every sequence computes its last tokens, as many as a verified step can leave uncomputed: K + 1 pairs of a head, two tokens
+   of a model, whose drafts stay valid if they were right. What was computed before comes out the same. Each token is a row of
+   its own, like a decode's. If more are missing, they are computed op by op first.
 2. Padding is the null row. A sequence that wants no more drafts becomes padding, too.
-3. Drafts are the likeliest tokens, also of requests that draw theirs at random. Drafts drawn by the same random numbers
-   (`HeadDrafter.write`) are right somewhat more often, but run op by op: a draft would take the host 2 ms.
+3. Drafts are the likeliest tokens, also of requests that draw theirs at random. Drafts drawn by the same random numbers are
+   right somewhat more often, but run op by op: a draft would take the host 2 ms.
 
 A chain may be launched right behind the draw of the step that verifies the drafts before it (`run_ahead`). Which of those were
 right, and so where the chain begins, the graph then finds out by itself. So the GPU works while the host takes in what the step
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,43 +28,35 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.plan.graph_sizes import CAUGHT_UP, chain_depths, chain_sizes
 from slipstream.types import ScheduledRequest
 from slipstream.worker.graphs import Captured, Graphs
 from slipstream.worker.input_batch import gather_inputs
 from slipstream.worker.rows import RowTable
 
-if TYPE_CHECKING:
-    from slipstream.worker.draft_head import ChainDrafter
-
-MOST_SEQS = 256
-"""Sequences of the largest graph."""
-
-DEPTHS = (1, 2, 3, 5, 8)
-"""Lengths of chains where the number of drafts is chosen at each step. A chain runs in the next longer graph, or op by op
-if there is none."""
-
 _OF_SEQUENCE = ("seq_lens", "block_table", "positions", "slot_mapping")
 """What metadata has of each sequence of one token."""
 
 
-def chain_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences that graphs have room for. They are few, since a head's layer costs little beside the model's."""
-    most = min(max_num_seqs, MOST_SEQS)
-    return [*(1 << i for i in range((most - 1).bit_length())), most]
+class Passes(Protocol):
+    """Of `drafter.Chain`, what a graph needs."""
 
+    first: int
+    keeps_drafts: bool
+    num_cold: int
 
-def chain_depths(config: EngineConfig) -> tuple[int, ...]:
-    """The lengths of chains to capture: of the fixed number of drafts, or several."""
-    assert config.speculation is not None
-    fixed = config.speculation.num_speculative_tokens
-    return tuple(d for d in (DEPTHS if fixed is None else (fixed,)) if 2 * d < config.model.max_model_len)
+    def see(self, requests: Sequence[ScheduledRequest], rows: RowTable) -> None: ...
+
+    def likeliest(self, token_ids: Tensor, meta: AttentionMetadata, states: Any, num: int) -> tuple[Tensor, Any]:
+        """A pass over tokens [T], device work only. Returns the likeliest tokens [num] behind the last `num` of them, and what
+        the pass over these reads of this one: its `states`, None in the first pass."""
 
 
 class ChainGraphs(Graphs):
     """`depths`: the lengths of chains, ascending. `max_model_len`: tokens of the longest sequence."""
 
     def __init__(
-        self, drafter: ChainDrafter, rows: RowTable, depths: Sequence[int], *, max_model_len: int, max_num_seqs: int
+        self, drafter: Passes, rows: RowTable, depths: Sequence[int], *, max_model_len: int, max_num_seqs: int
     ) -> None:
         assert rows.device is not None
         super().__init__(rows.device)
@@ -72,6 +65,14 @@ class ChainGraphs(Graphs):
         self.sizes = chain_sizes(max_num_seqs)
         # The drafts of each row's last chain [C + 1, K], which a step overwrites with what it draws.
         self._kept = torch.zeros(rows.capacity + 1, max(self.depths, default=1), dtype=torch.int32, device=rows.device)
+
+    @classmethod
+    def of(cls, drafter: Passes, rows: RowTable, config: EngineConfig) -> ChainGraphs:
+        """All that are needed, captured."""
+        sizes = {"max_model_len": config.model.max_model_len, "max_num_seqs": config.scheduling.max_num_seqs}
+        graphs = cls(drafter, rows, chain_depths(config), **sizes)
+        graphs.capture()
+        return graphs
 
     def capture(self) -> None:
         """Capture all sizes, the largest first. A step that is the first of its size would take so much longer that the choice
@@ -82,13 +83,19 @@ class ChainGraphs(Graphs):
 
     def covers(self, drafted: Sequence[ScheduledRequest]) -> bool:
         """Whether a graph can run these."""
-        depth = self._depth_for(drafted, self._num_missed(drafted))
-        return depth is not None and len(drafted) <= self.sizes[-1] and all(s.num_computed_tokens > depth for s in drafted)
+        depth = self._depth_for(drafted, max(map(self._num_missed, drafted)))
+        if depth is None or len(drafted) > self.sizes[-1]:
+            return False
+        return all(self._is_long_enough(s.num_computed_tokens, depth) for s in drafted)
 
     def run(self, drafted: Sequence[ScheduledRequest]) -> None:
         """Propose behind the requests' last tokens."""
-        depth = self._depth_for(drafted, self._num_missed(drafted))
+        missed = [self._num_missed(s) for s in drafted]
+        depth = self._depth_for(drafted, max(missed))
         assert depth is not None, "`covers` says no"
+        if behind := [s for s, n in zip(drafted, missed, strict=True) if n >= self._num_again(depth)]:
+            self.drafter.see(behind, self.rows)
+            self.drafter.num_cold += 1
         self._replay(drafted, [0] * len(drafted), depth)
 
     def run_ahead(self, drafted: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
@@ -97,7 +104,7 @@ class ChainGraphs(Graphs):
         found = [s for s in drafted if self._has_room(s)]
         if not found or (depth := self._depth_for(found)) is None:
             return []
-        found = [s for s in found if s.num_computed_tokens >= depth]
+        found = [s for s in found if self._is_long_enough(s.num_computed_tokens + 1, depth)]
         if not found or len(found) > self.sizes[-1]:
             return []
         depth = self._depth_for(found)
@@ -112,7 +119,8 @@ class ChainGraphs(Graphs):
         last, row = s.num_computed_tokens + s.num_sampled, self.rows.rows[s.request_id]
         if len(s.drafts) + 1 != s.num_sampled or last + len(s.drafts) > self.max_model_len:
             return False
-        return row.num_kept >= len(s.drafts) and last + len(s.drafts) - 1 <= row.num_blocks * self.rows.block_size
+        room = row.num_blocks * self.rows.block_size
+        return row.num_kept >= len(s.drafts) and last + len(s.drafts) - self.drafter.first <= room
 
     def _replay(self, drafted: Sequence[ScheduledRequest], sampled: Sequence[int], depth: int) -> None:
         size = self._size_for(len(drafted))
@@ -122,7 +130,7 @@ class ChainGraphs(Graphs):
         host[1, :count] = [s.num_computed_tokens for s in drafted]
         host[2, :count] = [len(s.drafts) for s in drafted]
         host[3, :count] = sampled
-        captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
+        self.platform.upload_into(captured.inputs, host)
         captured.graph.replay()
         for s in drafted:
             self.rows.rows[s.request_id].num_kept = len(s.drafts)
@@ -136,13 +144,22 @@ class ChainGraphs(Graphs):
         return next(n for n in self.sizes if n >= num_seqs)
 
     def _depth_for(self, drafted: Sequence[ScheduledRequest], num_missed: int = 0) -> int | None:
-        """The shortest chain that holds all drafts, and begins with as many pairs before the last."""
-        most = max(num_missed, *(len(s.drafts) for s in drafted))
-        return next((d for d in self.depths if d >= most), None)
+        """The shortest chain that holds all drafts, if possible one that begins with as many tokens before the last."""
+        most = max(len(s.drafts) for s in drafted)
+        found = [d for d in self.depths if d >= most]
+        return next((d for d in found if self._num_again(d) > num_missed), found[0] if found else None)
 
-    def _num_missed(self, drafted: Sequence[ScheduledRequest]) -> int:
-        """The most pairs of a request before its last that were not computed."""
-        return max(s.num_computed_tokens - max(1, self.rows.rows[s.request_id].num_drafted) for s in drafted)
+    def _num_missed(self, s: ScheduledRequest) -> int:
+        """How many tokens before the last were not computed."""
+        return s.num_computed_tokens - max(self.drafter.first, self.rows.rows[s.request_id].num_drafted)
+
+    def _num_again(self, num_drafts: int) -> int:
+        """How many tokens of a sequence the first pass computes."""
+        return CAUGHT_UP if self.drafter.keeps_drafts else num_drafts + 1
+
+    def _is_long_enough(self, last: int, depth: int) -> bool:
+        """Whether a sequence with its last token at position `last` has as many tokens as the first pass computes."""
+        return last + 1 - self.drafter.first >= self._num_again(depth)
 
     def idle(self, size: int, num_drafts: int) -> npt.NDArray[np.int32]:
         """Inputs of nothing but padding: rows, positions of the last known tokens, numbers of drafts, and of tokens that the
@@ -154,8 +171,8 @@ class ChainGraphs(Graphs):
     def chain(self, inputs: Tensor, size: int, num_drafts: int) -> Tensor:
         """Propose `num_drafts` tokens for each of `size` sequences, [S, K], and write them to their rows. Device work only."""
         rows, known, wanted, sampled = inputs.unbind(0)  # with padding, so that parts of what follows are aligned
-        drafter, head, count, device = self.drafter, self.drafter.head, num_drafts + 1, inputs.device
-        steps = torch.arange(count, dtype=torch.int32, device=device)[:, None]
+        drafter, first, count = self.drafter, self.drafter.first, self._num_again(num_drafts)
+        steps = torch.arange(num_drafts + 1, dtype=torch.int32, device=inputs.device)[:, None]
         last = known + self._num_new(rows, known, sampled, num_drafts)
         # The row and the place of each draft [K, S]; the null row where none is wanted, since a sequence has no blocks beyond
         # the drafts that it wants, and the place may be beyond the context. `torch.where` with a number would copy it from
@@ -164,20 +181,18 @@ class ChainGraphs(Graphs):
         own = rows.expand_as(idle).masked_fill(idle, self.rows.capacity)
         places = (last + 1 + steps[:num_drafts]).masked_fill(idle, 0)
 
-        token_ids, meta = self._inputs(rows[:size].repeat(count), (last[:size] - count + steps).flatten())
-        hidden, following = head.forward(token_ids, drafter.states.read(meta), drafter.kv, meta)
-        hidden, following = hidden[-size:], following[-size:]
-        tokens = drafter.own_tokens(head.greedy(hidden))
+        begin = last[:size] - (count - 1 + first)  # a token's keys and values stand `first` positions before it
+        token_ids, meta = self._inputs(rows[:size].repeat(count), (begin + steps[:count]).flatten())
+        tokens, states = drafter.likeliest(token_ids, meta, None, size)
         found = [tokens]
         if num_drafts > 1:
-            _, every = self._inputs(own[1:].flatten(), (places[1:] - 2).clamp(min=0).flatten())
+            _, every = self._inputs(own[1:].flatten(), (places[1:] - 1 - first).clamp(min=0).flatten())
         for i in range(1, num_drafts):
-            begin = (i - 1) * own.shape[1]
-            parts = {name: getattr(every, name)[begin : begin + size] for name in _OF_SEQUENCE}
+            at = (i - 1) * own.shape[1]
+            parts = {name: getattr(every, name)[at : at + size] for name in _OF_SEQUENCE}
             parts["query_start_loc"] = every.query_start_loc[: size + 1]
             meta = dataclasses.replace(every, num_decodes=size, groups=(), **parts)
-            hidden, following = head.forward(tokens, following, drafter.kv, meta)
-            tokens = drafter.own_tokens(head.greedy(hidden))
+            tokens, states = drafter.likeliest(tokens, meta, states, size)
             found.append(tokens)
         drafts, own = torch.stack(found), own[:, :size].flatten()
         self.rows.write(own, places[:, :size].flatten(), drafts.flatten())
@@ -194,7 +209,7 @@ class ChainGraphs(Graphs):
         return (right.int().cumprod(1).sum(1) + 1).minimum(sampled).int()
 
     def _inputs(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, AttentionMetadata]:
-        """Pairs [T] as sequences of one token each, which ends them."""
+        """Tokens [T] at these positions as sequences of one token each, which ends them."""
         return gather_inputs(
             self.rows,
             token_rows=rows,
@@ -205,5 +220,5 @@ class ChainGraphs(Graphs):
             num_decodes=len(rows),
             max_query_len=1,
             max_seq_len=self.max_model_len,
-            ahead=1,
+            ahead=self.drafter.first,
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -13,10 +11,10 @@ from slipstream.kernels.ops import OpSet
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LayeredHead, LoadedHead
 from slipstream.model.draft_loader import load_head
+from slipstream.plan.graph_sizes import chain_bytes
 from slipstream.platform import platform_of
 from slipstream.spec.draft_heads import HeadDescription
-from slipstream.types import FROM_MODEL, ScheduledRequest, StepPlan
-from slipstream.worker.chain_graphs import ChainGraphs, chain_depths, chain_sizes
+from slipstream.worker.chain_graphs import ChainGraphs
 from slipstream.worker.draft_memory import DeviceMemory
 from slipstream.worker.forward import StateCache
 from slipstream.worker.head_drafter import HeadBlock, HeadChain, HeadDrafter, HeadOfPlaces
@@ -32,68 +30,24 @@ class ChainDrafter(HeadChain):
         dtype = torch.float32 if device.type == "cpu" else memory.dtype
         ends = torch.zeros(rows, loaded.head.spec.hidden_size, dtype=dtype).to(device)
         super().__init__(config, loaded, memory, states, memory.ops.sample, ends)
-        self.graphs: ChainGraphs | None = None
-        self.depths = chain_depths(config)
-        self.num_graphs = len(self.depths) * len(chain_sizes(config.scheduling.max_num_seqs))
-
-    def release(self) -> None:
-        super().release()
-        self.graphs = None
 
     def probe(self, token_ids: Tensor, meta: AttentionMetadata) -> None:
         states = torch.zeros(len(token_ids), self.hidden_size, dtype=self.ends.dtype, device=self.ends.device)
         self.head.forward(token_ids, states, self.make_cache(1), meta)
 
+    def graph_bytes(self, config: EngineConfig) -> int:
+        return chain_bytes(config, len(self.layers))
+
     def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:
-        sizes = {"max_model_len": config.model.max_model_len, "max_num_seqs": config.scheduling.max_num_seqs}
-        self.graphs = ChainGraphs(self, rows, self.depths, **sizes)
-        self.graphs.capture()
+        self.graphs = ChainGraphs.of(self, rows, config)
 
-    def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        left = [s for s in drafted if not self._is_ahead(s, rows)]
-        for s in left:
-            rows.rows[s.request_id].num_kept = 0
-        if left and self.graphs is not None and self.graphs.covers(left):
-            self.graphs.run(left)
-        elif left:
-            super().draft(left, rows)
-        for s in drafted:
-            row = rows.rows[s.request_id]
-            row.num_drafted, row.ahead = s.num_computed_tokens + 1, range(0)
-
-    @staticmethod
-    def _is_ahead(s: ScheduledRequest, rows: RowTable) -> bool:
-        """Whether its drafts are proposed already."""
-        row = rows.rows[s.request_id]
-        return s.num_computed_tokens in row.ahead and len(s.drafts) <= row.num_kept
-
-    def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:
-        if self.graphs is None:
-            return
-        drafting = [s for s in plan.scheduled if FROM_MODEL in s.drafts]
-        for s in self.graphs.run_ahead(drafting):
-            computed = s.num_computed_tokens
-            rows.rows[s.request_id].ahead = range(computed + 1, computed + 1 + s.num_sampled)
-        if drafting or all(s.num_tokens > 1 for s in plan.scheduled):  # beside decodes without drafts, prompts get none either
-            self._see_prompts(plan, rows)
-
-    def _see_prompts(self, plan: StepPlan, rows: RowTable) -> None:
-        """Compute the pairs of the prompts in `plan`, so that their first drafts come out of a graph. That takes the host 2 ms
-        op by op, for which it has time while the GPU computes the step; `propose` would keep the GPU waiting."""
-        behind = [s._replace(num_computed_tokens=s.num_computed_tokens + s.num_tokens) for s in plan.scheduled if _is_prompt(s)]
-        behind = [s for s in behind if s.num_computed_tokens > max(self.first, rows.rows[s.request_id].num_drafted)]
-        for shares in self.unseen(behind, rows, [0] * len(behind)):
-            self.step(shares, rows)
-        for s in behind:
-            rows.rows[s.request_id].num_drafted = s.num_computed_tokens
+    def likeliest(self, token_ids: Tensor, meta: AttentionMetadata, states: Tensor | None, num: int) -> tuple[Tensor, Tensor]:
+        hidden, following = self.passed(token_ids, self.states.read(meta) if states is None else states, meta)
+        return self.own_tokens(self.head.greedy(hidden[-num:])), following[-num:]
 
     def passed(self, token_ids: Tensor, states: Tensor, meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
         hidden, following = self.head.forward(token_ids, states, self.kv, meta)
         return hidden, following.to(self.ends.dtype)
-
-
-def _is_prompt(s: ScheduledRequest) -> bool:
-    return s.num_tokens > 1 and not s.drafts
 
 
 class BlockDrafter(HeadBlock):

@@ -15,11 +15,13 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.ops import OpSet
 from slipstream.model.loader import load_model
+from slipstream.plan.graph_sizes import model_chain_bytes
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.drafts import check_draft_model
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.scheme import SCHEMES
 from slipstream.types import ScheduledRequest, StepPlan
+from slipstream.worker.chain_graphs import ChainGraphs
 from slipstream.worker.draft_memory import DeviceMemory
 from slipstream.worker.drafter import Chain
 from slipstream.worker.forward import Forwards, InputBatch
@@ -66,6 +68,16 @@ class DraftModel(Chain):
 
     def probe(self, token_ids: Tensor, meta: AttentionMetadata) -> None:
         self.forwards.hidden(token_ids, self.make_cache(1), meta)
+
+    def graph_bytes(self, config: EngineConfig) -> int:
+        return model_chain_bytes(config, self.model.spec, self.memory.itemsize)
+
+    def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:
+        self.graphs = ChainGraphs.of(self, rows, config)
+
+    def likeliest(self, token_ids: Tensor, meta: AttentionMetadata, states: None, num: int) -> tuple[Tensor, None]:
+        hidden = self.forwards.hidden(token_ids, self.kv, meta)[-num:]
+        return self.ops.argmax(self.forwards.logits(hidden)), None
 
     def step(self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False) -> None:
         batch = InputBatch(self.kv, StepPlan(0, tuple(shares)), rows, adapted=False)

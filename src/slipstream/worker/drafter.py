@@ -30,6 +30,8 @@ from slipstream.worker.rows import RowTable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slipstream.worker.chain_graphs import ChainGraphs
+
 
 class DraftMemory(Protocol):
     """Where a drafter's keys, values and states are."""
@@ -58,10 +60,8 @@ class Drafter(ABC):
     weights_bytes: int
     layers: tuple[LayerSpec, ...]
     """The layers whose keys and values it keeps."""
-    num_graphs = 0
-    """The number of graphs that it captures at the start."""
     first = 0
-    """The first token of a request that it computes."""
+    """The first token of a request that it computes. Its keys and values stand at position 0."""
     computes_all = True
     """Whether it computes every token of a request, so that after steps without drafts it has some to catch up on."""
     num_cold = 0
@@ -103,6 +103,10 @@ class Drafter(ABC):
 
     def make_cache(self, num_blocks: int) -> list[LayerKV]:
         return [self.memory.layer(layer, num_blocks, self.block_size) for layer in self.layers]
+
+    def graph_bytes(self, config: EngineConfig) -> int:
+        """Bytes to be left for its graphs."""
+        return 0
 
     def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:  # noqa: B027 (most have none)
         """Capture its graphs, on a GPU."""
@@ -162,12 +166,47 @@ class Drafter(ABC):
 
 
 class Chain(Drafter):
-    """Proposes token by token, each from the ones before it."""
+    """Proposes token by token, each from the ones before it. On a GPU a chain is a graph (`worker/chain_graphs.py`)."""
 
     keeps_drafts = True
     """Whether its state of a draft stays valid if the draft was right."""
+    graphs: ChainGraphs | None = None
+
+    def release(self) -> None:
+        super().release()
+        self.graphs = None
 
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        left = [s for s in drafted if not self._is_ahead(s, rows)]
+        for s in left:
+            rows.rows[s.request_id].num_kept = 0
+        if left and self.graphs is not None and self.graphs.covers(left):
+            self.graphs.run(left)
+        elif left:
+            self.run_passes(left, rows)
+        for s in drafted:
+            row = rows.rows[s.request_id]
+            row.num_drafted, row.ahead = s.num_computed_tokens + (len(s.drafts) if self.keeps_drafts else 1), range(0)
+
+    def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:
+        if self.graphs is None:
+            return
+        drafting = [s for s in plan.scheduled if FROM_MODEL in s.drafts]
+        for s in self.graphs.run_ahead(drafting):
+            computed = s.num_computed_tokens
+            rows.rows[s.request_id].ahead = range(computed + 1, computed + 1 + s.num_sampled)
+        if drafting or all(s.num_tokens > 1 for s in plan.scheduled):  # beside decodes without drafts, prompts get none either
+            self._see_prompts(plan, rows)
+
+    def see(self, requests: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        """Compute the tokens before each request's last one that it has not seen."""
+        for shares in self.unseen(requests, rows, [0] * len(requests)):
+            self.step(shares, rows)
+        for s in requests:
+            rows.rows[s.request_id].num_drafted = s.num_computed_tokens
+
+    def run_passes(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        """A chain without a graph."""
         self.catch_up(drafted, rows)
         for i in range(1, max(len(s.drafts) for s in drafted)):
             self.step(
@@ -175,9 +214,6 @@ class Chain(Drafter):
                 rows,
                 follows=True,
             )
-        for s in drafted:
-            valid = s.num_computed_tokens + (len(s.drafts) if self.keeps_drafts else 1)
-            rows.rows[s.request_id].num_drafted = valid
 
     def catch_up(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         """Compute the tokens of the requests that it has not seen, and draw each one's first draft."""
@@ -188,3 +224,19 @@ class Chain(Drafter):
     def step(self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False) -> None:
         """Compute the tokens of `shares`, and draw the token behind each share that samples. `follows`: a share's token was a
         draft."""
+
+    @staticmethod
+    def _is_ahead(s: ScheduledRequest, rows: RowTable) -> bool:
+        """Whether its drafts are proposed already."""
+        row = rows.rows[s.request_id]
+        return s.num_computed_tokens in row.ahead and len(s.drafts) <= row.num_kept
+
+    def _see_prompts(self, plan: StepPlan, rows: RowTable) -> None:
+        """See the prompts in `plan`, so that their first drafts come out of a graph. That takes the host 2 ms op by op, for
+        which it has time while the GPU computes the step; `propose` would keep the GPU waiting."""
+        behind = [s._replace(num_computed_tokens=s.num_computed_tokens + s.num_tokens) for s in plan.scheduled if _is_prompt(s)]
+        self.see([s for s in behind if s.num_computed_tokens > max(self.first, rows.rows[s.request_id].num_drafted)], rows)
+
+
+def _is_prompt(s: ScheduledRequest) -> bool:
+    return s.num_tokens > 1 and not s.drafts

@@ -23,6 +23,8 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -71,9 +73,10 @@ MOST_PADDING = 2**33
 """Tokens of padding in a mixed step, times the square of the model's width. On an H200 they take half as long as what running
 op by op adds: for each of that square a layer has some 12 numbers, and it has some 12 kernels."""
 
-MOST_KEYS_AGAIN = 2**15
-"""In a decode graph each draft reads its sequence's keys once more. Up to so many keys in all that takes less time than a mixed
-graph's larger tiles (an estimate: 20 µs a layer of 8 heads, from L2)."""
+MOST_KEYS_AGAIN, MIXED_ROWS = 2**18, 3
+"""In a decode graph each row of a sequence reads its keys anew. A mixed graph's kernel reads them in the time of MIXED_ROWS rows,
+but its larger tiles cost some 3 ms a step. So beyond MIXED_ROWS rows a sequence may read up to so many keys again, of all
+sequences. Measured of Llama-3-8B on an H200 (`verified_steps`); time grows with a model's layers on both sides."""
 
 NOT_CAPTURED = Reason("its graph is not captured yet")
 
@@ -239,9 +242,13 @@ class StepGraphs(Graphs, Forward):
 
     def _by_rows(self, scheduled: Sequence[ScheduledRequest], num_tokens: int) -> bool:
         """Whether the step is one of decodes and drafts, and a decode graph has a row for each token."""
-        if num_tokens > self.sizes[-1] or any(1 < s.num_tokens != s.num_sampled for s in scheduled):
+        last = scheduled[-1]  # prompts stand behind decodes
+        if num_tokens > self.sizes[-1] or 1 < last.num_tokens != last.num_sampled:
             return False
-        return sum((s.num_tokens - 1) * s.num_computed_tokens for s in scheduled if s.num_tokens > 1) <= MOST_KEYS_AGAIN
+        if any(1 < s.num_tokens != s.num_sampled for s in scheduled):
+            return False
+        again = sum((s.num_tokens - MIXED_ROWS) * s.num_computed_tokens for s in scheduled if s.num_tokens > 1)
+        return again <= MOST_KEYS_AGAIN
 
     def _replay(self, captured: Captured, num_decodes: int, num_behind: int, first: int) -> None:
         """Replay a graph that has `num_behind` tokens from row `first` on."""
@@ -308,7 +315,7 @@ class StepGraphs(Graphs, Forward):
             host[0, :num_tokens], host[1, :num_tokens] = rows, positions
         host[2, :num_tokens] = host[1, :num_tokens] + 1
         captured = self._graph((size, 0))
-        captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
+        self.platform.upload_into(captured.inputs, host)
         self._before_replay((size, 0), plan)
         self._replay(captured, num_tokens, 0, num_tokens)
         of_tokens, _, new = captured.inputs[:, :num_tokens].unbind(0)
@@ -361,12 +368,11 @@ class StepGraphs(Graphs, Forward):
         self._note_wanted(self._mixed_size(num_decodes, num_tokens - num_decodes))
         captured = self._graph(size)
         host, sequences, n = mixed_inputs(self.rows, scheduled, size, self.most_prompts)
-        captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
+        self.platform.upload_into(captured.inputs, host)
         self._before_replay(size, plan)
         self._replay(captured, num_decodes, num_tokens - num_decodes, size[0])
-        parts = MixedInputs(captured.inputs, size, self.most_prompts)
-        sampled = SampledRows(requests=sequences, rows=parts.sample_rows[:n], positions=parts.sample_positions[:n])
-        index, padding = parts.sample_index[:n], size[0] - num_decodes
+        index, rows, positions = MixedInputs.sampled(captured.inputs, size, n)
+        sampled, padding = SampledRows(requests=sequences, rows=rows, positions=positions), size[0] - num_decodes
         return Output(self, captured.output, sampled, index, num_decodes=num_decodes, padding=padding)
 
     def _mixed_graph(self, size: Size) -> Captured:
@@ -435,7 +441,7 @@ class SharedPrefixGraphs(StepGraphs):
 
     def _before_replay(self, size: Size, plan: StepPlan) -> None:
         host = shared_prefixes(plan.shared, size[0])
-        self._shared[size].copy_(self.platform.upload(host), non_blocking=True)
+        self.platform.upload_into(self._shared[size], host)
 
 
 class AdapterGraphs(StepGraphs):
@@ -497,7 +503,7 @@ class AdapterGraphs(StepGraphs):
         host = np.zeros(len(self._tokens[size]), np.int32)
         host[:num_tokens], host[room : room + num_tokens] = slots, order
         host[2 * room : 2 * room + tiles.size] = tiles.reshape(-1)
-        self._tokens[size].copy_(self.platform.upload(host), non_blocking=True)
+        self.platform.upload_into(self._tokens[size], host)
 
 
 def _room(num_tokens: int) -> int:
@@ -515,19 +521,31 @@ class MixedInputs:
     tokens of S = D + `most_prompts` sequences. Each part begins at a multiple of 16 bytes."""
 
     def __init__(self, inputs: Any, size: Size, most_prompts: int) -> None:
-        num_tokens, num_seqs = sum(size), size[0] + most_prompts
-        room = _room(num_seqs)
-        ends = np.cumsum([*(5 * [num_tokens]), room, room, num_seqs + 1]).tolist()
-        parts = [inputs[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        num_seqs = size[0] + most_prompts
+        parts = [inputs[begin:end] for begin, end in _bounds(size, num_seqs)]
         self.token_rows, self.positions = parts[:2]  # [T]
         self.sample_index, self.sample_rows, self.sample_positions = parts[2:5]  # [T]: sampled tokens, and where theirs go
         self.seq_lens, self.rows = (part[:num_seqs] for part in parts[5:7])  # [S]
         self.starts = parts[7]  # [S + 1]: where sequences begin
 
     @staticmethod
+    def sampled(inputs: Any, size: Size, count: int) -> tuple[Any, Any, Any]:
+        """`sample_index`, `sample_rows` and `sample_positions` of the first `count` sampled tokens."""
+        (index, _), (rows, _), (positions, _) = _bounds(size, 0)[2:5]
+        return inputs[index : index + count], inputs[rows : rows + count], inputs[positions : positions + count]
+
+    @staticmethod
     def length(size: Size, most_prompts: int) -> int:
         num_seqs = size[0] + most_prompts
         return 5 * sum(size) + 2 * _room(num_seqs) + num_seqs + 1
+
+
+@cache
+def _bounds(size: Size, num_seqs: int) -> tuple[tuple[int, int], ...]:
+    """Where the parts of `MixedInputs` begin and end."""
+    room = _room(num_seqs)
+    ends = accumulate((*(5 * [sum(size)]), room, room, num_seqs + 1))
+    return tuple(pairwise((0, *ends)))
 
 
 def mixed_inputs(
@@ -540,7 +558,8 @@ def mixed_inputs(
     to, first = MixedInputs(host, size, most_prompts), size[0]
     own = np.array([table.rows[s.request_id].index for s in scheduled], np.int64)
     computed = np.array([s.num_computed_tokens for s in scheduled], np.int64)
-    lengths = np.array([s.num_tokens for s in scheduled], np.int64)
+    ones = num_decodes * [1]
+    lengths = np.array(ones + [s.num_tokens for s in scheduled[num_decodes:]], np.int64)
     to.token_rows[:], to.rows[:] = table.capacity, table.capacity
     to.token_rows[:num_decodes] = to.rows[:num_decodes] = own[:num_decodes]
     to.positions[:num_decodes] = computed[:num_decodes]

@@ -115,13 +115,11 @@ class HeadChain(Chain, HeadDrafter):
         self.ends = ends
         self.host = HostChain(self) if self.head.is_compiled else None
 
-    def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+    def run_passes(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         if self.host is not None and self.host.covers(drafted, rows):
             self.host.run(drafted, rows)
         else:
-            super().draft(drafted, rows)
-        for s in drafted:
-            rows.rows[s.request_id].num_drafted = s.num_computed_tokens + 1
+            super().run_passes(drafted, rows)
 
     def step(self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False) -> None:
         given = gather_pairs(rows, shares)

@@ -36,7 +36,7 @@ from slipstream.model.encoder import pool
 from slipstream.model.layers import Partition
 from slipstream.model.loaded import LoadedModel
 from slipstream.model.loader import load_model
-from slipstream.plan.graph_sizes import GRAPH_BYTES, graph_bytes
+from slipstream.plan.graph_sizes import CHAIN_DEPTHS, GRAPH_BYTES, graph_bytes
 from slipstream.platform import platform_of
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.description import ModelDescription
@@ -47,7 +47,6 @@ from slipstream.stats import ExpertTokens
 from slipstream.types import Extra, Plan, ScheduledRequest, StepPlan, StepResult, TextsPlan, TokenMask
 from slipstream.worker.adapters import Adapters
 from slipstream.worker.block_store import BlockStore, block_arrays
-from slipstream.worker.chain_graphs import DEPTHS
 from slipstream.worker.constrained import AwaitingMask, apply_mask
 from slipstream.worker.device_cache import TORCH_DTYPES, DeviceCache
 from slipstream.worker.disk_tier import DiskTier
@@ -176,7 +175,7 @@ class ModelRunner:
             self.forwards.keep_states(head.states, head.head.tap)
             most = description.spec.most_drafts
             if self.config.drafts_ahead:  # a longer chain would run op by op
-                most = DEPTHS[-1] if most is None else min(most, DEPTHS[-1])
+                most = CHAIN_DEPTHS[-1] if most is None else min(most, CHAIN_DEPTHS[-1])
             self.config = self.config.with_most_drafts(most)
 
     def load_draft(self, description: ModelDescription, weights_folder: Path) -> None:
@@ -191,6 +190,8 @@ class ModelRunner:
                 dtype=self.dtype,
                 weights_folder=None if self.config.model.weights_cache == "off" else weights_folder,
             )
+            if self.config.drafts_ahead:  # as above
+                self.config = self.config.with_most_drafts(CHAIN_DEPTHS[-1])
 
     # --- Start --------------------------------------------------------------------------------------------------------
 
@@ -308,7 +309,7 @@ class ModelRunner:
             sizes = text_ladder(self.config.scheduling.max_num_batched_tokens)
             numbers = sum(most_texts(self.config, n) for n in sizes) * spec.hidden_size
             return 2 * activation_bytes + 4 * numbers + len(sizes) * GRAPH_BYTES
-        drafts = 0 if self.draft is None else self.draft.num_graphs * GRAPH_BYTES
+        drafts = 0 if self.draft is None else self.draft.graph_bytes(self.config)
         of_steps = graph_bytes(self.config, spec, size)
         return (of_steps if self.adapters is None else 2 * of_steps) + drafts
 

@@ -32,7 +32,7 @@ def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
     bias, limits = biases_of(table, sampled, names), limits_of(table, sampled, names)
     penalised, draws = table.wanted("penalties", names), table.wanted("draw", names)
     if not draws and not penalised and bias is None and limits is None:
-        empty = table.upload(np.empty(0, np.float32))
+        empty = table.nothing
         return SamplingTensors(
             temperature=empty, top_k=empty, top_p=empty, min_p=empty, seeds=empty, history_lens=empty, all_greedy=True
         )

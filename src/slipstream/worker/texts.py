@@ -93,7 +93,7 @@ class TextGraphs(Graphs):
         size = next(n for n in self.sizes if n >= plan.num_tokens)
         captured = self._of(size)
         inputs = text_inputs(plan, size, most_texts(self.config, size), self.config.cache.block_size)
-        captured.inputs.copy_(self.platform.upload(inputs), non_blocking=True)
+        self.platform.upload_into(captured.inputs, inputs)
         captured.graph.replay()
         return captured.output[: len(plan.lengths) // 4]
 
