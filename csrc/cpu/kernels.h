@@ -18,6 +18,7 @@ struct LinearArgs {
     const uint8_t* wide = nullptr;
     int64_t wide_from = 0;
     const float* row_scales = nullptr;  // of the sums of such a product
+    uint8_t* unfolded = nullptr;        // where a product with S8 leaves a pair of panels as I8 for the tokens that follow (linear.h)
 };
 
 struct Activated {  // ACT_CLAMPED_SWIGLU alone has alpha and limit

@@ -38,6 +38,12 @@ static inline I before(const QGroup& q, int half) {
     return iset1(by_halves(KIND) ? -code_from(KIND) * q.halves[half] : q.minus128 >> shift);
 }
 
+template <int KIND>
+struct Tiles {  // the most tokens whose accumulators fit into the registers beside two panels
+    static constexpr int MAX = kFullTiles ? (KIND >= KIND_I8 ? 6 : 12) : 4;
+    static constexpr int NP = kFullTiles ? 2 : 1;
+};
+
 // A tile of MR tokens × NP panels of integer codes. A group's sum is exact in int32; groups are added in float32.
 template <int KIND, int MR, int NP>
 static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, bool ahead, float* y, int64_t y_stride) {
@@ -58,13 +64,13 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, b
         q[t] = (const QGroup*)(x[t] + at.groups * GROUP);
         PANELS acc[t][p] = zero();
     }
-    // Sparse panels follow one another. For the prefetch the next ones are taken to be as long as these.
-    const uint8_t* next = KIND == KIND_S8 ? a.packed + sparse_panel(a.packed, panel + NP) : nullptr;
-    const int64_t step = KIND == KIND_S8 ? (next - codes[0] + at.groups - 1) / at.groups : 0;
+    const bool unfolds = KIND == KIND_S8 && MR == Tiles<KIND>::MAX && a.unfolded;
+    uint8_t* unfolded = a.unfolded + (unfolds ? panel % 2 * Layout(KIND_I8, PANEL, a.inner).code_bytes : 0);
+    NextSparse next;
+    if (KIND == KIND_S8) next = NextSparse(a.packed, at, panel, NP, NP);
     for (int64_t g = 0; g < at.groups; g++) {
         if (ahead && KIND == KIND_S8) {
-            for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(next + i);
-            next += step;
+            next.ask();
         } else if (ahead) {
             PANELS ask_for_next<KIND, NP>(at, g, codes[p], scales[p], mins[p]);
         }
@@ -74,6 +80,7 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, b
     {                                                                                                   \
         B w[NP];                                                                                        \
         PANELS w[p] = codes_of<KIND, T>(codes[p] + g * group_bytes, kept[p]);                           \
+        if (unfolds) PANELS store_b(unfolded + (p * at.groups * 8 + g * 8 + T) * 64, w[p]);             \
         TOKENS {                                                                                        \
             const int32_t four = load4(x[t] + g * GROUP + 4 * T);                                       \
             PANELS dot[t][p] = code_bits(KIND) == 8 ? dot8(dot[t][p], w[p], four) : dot6(dot[t][p], w[p], four); \
@@ -165,12 +172,6 @@ __attribute__((noinline)) static void tile(const LinearArgs& a, int64_t panel, i
     else tile_float<KIND, MR, NP>(a, panel, token, ahead, y, y_stride);
 }
 
-template <int KIND>
-struct Tiles {  // the most tokens whose accumulators fit into the registers beside two panels
-    static constexpr int MAX = kFullTiles ? (KIND >= KIND_I8 ? 6 : 12) : 4;
-    static constexpr int NP = kFullTiles ? 2 : 1;
-};
-
 // Computes up to Tiles::MAX of the `left` tokens, and returns how many. y points at the first token's first result.
 template <int KIND, int NP>
 static inline int some_tokens(const LinearArgs& a, int64_t panel, int64_t token, int64_t left, bool ahead, float* y,
@@ -182,45 +183,54 @@ static inline int some_tokens(const LinearArgs& a, int64_t panel, int64_t token,
     return tile<KIND, 1, NP>(a, panel, token, ahead, y, stride), 1;
 }
 
+// Products of a pair of panels with tokens, the first ones first. Where S8 meets more tokens than a tile has, the first tile leaves
+// its panels unfolded in `scratch`, and the other tokens' tiles read them there as a weight of the kind I8.
 template <int KIND>
-static inline int pair_of_panels(const LinearArgs& a, int64_t panel, int64_t panels, int64_t token, int64_t left, bool ahead,
-                                 float* y, int64_t stride) {
-    if (panels == 2 && Tiles<KIND>::NP == 2) return some_tokens<KIND, 2>(a, panel, token, left, ahead, y, stride);
-    int done = 0;
-    for (int64_t p = 0; p < panels; p++) done = some_tokens<KIND, 1>(a, panel + p, token, left, ahead, y + p * PANEL, stride);
-    return done;
-}
-
-// One or two panels of S8, unpacked into `scratch` as a weight of the kind I8. It pays off with many tokens.
-static inline LinearArgs unfolded(const LinearArgs& a, int64_t panel, int64_t count, uint8_t* scratch) {
-    const Layout from(KIND_S8, a.rows, a.inner);
-    LinearArgs found = a;
-    found.kind = KIND_I8, found.packed = scratch;
-    found.rows = a.rows - panel * PANEL < count * PANEL ? a.rows - panel * PANEL : count * PANEL;
-    if (a.bias) found.bias = a.bias + panel * PANEL;
-    for (int64_t p = panel; p < panel + count; p++) {
-        const uint8_t *masks = a.packed + sparse_panel(a.packed, p), *kept = masks + from.code_bytes;
-        for (int64_t i = 0; i < from.code_bytes; i += 8, scratch += 64) store_b(scratch, expand(load8(masks + i), kept));
+class Pair {
+public:
+    Pair(const LinearArgs& a, int64_t tokens, float* scratch) : own_(a), unfolded_(a) {
+        if (KIND == KIND_S8 && tokens > Tiles<KIND>::MAX) own_.unfolded = (uint8_t*)scratch;
+        unfolded_.kind = KIND_I8, unfolded_.packed = own_.unfolded;
     }
-    memcpy(scratch, a.packed + from.scales_at + panel * from.scale_bytes, count * from.scale_bytes);
-    return found;
-}
+    // Before the products of its first tokens.
+    void begin(int64_t panel, int64_t count) {
+        panel_ = panel, count_ = count, ahead_ = true;
+        if (!own_.unfolded) return;
+        const Layout from(KIND_S8, own_.rows, own_.inner), to(KIND_I8, count * PANEL, own_.inner);
+        unfolded_.rows = own_.rows - panel * PANEL < count * PANEL ? own_.rows - panel * PANEL : count * PANEL;
+        if (own_.bias) unfolded_.bias = own_.bias + panel * PANEL;
+        memcpy(own_.unfolded + to.scales_at, own_.packed + from.scales_at + panel * from.scale_bytes, count * from.scale_bytes);
+    }
+    // As `some_tokens`.
+    int multiply(int64_t token, int64_t left, float* y, int64_t stride) {
+        const bool ahead = ahead_;
+        ahead_ = false;
+        if (!ahead && own_.unfolded) return panels<KIND_I8>(unfolded_, 0, token, left, false, y, stride);
+        return panels<KIND>(own_, panel_, token, left, ahead, y, stride);
+    }
+
+private:
+    template <int OF>
+    int panels(const LinearArgs& a, int64_t panel, int64_t token, int64_t left, bool ahead, float* y, int64_t stride) const {
+        if (count_ == 2 && Tiles<OF>::NP == 2) return some_tokens<OF, 2>(a, panel, token, left, ahead, y, stride);
+        int done = 0;
+        for (int64_t p = 0; p < count_; p++) done = some_tokens<OF, 1>(a, panel + p, token, left, ahead, y + p * PANEL, stride);
+        return done;
+    }
+
+    LinearArgs own_, unfolded_;
+    int64_t panel_ = 0, count_ = 0;
+    bool ahead_ = false;
+};
 
 template <int KIND>
 static void linear_kind(const LinearArgs& a, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1, float* scratch) {
-    const bool unfold = KIND == KIND_S8 && token1 - token0 > Tiles<KIND>::MAX;
     const int64_t panels = (a.rows + PANEL - 1) / PANEL;
+    Pair<KIND> own(a, token1 - token0, scratch);
     for (int64_t pair = pair0; pair < pair1; pair++) {
-        const int64_t panel = 2 * pair, count = panels - panel < 2 ? 1 : 2;
-        float* y = a.y + panel * PANEL;
-        if (unfold) {
-            const LinearArgs d = unfolded(a, panel, count, (uint8_t*)scratch);
-            for (int64_t t = token0; t < token1;)
-                t += pair_of_panels<KIND_I8>(d, 0, count, t, token1 - t, false, y + t * a.y_stride, a.y_stride);
-        } else {
-            for (int64_t t = token0; t < token1;)
-                t += pair_of_panels<KIND>(a, panel, count, t, token1 - t, t == token0, y + t * a.y_stride, a.y_stride);
-        }
+        own.begin(2 * pair, panels - 2 * pair < 2 ? 1 : 2);
+        for (int64_t t = token0; t < token1;)
+            t += own.multiply(t, token1 - t, a.y + 2 * pair * PANEL + t * a.y_stride, a.y_stride);
     }
 }
 
@@ -229,21 +239,13 @@ template <int KIND>
 static void gated_kind(const GatedArgs& g, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1, float* scratch) {
     const LinearArgs& a = g.linear;
     const int64_t half = a.rows / 2;
-    const bool unfold = KIND == KIND_S8 && token1 - token0 > Tiles<KIND>::MAX;
     alignas(64) float gate[12 * GROUP], up[12 * GROUP];
+    Pair<KIND> gates(a, token1 - token0, scratch), ups(a, token1 - token0, scratch + linear_scratch(a) / 2);
     for (int64_t pair = pair0; pair < pair1; pair++) {
-        LinearArgs dense[2];
-        for (int i = 0; unfold && i < 2; i++)
-            dense[i] = unfolded(a, i * half / PANEL + 2 * pair, 2, (uint8_t*)(scratch + i * linear_scratch(a) / 2));
+        gates.begin(2 * pair, 2), ups.begin(half / PANEL + 2 * pair, 2);
         for (int64_t t = token0; t < token1;) {
-            int done;
-            if (unfold) {
-                done = pair_of_panels<KIND_I8>(dense[0], 0, 2, t, token1 - t, false, gate, GROUP);
-                pair_of_panels<KIND_I8>(dense[1], 0, 2, t, token1 - t, false, up, GROUP);
-            } else {
-                done = pair_of_panels<KIND>(a, 2 * pair, 2, t, token1 - t, t == token0, gate, GROUP);
-                pair_of_panels<KIND>(a, half / PANEL + 2 * pair, 2, t, token1 - t, t == token0, up, GROUP);
-            }
+            const int done = gates.multiply(t, token1 - t, gate, GROUP);
+            ups.multiply(t, token1 - t, up, GROUP);
             if (g.activation.kind == ACT_SILU) put_gated<true>(g, pair, t, done, gate, up);
             else put_gated<false>(g, pair, t, done, gate, up);
             t += done;

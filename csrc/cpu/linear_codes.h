@@ -25,6 +25,23 @@ static inline void ask_for_next(const Layout& at, int64_t g, const uint8_t* code
     if (has_mins(KIND)) __builtin_prefetch(mins + NP * at.scale_bytes + scale_at(KIND, g));
 }
 
+// The same for `count` panels of S8 and those that begin `distance` panels later. These are taken to be as long.
+class NextSparse {
+public:
+    NextSparse() = default;
+    NextSparse(const uint8_t* packed, const Layout& of, int64_t panel, int64_t count, int64_t distance)
+        : at_(packed + sparse_panel(packed, panel + distance < of.panels ? panel + distance : of.panels)),
+          step_((sparse_panel(packed, panel + count) - sparse_panel(packed, panel) + of.groups - 1) / of.groups) {}
+    void ask() {  // once for each group
+        for (int64_t i = 0; i < step_; i += 64) __builtin_prefetch(at_ + i);
+        at_ += step_;
+    }
+
+private:
+    const uint8_t* at_ = nullptr;
+    int64_t step_ = 0;
+};
+
 // The codes of inputs 4T … 4T + 3 of a group, for a panel's rows. `group` points at the group's codes (S8: at its masks).
 template <int KIND, int T>
 static inline B codes_of(const uint8_t* group, const uint8_t*& kept) {

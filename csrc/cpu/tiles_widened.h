@@ -16,8 +16,11 @@ static void widen_panel(const LinearArgs& a, int64_t panel, uint8_t* to) {
     const uint8_t* codes = a.packed + (KIND == KIND_S8 ? sparse_panel(a.packed, panel) : panel * at.code_bytes);
     const uint8_t *kept = codes + at.code_bytes, *scales = a.packed + at.scales_at + panel * at.scale_bytes;
     const uint8_t* mins = a.packed + at.mins_at + panel * at.scale_bytes;
+    NextSparse next;
+    if (KIND == KIND_S8) next = NextSparse(a.packed, at, panel, 1, 2);
     for (int64_t g = 0; g < at.groups; g++, to += 2 * GROUP * PANEL) {
-        if (KIND != KIND_S8) ask_for_next<KIND, 2>(at, g, codes, scales, mins);
+        if (KIND == KIND_S8) next.ask();
+        else ask_for_next<KIND, 2>(at, g, codes, scales, mins);
         const uint8_t* group = codes + g * group_bytes;
         F scale[2], low[2];
         for (int half = 0; half < 2; half++) {

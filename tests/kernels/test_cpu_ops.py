@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -21,9 +22,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.kernels import native
+from slipstream.kernels import host_ops, native
 from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.host_ops import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, TOKENS, four_bits
+from slipstream.kernels.host_ops import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, TOKENS, HostOps, four_bits
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.programs import LinearArgmax, LinearProgram, add_linear
@@ -161,8 +162,9 @@ def test_sparse_products_are_the_dense_ones(ops, out, inner):
             assert torch.equal(sparse.linear(x, ours), dense.linear(x, theirs))
 
 
-def test_a_sparse_weight_may_be_there_dense_as_well(ops, tmp_path):
-    """Steps of many tokens read the dense form: the same numbers, from when on it is faster by a measurement."""
+def test_a_sparse_weight_may_be_there_dense_as_well(ops, tmp_path, monkeypatch):
+    """Steps of many tokens read the dense form: the same numbers."""
+    monkeypatch.setattr(host_ops, "faster_from", lambda *_: 8)
     torch.manual_seed(0)
     both = NativeOps(2, ops.pool.isa, sparse_from=0.5, dense_copies=True)
     only = NativeOps(2, ops.pool.isa, sparse_from=0.5)
@@ -170,7 +172,7 @@ def test_a_sparse_weight_may_be_there_dense_as_well(ops, tmp_path):
     ours, theirs = (o.quantize_weight(weight, torch.randn(96), SCHEMES["int8"]) for o in (both, only))
     (part,) = ours.parts
     assert part.dense is not None
-    assert part.dense_from in TOKENS
+    assert part.dense_from == 8
     assert [name for name, _ in both.forms_of(ours)] == ["sparse int8", "int8 beside sparse int8"]
     assert part.unfolded(native.Arena(both.pool)).data.tobytes() == part.dense.tobytes()
     both.write_products(tmp_path / "kept", {"w": ours})
@@ -181,6 +183,32 @@ def test_a_sparse_weight_may_be_there_dense_as_well(ops, tmp_path):
         for rows in ROWS:
             x = torch.randn(rows, 320)
             assert torch.equal(both.linear(x, chosen), only.linear(x, theirs))
+
+
+@pytest.mark.parametrize(("cost", "first"), [(2.0, 12), (0.5, None), (20.0, 2), (1.2, 64)])
+def test_from_when_on_the_dense_form_is_faster_is_measured(monkeypatch, cost, first):
+    """Here a product takes `cost` times its tokens with the sparse form, and ten more than its tokens with the dense one."""
+    ops, arena = HostOps(1), native.Arena()
+    dense = native.Packed.empty(native.I8, 32, 64, arena)
+    dense.put_codes(np.eye(32, 64, dtype=np.int8), np.ones(32, np.float32))
+    sparse, pool = dense.sparse(arena), SimpleNamespace(last_s=0.0)
+
+    class Timed:
+        def __init__(self, _, w, more) -> None:
+            self.sparse = w.parts[0].kind == native.S8
+            assert all((each.parts[0].kind == native.S8) == self.sparse for each in more)
+
+        def __call__(self, x) -> None:
+            pool.last_s = cost * len(x) if self.sparse else 10.0 + len(x)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host_ops, "LinearProgram", Timed)
+        assert host_ops.faster_from(pool, sparse, dense) == first
+    assert host_ops.faster_from(ops.pool, sparse, dense) in (*TOKENS, None)  # a real one
+    monkeypatch.setattr(host_ops, "faster_from", lambda *_: first)
+    ops = HostOps(1, sparse_from=0.5, dense_copies=True)
+    (part,) = ops.quantize_weight(np.eye(32, 64, dtype=np.float32), None, SCHEMES["int8"]).parts
+    assert (part.dense is None) == (first is None)  # a copy that no step would read is not kept
 
 
 @pytest.mark.parametrize("half", [32, 96])

@@ -128,6 +128,19 @@ def test_prompts_are_multiplied_as_bfloat16(pair, kind):
                 assert ((found - silu * up).abs() <= limit).all()
 
 
+@pytest.mark.parametrize("decodes", [0, 9, None], ids=["prompt", "both", "neither"])
+def test_a_sparse_weight_by_tiles_is_the_dense_one(pair, decodes):
+    """Bit for bit, with its last pair of panels whole, or one panel that is not full."""
+    for out, inner in ((17, 96), (48, 256), (192, 768)):
+        sparse, bias = weight_of(native.S8, out, inner), torch.randn(out)
+        dense = sparse.unfolded(native.Arena())
+        for tokens in (80, 150):
+            x = torch.randn(tokens, inner)
+            for gated in (False, True) if out % 64 == 0 else (False,):
+                ours, theirs = (product_of(pair[0], w, x, bias=bias, decodes=decodes, gated=gated) for w in (sparse, dense))
+                assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("kind", WHOLE_KINDS, ids=lambda kind: native.KIND_NAMES[kind])
 def test_products_of_other_tokens_equal_those_without(pair, kind):
     """Bit for bit."""

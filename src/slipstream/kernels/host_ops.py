@@ -14,7 +14,7 @@ Weights are packed once, and the packed form replaces the dense one:
 
 from __future__ import annotations
 
-import time
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -45,11 +45,11 @@ A sparse weight takes (1 − zeros) + 1/8 of the dense one's bytes. With it a pr
 (`benchmarks/kernels.py`)."""
 
 
-TOKENS, ROUNDS = (2, 4, 8, 12, 16), 3
-"""Of `faster_from`. Steps of more tokens than the last always read the dense form, if there is one."""
+TOKENS, ROUNDS = (2, 4, 8, 12, 16, 24, 32, 64), 3
+"""Of `faster_from`."""
 
-OTHER_WEIGHTS = 64 * 2**20
-"""Bytes that are read between two products, since in a step a product's weights come from memory."""
+COPIES_BYTES, MAX_COPIES = 32 * 2**20, 64
+"""Copies of a dense weight that are multiplied in turn fill so much, since in a step a product's weights come from memory."""
 
 
 class HostOps:
@@ -69,7 +69,7 @@ class HostOps:
         self._sparse_from = chosen if sparse_from is None else sparse_from
         self.arena = Arena(self.pool)
         self._dense_copies = dense_copies
-        self._dense_from: int | None = None  # measured with the first sparse weight
+        self._dense_from: int | None = 0  # 0: not measured yet, which the first sparse weight is for; None: never
 
     def describe(self) -> str:
         return f"cpu (C++, {self.pool.isa})"
@@ -118,9 +118,11 @@ class HostOps:
         return self._with_copy(sparse, dense) if self._dense_copies else sparse
 
     def _with_copy(self, sparse: Packed, dense: Packed) -> Packed:
-        """The sparse weight, held dense as well for the steps in which that is faster on this machine."""
-        if self._dense_from is None:
+        """The sparse weight, held dense as well for the steps in which that is faster on this machine, if there are any."""
+        if self._dense_from == 0:
             self._dense_from = faster_from(self.pool, sparse, dense)
+        if self._dense_from is None:
+            return sparse
         return replace(sparse, dense=dense.moved(self.arena).data, dense_from=self._dense_from)
 
     def quantize_experts(
@@ -224,28 +226,31 @@ def four_bits(scheme: Scheme) -> int:
     return kinds[scheme.group_size]
 
 
-def faster_from(pool: ThreadPool, sparse: Packed, dense: Packed) -> int:
-    """The tokens of a step from which a product reads the dense form of a weight faster, measured now, in some 0.1 s."""
+def faster_from(pool: ThreadPool, sparse: Packed, dense: Packed) -> int | None:
+    """The tokens of a step from which a product with the dense form of a weight is faster: one of `TOKENS`, or None if the
+    sparse form is faster with all of them. It is measured now, in 0.1 to 0.5 s, by bisection: if dense is faster with some
+    number of tokens, it is taken to be so with more."""
+    copies, arena = min(MAX_COPIES, -(-COPIES_BYTES // dense.data.size)), Arena(pool)
     shape = np.broadcast_to(np.float32(0), (dense.rows, dense.inner))
-    forms = [LinearProgram(pool, _native(shape, None, (part,))) for part in (sparse, dense)]
 
-    others = np.ones(OTHER_WEIGHTS // 8, np.int64)
+    def repeated(part: Packed) -> LinearProgram:
+        first, *more = (_native(shape, None, (part.moved(arena),)) for _ in range(copies))
+        return LinearProgram(pool, first, more)
+
+    forms = [repeated(sparse), repeated(dense)]
 
     def seconds(form: LinearProgram, x: npt.NDArray[np.float32]) -> float:
-        others.max()
-        begin = time.perf_counter()
         form(x)
-        return time.perf_counter() - begin
+        return pool.last_s
 
-    first = TOKENS[-1]
-    for tokens in reversed(TOKENS):
+    def dense_is_faster(tokens: int) -> bool:
         x = np.ones((tokens, dense.inner), np.float32)
         rounds = [[seconds(form, x) for form in forms] for _ in range(ROUNDS)]
         sparse_s, dense_s = (min(times) for times in zip(*rounds, strict=True))
-        if dense_s > sparse_s:
-            break
-        first = tokens
-    return first
+        return bool(dense_s < sparse_s)
+
+    first = bisect_left(TOKENS, True, key=dense_is_faster)
+    return TOKENS[first] if first < len(TOKENS) else None
 
 
 def _no_product(scheme: Scheme) -> ConfigError:

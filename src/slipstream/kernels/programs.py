@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,16 +19,18 @@ Floats = npt.NDArray[np.float32]
 
 
 class LinearProgram:
-    """One product as a program of its own: float32 [T, in] → [T, out]."""
+    """One product as a program of its own: float32 [T, in] → [T, out]. To measure, `more` weights of the same shape may be
+    multiplied after it; the results are then the last one's."""
 
-    def __init__(self, pool: ThreadPool, w: NativeLinear) -> None:
+    def __init__(self, pool: ThreadPool, w: NativeLinear, more: Iterable[NativeLinear] = ()) -> None:
         self._w, self.program = w, Program(pool)
         self._x, self._y = self.program.bound(), self.program.bound()
         size, x = w.weight.shape[1], self._x
         if w.form != native.FORM_F32:
             x = self.program.buffer(w.form, size)
             self.program.add("convert", self._x, x, w.form, size, 1)
-        add_linear(self.program, x, self._y, w)
+        for each in (w, *more):
+            add_linear(self.program, x, self._y, each)
 
     def __call__(self, x: Floats) -> Floats:
         assert x.dtype == np.float32
