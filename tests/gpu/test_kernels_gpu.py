@@ -134,22 +134,6 @@ def test_attention_of_beams(ops, num_prompts, own, shape):
         assert error(ours, REFERENCE.attention(q, cache, meta, params)) < 5e-3
 
 
-@pytest.mark.parametrize(("num", "rows", "context"), [(2, 6, 3000), (64, 3, 300), (200, 2, 17)])
-def test_attention_of_rows_that_verify_drafts(ops, num, rows, context):
-    """The rows of a sequence see its keys up to their own, which are read once for several."""
-    contexts = [context + 5 * (i // rows) + i % rows for i in range(num * rows)]
-    q, kv, meta = step([1] * len(contexts), contexts, max_seq_len=4096, dtype=torch.float16)
-    begins = torch.arange(num * rows, dtype=torch.int32, device="cuda") // rows * rows
-    meta.block_table[:] = meta.block_table[(begins + rows - 1).long()]
-    lengths = meta.seq_lens[(begins + rows - 1).long()]
-    k, v = (t.to(torch.float8_e4m3fn) for t in (kv.k, kv.v))
-    small = LayerKV(k, by_dim(v), *torch.ones(2, kv.k.shape[1], device="cuda"))
-    params = AttentionParams(scale=q.shape[2] ** -0.5)
-    for cache in (kv, small):
-        ours = ops.attention(q, cache, meta.sharing(SharedPrefixes(begins, begins + rows, lengths)), params)
-        assert error(ours, REFERENCE.attention(q, cache, meta, params)) < 5e-3
-
-
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize(
     ("query_lens", "contexts"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 import torch
 import triton
@@ -106,41 +105,6 @@ def with_shared_prefixes(data, step):
     meta = dataclasses.replace(step.meta, block_table=table)
     tensors = [torch.tensor(x, dtype=torch.int32) for x in (begins, ends, shared)]
     return dataclasses.replace(meta, shared=SharedPrefixes(*tensors)), meta
-
-
-@pytest.mark.parametrize("splits", [1, 8])
-@pytest.mark.parametrize("accumulators", [64, 2048])  # no row beside another, or up to 32
-@pytest.mark.parametrize(("dtype", "block_size"), [(None, 4), (torch.float8_e4m3fn, 16)])
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["", "softcap"])
-def test_attention_of_rows_that_verify_drafts(monkeypatch, splits, accumulators, dtype, block_size, options):
-    """Sequences of 6, 1, 3 and 2 rows: each row sees the keys up to its own. The last has so few keys that others' tiles are
-    empty for its first row."""
-    monkeypatch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
-    monkeypatch.setattr("slipstream.kernels.triton.attention.DECODE_ACC_SIZE", accumulators)
-    counts, longest = (6, 1, 3, 2), (37, 40, 16, 2)
-    lens = [last - count + 1 + i for count, last in zip(counts, longest, strict=True) for i in range(count)]
-    step = cases.step(
-        cases.Shape(
-            sequences=tuple((1, n - 1) for n in lens), num_heads=4, num_kv_heads=2, head_dim=16, block_size=block_size, padded=1
-        )
-    )
-    ends = np.cumsum(counts)
-    of_rows = np.arange(len(counts)).repeat(counts)
-    table = step.meta.block_table.clone()
-    table[: len(lens)] = table[torch.from_numpy(ends[of_rows] - 1)]
-    shared = [(ends - counts)[of_rows], ends[of_rows], np.array(longest)[of_rows]]
-    padding = step.meta.num_decodes - len(lens)
-    if padding:
-        alone = np.arange(len(lens), step.meta.num_decodes)
-        shared = [np.concatenate(x) for x in zip(shared, (alone, alone + 1, 0 * alone), strict=True)]
-    meta = dataclasses.replace(step.meta, block_table=table)
-    kv = step.kv if dtype is None else scaled(step.kv, dtype)
-    params = AttentionParams(scale=0.25, **options)
-    prefixes = SharedPrefixes(*(torch.from_numpy(x.astype(np.int32)) for x in shared))
-    ours = OURS.attention(step.q, kv, meta.sharing(prefixes), params)
-    tolerance = 1e-4 if dtype is None else 1e-2
-    theirs = REFERENCE.attention(step.q, kv, meta, params)
-    torch.testing.assert_close(ours[step.owned], theirs[step.owned], rtol=tolerance, atol=tolerance)
 
 
 @settings(QUICK, max_examples=30)

@@ -31,11 +31,12 @@ from slipstream.worker.graphs import (
     LONGER,
     PATIENCE,
     AdapterGraphs,
+    MixedInputs,
     SharedPrefixGraphs,
     StepGraphs,
+    mixed_inputs,
 )
 from slipstream.worker.input_batch import _gather_inputs_after_upload, _gather_inputs_on_host, _upload_together
-from slipstream.worker.mixed_inputs import MixedInputs, mixed_inputs
 from slipstream.worker.model_runner import GRAPH_BYTES, ModelRunner
 from slipstream.worker.rows import RowTable
 from tests import tiny_models
@@ -559,55 +560,6 @@ def test_what_beams_and_choices_share(tmp_path, monkeypatch, family, by_graphs):
     monkeypatch.setattr(ReferenceOps, "attention", attention)
     assert found() == expected
     assert set(shared) == {128, 144}
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_the_rows_of_a_sequence_with_drafts_share_its_keys(tmp_path, monkeypatch, family):
-    """A row sees the keys up to its own length of those that are read for all, whatever its own table says. Beside requests
-    without drafts, and choices that share a prompt."""
-    tiny_models.build(tmp_path, family)
-    given = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (33, 20, 70, 5)]
-    sampling = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, n=2 if i == 0 else 1) for i in range(4)]
-    groups: set[int] = set()
-
-    def attention(self, q, kv, meta, params, whole=ReferenceOps.attention):
-        if meta.shared is not None and params.window is None:
-            lens, table, size = meta.seq_lens.tolist(), meta.block_table.clone(), kv.block_size
-            for i, (first, end, num_tokens) in enumerate(
-                zip(*(x.tolist() for x in (meta.shared.begins, meta.shared.ends, meta.shared.num_tokens)), strict=True)
-            ):
-                if i >= meta.num_decodes or not lens[i] or not num_tokens:
-                    continue
-                assert first <= i < end
-                if num_tokens == max(lens[first:end]):
-                    assert lens[first:end] == list(range(lens[first], num_tokens + 1))
-                    groups.add(end - first)
-                table[i, : -(-min(num_tokens, lens[i]) // size)] = table[first, : -(-min(num_tokens, lens[i]) // size)]
-            meta = dataclasses.replace(meta, block_table=table)
-        return whole(self, q, kv, meta, params)
-
-    def found(speculative_config=None):
-        with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 9, "speculative_config": speculative_config}) as llm:
-            if speculative_config is not None:
-                runner = llm.core.executor.runner
-                graphs = Replayed(runner.forwards, runner.kv, runner.rows, runner.config, verifies=False)
-                runner.forwards.add(graphs)
-                runner.forwards.add(shared := ReplayedShared(graphs, runner.config))
-                shared.capture()
-                assert shared._captured.keys() >= {(n, 0) for n in (1, 2, 4, 8, 9, 48)}
-                assert graphs.sizes[-1] == 9
-            drawn = [llm.generate(given, sampling, progress=False) for _ in range(2)][1]  # the first answers are proposed
-            if speculative_config is not None:
-                assert max(shared.used) > (9, 0)
-                assert all(prompts or n <= 9 for n, prompts in graphs.used)
-            return [[choice.token_ids for choice in output.outputs] for output in drawn]
-
-    expected = found()
-    monkeypatch.setattr(ReferenceOps, "shares_prefixes", True)
-    monkeypatch.setattr(ReferenceOps, "attention", attention)
-    assert found({"method": "suffix", "num_speculative_tokens": 5}) == expected
-    assert 6 in groups
-    assert len(groups) > 1
 
 
 def test_of_two_updates_of_a_place_the_later_holds(monkeypatch):

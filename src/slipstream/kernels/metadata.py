@@ -113,9 +113,7 @@ class SharedPrefixes:
 
     begins: Tensor  # the first member of each sequence's group, which is itself where it has none
     ends: Tensor  # the one behind the group's last member
-    num_tokens: Tensor
-    """That the group shares: whole blocks, fewer tokens than any member has. Or all that the longest has, where all tables are
-    equal, as those of the rows of a sequence that verifies drafts; a member sees them up to its own length."""
+    num_tokens: Tensor  # that the group shares: whole blocks, fewer tokens than any member has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,10 +57,6 @@ class OpSet(ABC):
     shares_prefixes = False
     """Whether `attention` reads what decodes share (`AttentionMetadata.shared`) once."""
 
-    def rows_together(self, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-        """The most decodes with shared blocks whose keys `attention` reads once for all."""
-        return 1
-
     @property
     def layout(self) -> str | None:
         """A name for this op set's layout of packed products, if keeping them in a file makes a start faster; else None."""

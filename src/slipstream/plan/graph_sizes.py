@@ -106,8 +106,7 @@ def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> in
     mixed = [d + p for d in mixed_decodes(config.scheduling.max_num_seqs) for p in prompts]
     largest = max(decodes[-1:] + mixed[-1:])
     numbers = largest * spec.hidden_size + activation_numbers(spec, largest, decodes[-1])
-    of_drafts = 0 if config.speculation is None else len(ladder(config.scheduling.max_num_seqs))  # graphs of both kinds
-    return numbers * element_bytes + (len(decodes) + of_drafts + len(mixed)) * GRAPH_BYTES
+    return numbers * element_bytes + (len(decodes) + len(mixed)) * GRAPH_BYTES
 
 
 def activation_numbers(spec: ModelSpec, num_tokens: int, num_sampled: int) -> int:

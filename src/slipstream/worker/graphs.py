@@ -23,6 +23,9 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,15 +36,13 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
 from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
 from slipstream.model.layers import one_of_each_kind
-from slipstream.plan.graph_sizes import MIXED_TOKENS, decode_rows, ladder, mixed_decodes, mixed_prompts, mixed_sequences
+from slipstream.plan.graph_sizes import MIXED_TOKENS, decode_rows, mixed_decodes, mixed_prompts, mixed_sequences
 from slipstream.platform import Graph, Pipe, platform_of
-from slipstream.spec.model import AttentionSpec
 from slipstream.spec.reason import Reason
-from slipstream.types import ScheduledRequest, SharedPrefix, StepPlan
+from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.adapters import Adapters
 from slipstream.worker.forward import HAS_ADAPTERS, NO_PLAN, Forward, Forwards, InputBatch, Output
 from slipstream.worker.input_batch import SampledRows, gather_inputs, laid_out, shared_prefixes
-from slipstream.worker.mixed_inputs import MixedInputs, Size, mixed_inputs, mixed_step, num_leading_decodes, padded_room
 from slipstream.worker.rows import RowTable
 
 SLACK = 1.3
@@ -73,11 +74,14 @@ MOST_PADDING = 2**33
 op by op adds: for each of that square a layer has some 12 numbers, and it has some 12 kernels."""
 
 MOST_KEYS_AGAIN, MIXED_ROWS = 2**18, 3
-"""In a decode graph each row of a sequence reads its keys anew, or each few rows (`OpSet.rows_together`). A mixed graph's
-kernel reads them in the time of MIXED_ROWS such reads, but its larger tiles cost some 3 ms a step. So beyond MIXED_ROWS reads
-sequences may read up to so many keys in all. Measured of Llama-3-8B on an H200 (`verified_steps`); both grow with layers."""
+"""In a decode graph each row of a sequence reads its keys anew. A mixed graph's kernel reads them in the time of MIXED_ROWS rows,
+but its larger tiles cost some 3 ms a step. So beyond MIXED_ROWS rows a sequence may read up to so many keys again, of all
+sequences. Measured of Llama-3-8B on an H200 (`verified_steps`); time grows with a model's layers on both sides."""
 
 NOT_CAPTURED = Reason("its graph is not captured yet")
+
+Size: TypeAlias = tuple[int, int]
+"""(decodes or texts, tokens behind them): what a graph has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,26 +133,20 @@ class StepGraphs(Graphs, Forward):
 
     name = "graphs"
     with_adapters = False
-    rows_together = 1
-    """Rows of a sequence whose keys are read once for all."""
 
-    def __init__(
-        self, forwards: Forwards, kv: Sequence[LayerKV], rows: RowTable, config: EngineConfig, *, verifies: bool = True
-    ) -> None:
-        """`verifies`: decode graphs have rows for drafts, too."""
+    def __init__(self, forwards: Forwards, kv: Sequence[LayerKV], rows: RowTable, config: EngineConfig) -> None:
         assert rows.device is not None
         super().__init__(rows.device)
         self.forwards = forwards
         self.kv = kv
         self.rows = rows
         self.max_model_len = config.model.max_model_len
-        self._max_num_seqs = config.scheduling.max_num_seqs
-        self.sizes = decode_rows(config) if verifies else ladder(self._max_num_seqs)
+        self.sizes, self._max_num_seqs = decode_rows(config), config.scheduling.max_num_seqs
         self.decode_sizes = mixed_decodes(config.scheduling.max_num_seqs)
         decoder = forwards.decoder
         self.prompt_sizes = mixed_prompts(config, decoder.spec)
         self.most_prompts = mixed_sequences(config, decoder.spec)
-        largest = max(decode_rows(config)[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
+        largest = max(self.sizes[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
         # All graphs share one buffer. None is read after the next replay, and a buffer of their own would never be freed.
         self._hidden = torch.empty(largest, decoder.spec.hidden_size, dtype=decoder.dtype, device=rows.device)
         self._pipe = decoder.pipe
@@ -163,7 +161,10 @@ class StepGraphs(Graphs, Forward):
         rest is captured by `capture_next`, or by the first step that wants it, which takes some 40 ms longer."""
         if self.prompt_sizes:
             self._graph((self.decode_sizes[-1], self.prompt_sizes[-1]))
-        self._capture_decodes()
+        for size in reversed(self.sizes):
+            is_first = size <= FIRST_DECODES or size.bit_count() == 1
+            if is_first or size == self.sizes[-1] or size > self._max_num_seqs:
+                self._decode_graph(size)
         for most in FIRST_MIXED if self.prompt_sizes else ():
             fits = zip((self.decode_sizes, self.prompt_sizes), most, strict=True)
             decodes, prompts = (max(n for n in sizes if n <= limit) for sizes, limit in fits)
@@ -172,12 +173,6 @@ class StepGraphs(Graphs, Forward):
         wanted = [(n, 0) for n in self.sizes] + [(d, p) for d in self.decode_sizes for p in self.prompt_sizes]
         wanted.sort(key=lambda size: (max(size), sum(size)))
         self._ahead = [size for size in reversed(wanted) if size not in self._captured]
-
-    def _capture_decodes(self) -> None:
-        for size in reversed(self.sizes):
-            is_first = size <= FIRST_DECODES or size.bit_count() == 1
-            if is_first or size == self.sizes[-1] or size > self._max_num_seqs:
-                self._decode_graph(size)
 
     def capture_next(self) -> bool:
         """Capture the next size that is not captured yet. False: there is none."""
@@ -252,8 +247,8 @@ class StepGraphs(Graphs, Forward):
             return False
         if any(1 < s.num_tokens != s.num_sampled for s in scheduled):
             return False
-        longer = [(-(-s.num_tokens // self.rows_together), s.num_computed_tokens) for s in scheduled if s.num_tokens > 1]
-        return sum((reads - MIXED_ROWS) * computed for reads, computed in longer) <= MOST_KEYS_AGAIN
+        again = sum((s.num_tokens - MIXED_ROWS) * s.num_computed_tokens for s in scheduled if s.num_tokens > 1)
+        return again <= MOST_KEYS_AGAIN
 
     def _replay(self, captured: Captured, num_decodes: int, num_behind: int, first: int) -> None:
         """Replay a graph that has `num_behind` tokens from row `first` on."""
@@ -405,9 +400,8 @@ class StepGraphs(Graphs, Forward):
 
 
 class SharedPrefixGraphs(StepGraphs):
-    """Graphs of decodes some of which begin with the same blocks, and of the rows of sequences that verify drafts. Where there
-    are drafts, the commonest sizes are captured at the start. Others are when they are wanted for the second time; until then
-    the graph without shared prefixes runs. They have the memory of those graphs, since one replays at a time."""
+    """Graphs of decodes some of which begin with the same blocks. They are captured when a size is wanted for the second time;
+    until then the graph without shared prefixes runs. They have the memory of those graphs, since one replays at a time."""
 
     name = "graphs with shared prefixes"
 
@@ -415,32 +409,27 @@ class SharedPrefixGraphs(StepGraphs):
         super().__init__(beside.forwards, beside.kv, beside.rows, config)
         self._recorder, self._hidden, self._incoming = beside._recorder, beside._hidden, beside._incoming
         self._shared: dict[Size, Tensor] = {}  # int32 [3, decodes]
-        self._has_drafts = config.speculation is not None
-        ops, layers = self.forwards.decoder.ops, self.forwards.decoder.spec.layers
-        every = [a for a in (layer.attention for layer in layers) if isinstance(a, AttentionSpec) and a.window is None]
-        self.rows_together = min((ops.rows_together(a.num_heads, a.num_kv_heads, a.head_dim) for a in every), default=1)
 
     def covers(self, batch: InputBatch) -> Reason | None:
         if batch.plan is None:
             return NO_PLAN
+        if not batch.plan.shared:
+            return Reason("no requests of the step share a prefix")
         scheduled = batch.plan.scheduled
-        if not batch.plan.shared and scheduled[-1].num_tokens == 1:
-            return Reason("no requests of the step share a prefix or have drafts")
-        if not self._by_rows(scheduled, batch.num_tokens):
+        if scheduled[-1].num_tokens > 1:
             return Reason("the step has prompts")
         reason = super().covers(batch)
-        size = self._size_for(batch.num_tokens) if reason is None else 0
+        size = self._size_for(len(scheduled)) if reason is None else 0
         if reason is None and (size, 0) not in self._captured and self._wanted[size, 0] + 1 < PATIENCE:
             return NOT_CAPTURED
         return reason
 
     def passed_over(self, batch: InputBatch, reason: Reason) -> None:
         if reason is NOT_CAPTURED and batch.plan is not None:
-            self._wanted[self._size_for(batch.num_tokens), 0] += 1
+            self._wanted[self._size_for(len(batch.plan.scheduled)), 0] += 1
 
     def capture(self) -> None:
-        if self._has_drafts:
-            self._capture_decodes()
+        """Not before it is wanted."""
 
     def _capture(self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]) -> Captured:
         self._shared[size] = torch.from_numpy(shared_prefixes((), size[0])).to(self.platform.device)
@@ -451,18 +440,8 @@ class SharedPrefixGraphs(StepGraphs):
         return super()._forward(size, token_ids, kv, meta.sharing(shared))
 
     def _before_replay(self, size: Size, plan: StepPlan) -> None:
-        # Decodes stand in front, a row each.
-        host = shared_prefixes((*plan.shared, *_rows_of_sequences(plan.scheduled)), size[0])
+        host = shared_prefixes(plan.shared, size[0])
         self.platform.upload_into(self._shared[size], host)
-
-
-def _rows_of_sequences(scheduled: Sequence[ScheduledRequest]) -> Iterator[SharedPrefix]:
-    """The rows of each sequence that verifies drafts."""
-    end = 0
-    for s in scheduled:
-        end += s.num_tokens
-        if s.num_tokens > 1:
-            yield SharedPrefix(end - s.num_tokens, end, s.num_computed_tokens + s.num_tokens)
 
 
 class AdapterGraphs(StepGraphs):
@@ -498,7 +477,7 @@ class AdapterGraphs(StepGraphs):
 
     def _capture(self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]) -> Captured:
         if size not in self._tokens:
-            room = 2 * padded_room(sum(size)) + 3 * self._num_tiles(size)
+            room = 2 * _room(sum(size)) + 3 * self._num_tiles(size)
             self._tokens[size] = torch.zeros(room, dtype=torch.int32, device=self.rows.device)
         return super()._capture(size, idle, forward)
 
@@ -506,14 +485,14 @@ class AdapterGraphs(StepGraphs):
         return most_tiles(sum(size), self.adapters.settings.max_loras)
 
     def _tokens_of(self, size: Size) -> LoRATokens:
-        num_tokens, room, given = sum(size), padded_room(sum(size)), self._tokens[size]
+        num_tokens, room, given = sum(size), _room(sum(size)), self._tokens[size]
         return LoRATokens(
             given[:num_tokens], given[room : room + num_tokens], given[2 * room :].view(-1, 3), tile_tokens(num_tokens)
         )
 
     def _before_replay(self, size: Size, plan: StepPlan) -> None:
         scheduled = plan.scheduled
-        num_tokens, room = sum(size), padded_room(sum(size))
+        num_tokens, room = sum(size), _room(sum(size))
         slots = np.full(num_tokens, NO_ADAPTER, np.int32)
         own, num_decodes = self.rows.adapters_of(scheduled), num_leading_decodes(scheduled)
         slots[:num_decodes] = own[:num_decodes]
@@ -525,3 +504,99 @@ class AdapterGraphs(StepGraphs):
         host[:num_tokens], host[room : room + num_tokens] = slots, order
         host[2 * room : 2 * room + tiles.size] = tiles.reshape(-1)
         self.platform.upload_into(self._tokens[size], host)
+
+
+def _room(num_tokens: int) -> int:
+    """A part begins at a multiple of 16 bytes."""
+    return -(-num_tokens // 4) * 4
+
+
+def num_leading_decodes(scheduled: Sequence[ScheduledRequest]) -> int:
+    """The number of sequences of one token at the front."""
+    return next((i for i, s in enumerate(scheduled) if s.num_tokens > 1), len(scheduled))
+
+
+class MixedInputs:
+    """The parts of a mixed step's inputs (an array or a tensor), with room for D decodes and P prompt tokens: T = D + P
+    tokens of S = D + `most_prompts` sequences. Each part begins at a multiple of 16 bytes."""
+
+    def __init__(self, inputs: Any, size: Size, most_prompts: int) -> None:
+        num_seqs = size[0] + most_prompts
+        parts = [inputs[begin:end] for begin, end in _bounds(size, num_seqs)]
+        self.token_rows, self.positions = parts[:2]  # [T]
+        self.sample_index, self.sample_rows, self.sample_positions = parts[2:5]  # [T]: sampled tokens, and where theirs go
+        self.seq_lens, self.rows = (part[:num_seqs] for part in parts[5:7])  # [S]
+        self.starts = parts[7]  # [S + 1]: where sequences begin
+
+    @staticmethod
+    def sampled(inputs: Any, size: Size, count: int) -> tuple[Any, Any, Any]:
+        """`sample_index`, `sample_rows` and `sample_positions` of the first `count` sampled tokens."""
+        (index, _), (rows, _), (positions, _) = _bounds(size, 0)[2:5]
+        return inputs[index : index + count], inputs[rows : rows + count], inputs[positions : positions + count]
+
+    @staticmethod
+    def length(size: Size, most_prompts: int) -> int:
+        num_seqs = size[0] + most_prompts
+        return 5 * sum(size) + 2 * _room(num_seqs) + num_seqs + 1
+
+
+@cache
+def _bounds(size: Size, num_seqs: int) -> tuple[tuple[int, int], ...]:
+    """Where the parts of `MixedInputs` begin and end."""
+    room = _room(num_seqs)
+    ends = accumulate((*(5 * [sum(size)]), room, room, num_seqs + 1))
+    return tuple(pairwise((0, *ends)))
+
+
+def mixed_inputs(
+    table: RowTable, scheduled: Sequence[ScheduledRequest], size: Size, most_prompts: int
+) -> tuple[npt.NDArray[np.int32], tuple[ScheduledRequest, ...], int]:
+    """A step's inputs for the graph of `size`, the sequences that sample, and the number of sampled positions. Free places of
+    decodes have the null row. Padding tokens of prompts are one sequence of the null row, all at position 0."""
+    num_decodes = num_leading_decodes(scheduled)
+    host = np.zeros(MixedInputs.length(size, most_prompts), np.int32)
+    to, first = MixedInputs(host, size, most_prompts), size[0]
+    own = np.array([table.rows[s.request_id].index for s in scheduled], np.int64)
+    computed = np.array([s.num_computed_tokens for s in scheduled], np.int64)
+    ones = num_decodes * [1]
+    lengths = np.array(ones + [s.num_tokens for s in scheduled[num_decodes:]], np.int64)
+    to.token_rows[:], to.rows[:] = table.capacity, table.capacity
+    to.token_rows[:num_decodes] = to.rows[:num_decodes] = own[:num_decodes]
+    to.positions[:num_decodes] = computed[:num_decodes]
+    to.seq_lens[:num_decodes] = computed[:num_decodes] + 1
+    to.starts[: first + 1] = np.arange(first + 1)
+    of_tokens, at, begins = laid_out(own[num_decodes:], computed[num_decodes:], lengths[num_decodes:])
+    total, num_prompts = len(at), len(scheduled) - num_decodes
+    to.token_rows[first : first + total] = of_tokens
+    to.positions[first : first + total] = at
+    prompts = slice(first, first + num_prompts)
+    to.rows[prompts] = own[num_decodes:]
+    to.seq_lens[prompts] = (computed + lengths)[num_decodes:]
+    to.seq_lens[first + num_prompts] = size[1] - total
+    to.starts[first : first + num_prompts + 1] = first + begins
+    to.starts[first + num_prompts + 1 :] = sum(size)
+    counts = np.array([s.num_sampled for s in scheduled], np.int64)
+    ends = np.concatenate((np.arange(1, num_decodes + 1), first + begins[1:]))  # where each sequence's tokens end
+    rows, index, _ = laid_out(own, ends - counts, counts)
+    n = len(rows)
+    to.sample_rows[:n], to.sample_index[:n] = rows, index
+    to.sample_positions[:n] = laid_out(own, computed + lengths - counts, counts)[1] + 1
+    return host, tuple(s for s in scheduled if s.num_sampled), n
+
+
+def mixed_step(
+    table: RowTable, kv: Sequence[LayerKV], given: MixedInputs, size: Size, max_model_len: int
+) -> tuple[Tensor, Sequence[LayerKV], AttentionMetadata]:
+    """The arguments of `Forwards.hidden` for a mixed step: tokens [T], the cache, and the metadata."""
+    token_ids, meta = gather_inputs(
+        table,
+        token_rows=given.token_rows,
+        positions=given.positions,
+        rows=given.rows,
+        query_start_loc=given.starts,
+        seq_lens=given.seq_lens,
+        num_decodes=size[0],
+        max_query_len=size[1],
+        max_seq_len=max_model_len,
+    )
+    return token_ids, kv, meta

@@ -164,7 +164,6 @@ class ModelRunner:
         self._under_way: Output | None = None  # on a CPU
         self._passed: dict[int, list[tuple[Row, ScheduledRequest]]] = {}  # by step: who samples in it, in the last stage
         self.graphs: StepGraphs | None = None
-        self.shared_graphs: SharedPrefixGraphs | None = None
         self.adapter_graphs: AdapterGraphs | None = None
         self.texts: EagerTexts | TextGraphs | None = None  # an encoder's
         self.draft: Drafter | None = None
@@ -289,14 +288,11 @@ class ModelRunner:
         if isinstance(self.texts, TextGraphs):
             self.texts.capture()
         elif self.rows is not None:
-            shares = self.ops.shares_prefixes and not self._has_latents
-            self.graphs = StepGraphs(self.forwards, self.kv, self.rows, config, verifies=not shares)
+            self.graphs = StepGraphs(self.forwards, self.kv, self.rows, config)
             self.graphs.capture()
             self.forwards.add(self.graphs)
-            if shares:
-                self.shared_graphs = SharedPrefixGraphs(self.graphs, config)
-                self.shared_graphs.capture()
-                self.forwards.add(self.shared_graphs)
+            if self.ops.shares_prefixes and not self._has_latents:
+                self.forwards.add(SharedPrefixGraphs(self.graphs, config))
             if self.adapters is not None:
                 self.adapter_graphs = AdapterGraphs(self.forwards, self.kv, self.rows, config, self.adapters)
                 self.adapter_graphs.capture()
@@ -325,8 +321,7 @@ class ModelRunner:
     def capture_next(self) -> bool:
         """Capture one more graph that steps may want. False: there is none left."""
         with torch.inference_mode():
-            every = self.graphs, self.shared_graphs, self.adapter_graphs
-            return any(graphs is not None and graphs.capture_next() for graphs in every)
+            return any(graphs is not None and graphs.capture_next() for graphs in (self.graphs, self.adapter_graphs))
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 

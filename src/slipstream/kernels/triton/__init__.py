@@ -29,7 +29,7 @@ from slipstream.kernels.triton import (
     sparse24,
     split_k,
 )
-from slipstream.kernels.triton.attention import paged_attention, rows_together
+from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.mla import mla_paged_attention, mla_queries
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear, ScaledLinear, SplitLinear
 from slipstream.platform import Group
@@ -162,9 +162,6 @@ class TritonOps(OpSet):
             prefill_tile=self.tiles.find("prefill", kind, *shape, meta.max_query_len),
             deterministic=self.deterministic,
         )
-
-    def rows_together(self, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-        return rows_together(num_heads, num_kv_heads, head_dim)
 
     def bidirectional_attention(
         self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout, params: AttentionParams

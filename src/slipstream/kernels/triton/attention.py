@@ -214,23 +214,21 @@ def _shared_decode_kernel(
     runs: one in four of consecutive ones would all start on the same quarter of the chip.
 
     The queries are the columns of one tile, as in `_decode_kernel`. The keys are the tiles of the shared prefix, which all
-    columns see up to their sequences' lengths, and behind them the tiles of each member's own tokens, which only its columns
-    see. The rows of a sequence that verifies drafts share all tokens of the longest."""
+    columns see, and behind them the tiles of each member's own tokens, which only its columns see."""
     seq, head, split = tl.program_id(1), tl.program_id(0), tl.program_id(2)
     if (seq - tl.load(begins_ptr + seq)) % MEMBERS != 0:  # the groups were there before the step's first kernel
         return
     if PDL:
         pdl_wait()  # sequence 0 is a first member, so some thread block waits
     num = tl.minimum(tl.load(ends_ptr + seq) - seq, MEMBERS)
+    shared = tl.load(shared_ptr + seq)
     cs, ds = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
     member = cs // G
     heads = head * G + cs % G
     live = member < num
     lens = tl.load(lens_ptr + seq + member, mask=live, other=0)
-    longest = tl.max(lens, 0)
-    shared = tl.minimum(tl.load(shared_ptr + seq), longest)
     prefix_tiles = tl.cdiv(shared, BLOCK_N)
-    own_tiles = tl.cdiv(longest - shared, BLOCK_N)  # of each member
+    own_tiles = tl.cdiv(tl.max(lens, 0) - shared, BLOCK_N)  # of each member
     num_tiles = prefix_tiles + num * own_tiles
     span = tl.cdiv(num_tiles, splits)
 
@@ -270,7 +268,7 @@ def _shared_decode_kernel(
         s = tl.dot(_to_dtype(k, q.dtype), q, input_precision="ieee")
         away = lens[None, :] - 1 - at[:, None]
         s, to_log2 = _scores(s, scale, softcap, slope, bias, reach, away, live[None, :], HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS)
-        seen = (at[:, None] < lens[None, :]) & (in_prefix | (member == which))[None, :]
+        seen = (at < end)[:, None] & (in_prefix | (member == which))[None, :]
         s = tl.where(seen, s, float("-inf"))
         new = tl.maximum(m_i, tl.max(s, 0) * to_log2)
         safe = tl.where(new == float("-inf"), 0.0, new)
@@ -433,7 +431,7 @@ def paged_attention(
     scalars = (s.scale, s.softcap or 1.0, s.window or 0, meta.block_table.stride(0), s.reach)
     num_decodes = 0 if deterministic else meta.num_decodes
     if num_decodes:
-        members = rows_together(num_heads, num_kv_heads, head_dim)
+        members = max(1, DECODE_ACC_SIZE // block_d // shape["G"])  # that a tile has columns for
         shared = meta.shared if s.window is None and members > 1 else None
         block_g = min(max(8, triton.next_power_of_2(shape["G"])), max(8, DECODE_ACC_SIZE // block_d))
         head_tiles = triton.cdiv(shape["G"], block_g)
@@ -492,12 +490,6 @@ def paged_attention(
             CAUSAL=s.causal, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags,
         )  # fmt: skip
     return out
-
-
-def rows_together(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-    """`OpSet.rows_together`: as many as a tile has columns for."""
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    return int(max(1, DECODE_ACC_SIZE // block_d // (num_heads // num_kv_heads)))
 
 
 @functools.cache
