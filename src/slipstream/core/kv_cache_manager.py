@@ -114,7 +114,7 @@ class KVCacheManager:
             self.pool.release(table[request.num_passed[g] :])
             request.blocks[g], request.num_passed[g] = [], 0
         request.num_computed_tokens = request.num_registered = 0
-        request.drafts, request.decodes_until = (), 0
+        request.drafts, request.decodes_until, request.verifies_until = (), 0, 0
         request.needs_copy = False
 
     # --- Blocks to share ----------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class KVCacheManager:
             child.num_computed_tokens = parent.num_prompt_tokens - 1
             child.num_registered = child.num_computed_tokens // self.block_size
             child.needs_copy = parent.needs_copy = True
-            parent.decodes_until = 0
+            parent.decodes_until = parent.verifies_until = 0
 
     def take_over(self, beam: Request, source: Request) -> list[TableUpdate]:
         """`beam` goes on from `source`, of the same prompt: it holds the same blocks, and has computed the same tokens. A

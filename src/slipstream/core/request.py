@@ -42,6 +42,7 @@ class Request:
         "held",
         "in_worker",
         "looked_up",
+        "may_draft",
         "mirostat_mu",
         "needs_copy",
         "num_cached_tokens",
@@ -61,6 +62,7 @@ class Request:
         "status",
         "stops",
         "token_ids",
+        "verifies_until",
     )
 
     def __init__(self, spec: EngineRequest, order: tuple[int, float, int], root_key: bytes, num_groups: int) -> None:
@@ -85,8 +87,11 @@ class Request:
         self.looked_up = False  # in the tiers below the device
         self.needs_copy = False  # the blocks it writes next may be shared
         self.decodes_until = 0  # a step at a position before this one needs no block, copy or check
+        self.verifies_until = 0  # the same of a step with drafts that ends before this position, with the next drafts
         self.drafts: tuple[int, ...] = ()  # guessed tokens behind the last one, which the next step verifies
         self.num_pending_drafts = 0  # drafts in the step in flight, of which the right ones are not known yet
+        sampling = spec.sampling
+        self.may_draft = not (spec.pooled or spec.beam_of is not None or sampling.mirostat_mode)  # its state: token by token
         self.drafting: Drafting | None = None  # made when drafts are first proposed
         self.in_worker = False
         self.mirostat_mu: float | None = None  # its sampler's state behind the last known token

@@ -244,6 +244,8 @@ class Scheduler:
                 step.sampled_decodes.append(request)
                 step.scheduled.add(request)
                 plain += 1
+            elif request.drafts and self._verifies(step, request, plain):
+                continue
             elif request.status is Status.RUNNING:  # not preempted meanwhile
                 wanted = request.num_tokens - position
                 if wanted > 1:
@@ -305,6 +307,30 @@ class Scheduler:
             if self._make_room(step) is request:
                 return
         self._advance(step, request, count, forced[: count - 1])
+
+    def _verifies(self, step: StepBuilder, request: Request, plain: int) -> bool:
+        """Schedule a decode with its drafts, if that needs no block, copy or check; the GPU waits for it. `plain`: decodes that
+        the step's budget does not count yet. `_schedule_one` does the same for all others."""
+        position, drafts = request.num_computed_tokens, request.drafts
+        num_drafts = len(drafts)
+        count = 1 + num_drafts
+        held = position + count + (num_drafts if self._drafts_ahead else 0)
+        if held > request.verifies_until or request.num_pending or num_drafts > step.room_for_drafts:
+            return False
+        spare = self.scheduling.max_num_mixed_tokens - self.scheduling.max_num_batched_tokens + step.budget - plain
+        if num_drafts > spare - len(self.requests.running) + len(step.scheduled):
+            return False
+        request.num_computed_tokens = position + count
+        request.num_pending = count
+        request.num_pending_drafts = step.drafts[request] = num_drafts
+        request.drafts = ()
+        step.room_for_drafts -= num_drafts
+        step.budget -= count
+        updates = tuple(step.updates.pop(request.request_id, ())) if step.updates else ()
+        step.prompts.append(ScheduledRequest(request.request_id, position, count, count, updates, drafts))
+        step.sampled_prompts.append(request)
+        step.scheduled.add(request)
+        return True
 
     def _allocate_ahead(self, step: StepBuilder, request: Request, num_tokens: int) -> None:
         """Have blocks for the next drafts, too, if many are free."""
@@ -441,9 +467,13 @@ class Scheduler:
         elif num_sampled:
             request.num_pending += num_sampled + len(forced)
             request.drafts = ()
+            request.verifies_until = 0
             if num_sampled > 1:
                 step.drafts[request] = request.num_pending_drafts = num_sampled - 1
                 step.room_for_drafts -= num_sampled - 1
+                if not (is_beam or forced or self.kv.windows or request.spec.sampling.structured_outputs is not None):
+                    room = len(request.blocks[self.kv.own[0]]) * self.kv.block_size
+                    request.verifies_until = min(room, request.end - 1)
             elif forced:
                 step.forced[request] = forced
             room = len(request.blocks[self.kv.own[0]]) * self.kv.block_size
@@ -524,12 +554,11 @@ class Scheduler:
                     break
             if (account := request.account) is not None:
                 account.served += len(tokens) / account.weight
-            output = TokenOutput(request_id, tokens, reason, stop, num_cached)
+            num_right = min(num_accepted, len(tokens)) if num_drafts else 0
+            output = TokenOutput(request_id, tokens, reason, stop, num_cached, (), None, None, num_drafts, num_right)
             if extras:
                 own = logprobs.get(request_id, ())[: len(tokens)]
                 output = output._replace(logprobs=own, prompt_logprobs=of_prompts.pop(request_id, None))
-            if num_drafts:
-                output = output._replace(num_drafted=num_drafts, num_accepted=min(num_accepted, len(tokens)))
             outputs.append(output)
             if reason is not None:
                 self.requests.finish(request, reason)

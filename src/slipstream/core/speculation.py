@@ -144,10 +144,10 @@ class Speculation:
         return False
 
     def _most_drafts(self, request: Request, limit: int) -> int:
-        spec = request.spec
-        if spec.pooled or spec.beam_of is not None or spec.sampling.mirostat_mode:  # mirostat's state follows token by token
+        room = request.end - len(request.token_ids) - request.num_pending - 1
+        if room <= 0 or not request.may_draft:
             return 0
-        return max(0, min(limit, request.end - request.num_tokens - 1))
+        return limit if limit < room else room
 
     def _propose(self, request: Request) -> Proposal:
         most = self._most_drafts(request, self.config.limit)

@@ -74,9 +74,9 @@ MOST_PADDING = 2**33
 op by op adds: for each of that square a layer has some 12 numbers, and it has some 12 kernels."""
 
 MOST_KEYS_AGAIN, MIXED_ROWS = 2**18, 3
-"""In a decode graph each row of a sequence reads its keys anew. A mixed graph's kernel reads them in the time of MIXED_ROWS rows,
-but its larger tiles cost some 3 ms a step. So beyond MIXED_ROWS rows a sequence may read up to so many keys again, of all
-sequences. Measured of Llama-3-8B on an H200 (`verified_steps`); time grows with a model's layers on both sides."""
+"""In a decode graph each row of a sequence reads its keys anew. A mixed graph's kernel reads them in the time of MIXED_ROWS
+rows, but its larger tiles cost some 3 ms a step. So beyond MIXED_ROWS rows sequences may read up to so many keys again, in all.
+Measured of Llama-3-8B on an H200 (`verified_steps`); both grow with the layers."""
 
 NOT_CAPTURED = Reason("its graph is not captured yet")
 
