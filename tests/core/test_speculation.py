@@ -156,19 +156,37 @@ def test_chains_of_a_model_are_alike_and_no_more_than_a_step_verifies(num_seqs, 
     assert [len(request.drafts) for request in requests] == [each] * num_seqs
 
 
-def test_what_was_prepared_is_taken_once_and_for_the_same_requests():
-    """While a step is in flight the next one's drafts are chosen, unless chains become longer or shorter."""
-    chains, line, names = Chains(), [(2, 1.0), (6, 1.1)], ["a", "b"]
-    assert chains.best(names, [2, 2], line) == [2, 2]
+def test_what_was_prepared_is_taken_once_and_for_as_many_requests():
+    """While a step is in flight the next one's drafts are chosen, unless chains become longer or shorter. Who has come since
+    has as many as the others."""
+    chains, line, names = Chains(), [(9, 1.0), (27, 1.1)], list("abcdefghi")
+    assert chains.best(names, [2] * 9, line) == [2] * 9
+    assert chains.prepared(names) is None
     chains.prepare(names, 2, line)
-    dear = [(2, 1.0), (4, 9.0)]
-    assert chains.best(names, [1, 2], dear) == [1, 2]  # as it was prepared
-    assert chains.best(names, [1, 2], dear) == [0, 0]
-    chains.best(names, [2, 2], line)
+    assert chains.prepared([*names[1:], "j"]) == [2] * 9
+    assert chains.prepared(names) is None
     chains.prepare(names, 2, line)
-    assert chains.best([*names, "c"], [2, 2, 2], [(3, 1.0), (6, 9.0)]) == [0, 0, 0]
-    chains.prepare(names, 2, line)  # longer than none
-    assert chains.best(names, [2, 2], dear) == [0, 0]
+    assert chains.prepared([*names, "j", "k"]) is None  # 11 are too many for what 9 cost
+    chains.prepare(names, 2, [(9, 1.0), (18, 9.0)])  # shorter than they are
+    assert chains.prepared(names) is None
+
+
+def test_a_step_takes_what_was_prepared(monkeypatch):
+    speculation = Speculation(SpeculationConfig(method="eagle3", model="head"))
+    timed(speculation.costs, (9, 9, 1.0), (9, 27, 1.1))
+    requests = [decoding(name=str(i)) for i in range(9)]
+    for _ in range(4):  # chains grow
+        assert not speculation.choose(requests)
+    length = len(requests[0].drafts)
+    assert length > 1
+    for request in requests:
+        request.drafts = ()
+    speculation.prepare(requests)
+    monkeypatch.setattr(Chains, "best", None)
+    ends = decoding(name="9")
+    ends.end = ends.num_tokens + 2  # has room for one draft
+    assert not speculation.choose([*requests[:8], ends])
+    assert [len(request.drafts) for request in (*requests[:8], ends)] == [*[length] * 8, 1]
 
 
 @pytest.mark.parametrize(("seconds_of_drafts", "is_kept"), [(1.1, True), (4.0, False)])

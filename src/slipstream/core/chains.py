@@ -64,7 +64,7 @@ class Chains:
         self._verified: dict[int, tuple[int, int]] = {}  # drafts and accepted ones by row: not counted yet
         self._length = self._longest = 0  # of the chains that were chosen last; of all
         self.gain = 0.0  # of those chosen last: tokens per second, over plain steps' (0: none)
-        self._prepared: tuple[Sequence[str], list[int]] = (), []
+        self._prepared: dict[str, int] = {}  # drafts of requests in the next step
 
     @property
     def reach(self) -> int:
@@ -86,17 +86,21 @@ class Chains:
         """Choose for the step after the one in flight, whose drafts are not verified yet, while nobody waits. It is kept if
         chains stay as long as they are: others are chosen by what is known last."""
         length, gain, counts = self._choose(request_ids, [most] * len(request_ids), line)
-        self._prepared = (), []
+        self._prepared = {}
         if length == self._length:
-            self._prepared, self.gain = (request_ids, counts), gain
+            self._prepared, self.gain = dict(zip(request_ids, counts, strict=True)), gain
+
+    def prepared(self, request_ids: Sequence[str]) -> list[int] | None:
+        """The number of drafts of each request as it was prepared, once. A request that has come since has as many as others.
+        None: nothing was prepared, or for another number of requests."""
+        known, self._prepared = self._prepared, {}
+        if not known or 8 * abs(len(known) - len(request_ids)) > len(known):
+            return None
+        return [known.get(request_id, self._length) for request_id in request_ids]
 
     def best(self, request_ids: Sequence[str], most: Sequence[int], line: Sequence[tuple[int, float]]) -> list[int]:
         """The number of drafts of each request, at most `most`, with which the step yields the most tokens per second. `line`
-        says what steps take: (tokens, seconds), from the one without drafts on. What was prepared for the same requests is
-        taken once."""
-        (prepared, counts), self._prepared = self._prepared, ((), [])
-        if prepared == request_ids:
-            return [min(count, bound) for count, bound in zip(counts, most, strict=True)]
+        says what steps take: (tokens, seconds), from the one without drafts on."""
         self._length, self.gain, counts = self._choose(request_ids, most, line)
         self._longest = max(self._longest, self._length)
         return counts

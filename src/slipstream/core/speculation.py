@@ -92,13 +92,15 @@ class Speculation:
         """Put drafts behind the last tokens of running requests, where that pays. True: nothing may be scheduled before the
         step in flight is done, since the drafts need its tokens."""
         decodes = _decodes(running)
+        if not decodes:
+            return False
         for request in decodes:
             request.drafts = ()
-        plain = self._plain(len(decodes))
-        if not decodes or (self.config.num_speculative_tokens is None and plain is None):
-            return False
         if self._chains is not None:
-            return self._choose_chains(self._chains, decodes, plain)
+            return self._choose_chains(self._chains, decodes)
+        plain = self._plain(len(decodes))
+        if plain is None and self.config.num_speculative_tokens is None:
+            return False
         proposals = [self._propose(request) for request in decodes]
         counts = [len(p.tokens) for p in proposals]
         if plain is not None and any(counts):
@@ -128,14 +130,19 @@ class Speculation:
         is_sure = self._chains is not None and self._chains.gain > SURE
         return self.costs.plain(num_seqs, SURE_STALE if is_sure else STALE)
 
-    def _choose_chains(self, chains: Chains, decodes: Sequence[Request], plain: float | None) -> bool:
-        """Leave the drafts to the worker's draft model, so many for each request. `plain`: as `StepCosts.plain`; None takes as
-        many as allowed."""
-        limit = self.config.limit if plain is None else min(self.config.limit, chains.reach)
+    def _choose_chains(self, chains: Chains, decodes: Sequence[Request]) -> bool:
+        """Leave the drafts to the worker's draft model, so many for each request."""
+        is_auto = self.config.num_speculative_tokens is None
+        limit = min(self.config.limit, chains.reach) if is_auto else self.config.limit
         counts = [self._most_drafts(request, limit) for request in decodes]
-        if plain is not None:
-            line = self.costs.line(len(decodes), plain)
-            counts = chains.best([r.request_id for r in decodes], counts, line)
+        if is_auto:
+            ids = [request.request_id for request in decodes]
+            if (prepared := chains.prepared(ids)) is not None:
+                counts = list(map(min, prepared, counts))
+            elif (plain := self._plain(len(decodes))) is not None:
+                counts = chains.best(ids, counts, self.costs.line(len(decodes), plain))
+            else:
+                return False
         if any(request.num_pending for request, count in zip(decodes, counts, strict=True) if count):
             return True
         for request, count in zip(decodes, counts, strict=True):
