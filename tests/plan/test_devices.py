@@ -137,7 +137,8 @@ def test_a_step_that_verifies_drafts_is_padded_to_rows():
     assert padded(0, 120, 40, by_rows=True) == (128, 0)
     assert padded(10, 90, 30, by_rows=True) == (128, 0)
     assert padded(10, 90, 30) == (16, 128)
-    assert padded(0, 513, 57, by_rows=True) == (0, 768)  # more rows than a decode graph has
+    assert padded(0, 513, 57, by_rows=True) == (576, 0)  # 512 drafts in a step at most
+    assert padded(0, 577, 57, by_rows=True) == (0, 768)  # more rows than a decode graph has
 
 
 def test_a_draft_models_chains_are_in_the_ledger():
