@@ -33,8 +33,8 @@ def of_random_loads(right: str, num_drafts: Any) -> float:
 
 @cache
 def of_full_loads(right: str, num_drafts: Any, is_known: bool = False) -> float:
-    gpus = (VirtualGPU(num_drafts, 256, RIGHT[right](), noise=0.03, is_known=is_known) for _ in range(2))
-    return sum(poisson(gpu, 120, 3, max_tokens=256, seed=i) for i, gpu in enumerate(gpus))
+    gpu = VirtualGPU(num_drafts, 256, RIGHT[right](), noise=0.03, is_known=is_known)
+    return poisson(gpu, 120, 2, max_tokens=256)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_auto_under_a_load_that_varies(right, least):
     assert of_random_loads(PLAIN, None) > least * of_random_loads(right, "auto")
 
 
-@pytest.mark.parametrize(("right", "least"), [("3.3 tokens", 0.93), ("1 of 10 right", 0.98)])
+@pytest.mark.parametrize(("right", "least"), [("3.3 tokens", 0.95), ("1 of 10 right", 0.98)])
 def test_auto_from_the_first_request_where_steps_were_measured(right, least):
-    """120 requests a second, so that some 60 to 200 run. Learned from these steps alone it takes 12 % longer."""
-    best = min(of_full_loads(PLAIN, None), *(of_full_loads(right, n) for n in (1, 2)))
+    """120 requests a second, so that up to 150 run. Learned from these steps alone it takes longer."""
+    best = min(of_full_loads(PLAIN, None), of_full_loads(right, 2))
     assert best > least * of_full_loads(right, "auto", True)
     if right == "3.3 tokens":
         assert of_full_loads(right, "auto", True) < 0.97 * of_full_loads(right, "auto")
