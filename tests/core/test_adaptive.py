@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from typing import Any
 
 import pytest
 
+from slipstream.core.scheduler import Scheduler
 from tests.core.virtual_gpu import Mixed, Rates, Steady, VirtualGPU, poisson, tokens_a_second
 
 RIGHT = {
@@ -65,3 +67,31 @@ def test_auto_from_the_first_request_where_steps_were_measured(right, least):
     assert best > least * of_full_loads(right, "auto", True)
     if right == "3.3 tokens":
         assert of_full_loads(right, "auto", True) < 0.97 * of_full_loads(right, "auto")
+
+
+@pytest.mark.parametrize("budget", [20, 8192])
+@pytest.mark.parametrize("num_drafts", [3, "auto"])
+def test_drafts_that_need_no_block_are_scheduled_as_all_others(monkeypatch, num_drafts, budget):
+    """Also where a step's budget is less than what all sequences with their drafts would take."""
+
+    def plans():
+        gpu, found = VirtualGPU(num_drafts, 16, Rates(0.75), is_known=num_drafts == "auto"), []
+        sizes = {"max_num_batched_tokens": budget, "max_num_mixed_tokens": budget}
+        gpu.scheduler.scheduling = dataclasses.replace(gpu.scheduler.scheduling, **sizes)
+        schedule = gpu.scheduler.schedule
+
+        def noted():
+            plan = schedule()
+            if plan is not None:
+                found.append(sorted(plan.scheduled))
+            return plan
+
+        gpu.scheduler.schedule = noted
+        poisson(gpu, 600, 0.1, max_tokens=60)
+        return found
+
+    fast = plans()
+    assert any(s.drafts for plan in fast for s in plan)
+    assert all(sum(s.num_tokens for s in plan) <= budget for plan in fast)
+    monkeypatch.setattr(Scheduler, "_verifies", lambda *_: False)
+    assert plans() == fast

@@ -156,7 +156,7 @@ def stairs(num_decodes, num_tokens):
     return 2.4e-3 + 15e-6 * num_decodes + (1.5e-3 * -(-(num_decodes + num_tokens) // 128) if num_tokens else 0)
 
 
-@pytest.mark.parametrize(("target", "best"), [(4e-3, 0), (5.4e-3, 64), (7e-3, 192), (8.6e-3, 256), (30e-3, 1024)])
+@pytest.mark.parametrize(("target", "best"), [(4e-3, 0), (5.4e-3, 64), (7e-3, 192), (8.6e-3, 256), (12e-3, 512)])
 def test_steps_take_what_a_graph_has_room_for(target, best):
     """Steps of 33 to 64 decodes run in a graph of 64. A graph of 64 and 64 is one tile, which (64, 128) is not."""
     pace, now, chosen, rng = Pace(target, padded), 0.0, [], random.Random(3)
@@ -169,6 +169,26 @@ def test_steps_take_what_a_graph_has_room_for(target, best):
         pace.ended(i, now)
     assert statistics.multimode(chosen[300:]) == [best]
     assert all(stairs(*padded(64, fits, 1)) < 1.02 * target for fits in chosen[100:] if fits)
+
+
+def test_beyond_the_graphs_and_without_any():
+    """Larger steps than graphs hold run op by op, and a model with an encoder has no graphs of prompts."""
+
+    def paced(sizes, target):
+        pace, now = Pace(target, sizes), 0.0
+        for i in range(400):
+            fits = min(6000, pace.prompt_tokens(40, [], 0, 0.0))
+            pace.launched(i, now, 40, [chunk(fits)] if fits else [])
+            now += seconds(40, [chunk(fits)] if fits else [])
+            pace.ended(i, now)
+        return pace
+
+    large = paced(padded, 0.09)
+    assert 3000 < large.prompt_tokens(40, [], 0, 0.0) < 6000
+    assert {size for _, size in large.cost._sizes} <= set(PROMPTS)
+    none = paced(lambda num_decodes, num_tokens, num_prompts: (num_decodes, num_tokens), 0.02)
+    assert 600 < none.prompt_tokens(40, [], 0, 0.0) < 900
+    assert not none.cost._sizes
 
 
 def test_an_old_prompt_gets_the_smallest_graph_at_least():

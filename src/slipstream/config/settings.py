@@ -378,7 +378,7 @@ class EngineConfig:
     def drafts_ahead(self) -> bool:
         """Whether the drafter goes on before the host knows which drafts were right: a chain in a graph, on a GPU."""
         is_chain = self.speculation is not None and self.speculation.method in ("draft", "eagle", "eagle3", "mtp")
-        return is_chain and self.device.info.is_cuda and not self.device.enforce_eager
+        return is_chain and self.device.has_graphs
 
     def with_most_drafts(self, most: int | None) -> EngineConfig:
         """With at most so many drafts of a request in a step, where the number is chosen."""

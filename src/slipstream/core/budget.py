@@ -12,8 +12,8 @@
 4. A step takes at most twice as many prompt tokens as any step measured so far, since a prediction far from all
    measurements says nothing. The first step has `MIN_CHUNK`.
 5. If the first prompt in line came more than `PATIENCE_S` ago, a step takes at least as many of its tokens as are predicted
-   to take `LEAST_SHARE` of the objective, from 1 to `MIN_CHUNK`. So prompts progress even where decodes alone exceed the
-   objective.
+   to take `LEAST_SHARE` of the objective, from 1 to `MIN_CHUNK`; where there are graphs, what the smallest has room for. So
+   prompts progress even where decodes alone exceed the objective.
 
 Nothing here reads a clock: the same times give the same budgets.
 """
@@ -222,7 +222,7 @@ class Pace:
         from one that `is_cold` (as in `StepResult`)."""
         if (launched := self._in_flight.pop(step_id, None)) is not None and not is_cold:
             begin, step = launched
-            self.cost.learn(step, now - max(begin, self._last_end), has_sizes=self._padded is not None)
+            self.cost.learn(step, now - max(begin, self._last_end), has_sizes=self._is_of_graph(step))
         self._last_end = now
 
     def forget_steps(self) -> None:
@@ -236,23 +236,34 @@ class Pace:
             return 0
         most = max(MIN_CHUNK, 2 * self.cost.largest)
         step, most_s = StepSize.of(num_decodes, longer), self.target_s / (1 + 2 * self.cost.error)
-        if self._padded is not None:
-            return self._graph_within(self._padded, step, most_s, computed, most, is_old=age_s >= PATIENCE_S)
         fits = min(most, self.cost.tokens_within(most_s - self.cost.predict(step), computed, most))
+        if self._padded is not None:
+            largest, of_graph, least = self._graph_within(self._padded, step, most_s, computed, most)
+            if least:
+                fits = fits if fits > largest == of_graph else of_graph
+                return max(fits, least) if age_s >= PATIENCE_S else fits
         if age_s < PATIENCE_S:
             return fits
         return max(fits, 1, min(MIN_CHUNK, self.cost.tokens_within(self.target_s * LEAST_SHARE, computed, MIN_CHUNK)))
 
-    def _graph_within(self, padded: Padding, step: StepSize, most_s: float, computed: int, most: int, *, is_old: bool) -> int:
-        """The prompt tokens of the largest graph with room for `step`'s decodes that is predicted to take `most_s`, at most
-        `most`. If the first prompt `is_old`, those of the smallest one at least."""
+    def _is_of_graph(self, step: StepSize) -> bool:
+        """Whether it is a graph's size, which steps with fewer tokens have as well."""
+        if self._padded is None or step.num_tokens < 2:
+            return False
+        return self._padded(step.num_decodes, step.num_tokens - 1, 1)[1] == step.num_tokens
+
+    def _graph_within(
+        self, padded: Padding, step: StepSize, most_s: float, computed: int, most: int
+    ) -> tuple[int, int, int]:
+        """The prompt tokens of the largest graph with room for `step`'s decodes, as far as `most` tells of them; of the largest
+        that is predicted to take `most_s`; and of the smallest. 0: there is none."""
         fits = least = size = 0
         while size < most:
             num_decodes, larger = padded(step.num_decodes, size + 1, 1)
-            if larger == size + 1:  # beyond the graphs
+            if larger == size + 1:  # beyond the graphs: it runs op by op
                 break
             size = larger
             least = least or size
             if self.cost.predict(StepSize(num_decodes, size, size * (computed + size / 2)), untried=UNTRIED) <= most_s:
                 fits = size
-        return max(fits, least or MIN_CHUNK) if is_old else fits
+        return size, fits, least
