@@ -31,12 +31,11 @@ from slipstream.worker.graphs import (
     LONGER,
     PATIENCE,
     AdapterGraphs,
-    MixedInputs,
     SharedPrefixGraphs,
     StepGraphs,
-    mixed_inputs,
 )
 from slipstream.worker.input_batch import _gather_inputs_after_upload, _gather_inputs_on_host, _upload_together
+from slipstream.worker.mixed_inputs import MixedInputs, mixed_inputs
 from slipstream.worker.model_runner import GRAPH_BYTES, ModelRunner
 from slipstream.worker.rows import RowTable
 from tests import tiny_models

@@ -23,9 +23,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +40,7 @@ from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.adapters import Adapters
 from slipstream.worker.forward import HAS_ADAPTERS, NO_PLAN, Forward, Forwards, InputBatch, Output
 from slipstream.worker.input_batch import SampledRows, gather_inputs, laid_out, shared_prefixes
+from slipstream.worker.mixed_inputs import MixedInputs, Size, mixed_inputs, mixed_step, num_leading_decodes, padded_room
 from slipstream.worker.rows import RowTable
 
 SLACK = 1.3
@@ -79,9 +77,6 @@ rows, but its larger tiles cost some 3 ms a step. So beyond MIXED_ROWS rows sequ
 Measured of Llama-3-8B on an H200 (`verified_steps`); both grow with the layers."""
 
 NOT_CAPTURED = Reason("its graph is not captured yet")
-
-Size: TypeAlias = tuple[int, int]
-"""(decodes or texts, tokens behind them): what a graph has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,7 +472,7 @@ class AdapterGraphs(StepGraphs):
 
     def _capture(self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]) -> Captured:
         if size not in self._tokens:
-            room = 2 * _room(sum(size)) + 3 * self._num_tiles(size)
+            room = 2 * padded_room(sum(size)) + 3 * self._num_tiles(size)
             self._tokens[size] = torch.zeros(room, dtype=torch.int32, device=self.rows.device)
         return super()._capture(size, idle, forward)
 
@@ -485,14 +480,14 @@ class AdapterGraphs(StepGraphs):
         return most_tiles(sum(size), self.adapters.settings.max_loras)
 
     def _tokens_of(self, size: Size) -> LoRATokens:
-        num_tokens, room, given = sum(size), _room(sum(size)), self._tokens[size]
+        num_tokens, room, given = sum(size), padded_room(sum(size)), self._tokens[size]
         return LoRATokens(
             given[:num_tokens], given[room : room + num_tokens], given[2 * room :].view(-1, 3), tile_tokens(num_tokens)
         )
 
     def _before_replay(self, size: Size, plan: StepPlan) -> None:
         scheduled = plan.scheduled
-        num_tokens, room = sum(size), _room(sum(size))
+        num_tokens, room = sum(size), padded_room(sum(size))
         slots = np.full(num_tokens, NO_ADAPTER, np.int32)
         own, num_decodes = self.rows.adapters_of(scheduled), num_leading_decodes(scheduled)
         slots[:num_decodes] = own[:num_decodes]
@@ -504,99 +499,3 @@ class AdapterGraphs(StepGraphs):
         host[:num_tokens], host[room : room + num_tokens] = slots, order
         host[2 * room : 2 * room + tiles.size] = tiles.reshape(-1)
         self.platform.upload_into(self._tokens[size], host)
-
-
-def _room(num_tokens: int) -> int:
-    """A part begins at a multiple of 16 bytes."""
-    return -(-num_tokens // 4) * 4
-
-
-def num_leading_decodes(scheduled: Sequence[ScheduledRequest]) -> int:
-    """The number of sequences of one token at the front."""
-    return next((i for i, s in enumerate(scheduled) if s.num_tokens > 1), len(scheduled))
-
-
-class MixedInputs:
-    """The parts of a mixed step's inputs (an array or a tensor), with room for D decodes and P prompt tokens: T = D + P
-    tokens of S = D + `most_prompts` sequences. Each part begins at a multiple of 16 bytes."""
-
-    def __init__(self, inputs: Any, size: Size, most_prompts: int) -> None:
-        num_seqs = size[0] + most_prompts
-        parts = [inputs[begin:end] for begin, end in _bounds(size, num_seqs)]
-        self.token_rows, self.positions = parts[:2]  # [T]
-        self.sample_index, self.sample_rows, self.sample_positions = parts[2:5]  # [T]: sampled tokens, and where theirs go
-        self.seq_lens, self.rows = (part[:num_seqs] for part in parts[5:7])  # [S]
-        self.starts = parts[7]  # [S + 1]: where sequences begin
-
-    @staticmethod
-    def sampled(inputs: Any, size: Size, count: int) -> tuple[Any, Any, Any]:
-        """`sample_index`, `sample_rows` and `sample_positions` of the first `count` sampled tokens."""
-        (index, _), (rows, _), (positions, _) = _bounds(size, 0)[2:5]
-        return inputs[index : index + count], inputs[rows : rows + count], inputs[positions : positions + count]
-
-    @staticmethod
-    def length(size: Size, most_prompts: int) -> int:
-        num_seqs = size[0] + most_prompts
-        return 5 * sum(size) + 2 * _room(num_seqs) + num_seqs + 1
-
-
-@cache
-def _bounds(size: Size, num_seqs: int) -> tuple[tuple[int, int], ...]:
-    """Where the parts of `MixedInputs` begin and end."""
-    room = _room(num_seqs)
-    ends = accumulate((*(5 * [sum(size)]), room, room, num_seqs + 1))
-    return tuple(pairwise((0, *ends)))
-
-
-def mixed_inputs(
-    table: RowTable, scheduled: Sequence[ScheduledRequest], size: Size, most_prompts: int
-) -> tuple[npt.NDArray[np.int32], tuple[ScheduledRequest, ...], int]:
-    """A step's inputs for the graph of `size`, the sequences that sample, and the number of sampled positions. Free places of
-    decodes have the null row. Padding tokens of prompts are one sequence of the null row, all at position 0."""
-    num_decodes = num_leading_decodes(scheduled)
-    host = np.zeros(MixedInputs.length(size, most_prompts), np.int32)
-    to, first = MixedInputs(host, size, most_prompts), size[0]
-    own = np.array([table.rows[s.request_id].index for s in scheduled], np.int64)
-    computed = np.array([s.num_computed_tokens for s in scheduled], np.int64)
-    ones = num_decodes * [1]
-    lengths = np.array(ones + [s.num_tokens for s in scheduled[num_decodes:]], np.int64)
-    to.token_rows[:], to.rows[:] = table.capacity, table.capacity
-    to.token_rows[:num_decodes] = to.rows[:num_decodes] = own[:num_decodes]
-    to.positions[:num_decodes] = computed[:num_decodes]
-    to.seq_lens[:num_decodes] = computed[:num_decodes] + 1
-    to.starts[: first + 1] = np.arange(first + 1)
-    of_tokens, at, begins = laid_out(own[num_decodes:], computed[num_decodes:], lengths[num_decodes:])
-    total, num_prompts = len(at), len(scheduled) - num_decodes
-    to.token_rows[first : first + total] = of_tokens
-    to.positions[first : first + total] = at
-    prompts = slice(first, first + num_prompts)
-    to.rows[prompts] = own[num_decodes:]
-    to.seq_lens[prompts] = (computed + lengths)[num_decodes:]
-    to.seq_lens[first + num_prompts] = size[1] - total
-    to.starts[first : first + num_prompts + 1] = first + begins
-    to.starts[first + num_prompts + 1 :] = sum(size)
-    counts = np.array([s.num_sampled for s in scheduled], np.int64)
-    ends = np.concatenate((np.arange(1, num_decodes + 1), first + begins[1:]))  # where each sequence's tokens end
-    rows, index, _ = laid_out(own, ends - counts, counts)
-    n = len(rows)
-    to.sample_rows[:n], to.sample_index[:n] = rows, index
-    to.sample_positions[:n] = laid_out(own, computed + lengths - counts, counts)[1] + 1
-    return host, tuple(s for s in scheduled if s.num_sampled), n
-
-
-def mixed_step(
-    table: RowTable, kv: Sequence[LayerKV], given: MixedInputs, size: Size, max_model_len: int
-) -> tuple[Tensor, Sequence[LayerKV], AttentionMetadata]:
-    """The arguments of `Forwards.hidden` for a mixed step: tokens [T], the cache, and the metadata."""
-    token_ids, meta = gather_inputs(
-        table,
-        token_rows=given.token_rows,
-        positions=given.positions,
-        rows=given.rows,
-        query_start_loc=given.starts,
-        seq_lens=given.seq_lens,
-        num_decodes=size[0],
-        max_query_len=size[1],
-        max_seq_len=max_model_len,
-    )
-    return token_ids, kv, meta
