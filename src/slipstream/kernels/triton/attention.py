@@ -4,7 +4,7 @@ q and out are [T, H, D]; k and v are [blocks, K, block_size, D]. G = H / K query
 
 1. Decode (one query a sequence) is bound by reading the cache. One thread block takes a sequence and the G query heads
    of a kv head, so each KV block is read once. If there are too few sequences to fill the chip, each one's keys are
-   split over several thread blocks and `_combine_kernel` merges them (flash-decoding, Dao et al. 2023). Where sequences
+   split over several thread blocks (flash-decoding, Dao et al. 2023; `split_keys.py`). Where sequences
    begin with the same blocks (`SharedPrefixes`), a thread block takes several of them and reads those blocks once.
 2. Prefill is FlashAttention-2 (Dao 2023): a tile of queries walks along the keys with a running maximum and sum. On
    Hopper most shapes go to `hopper.py`.
@@ -29,12 +29,10 @@ from torch import Tensor
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
+from slipstream.kernels.triton.split_keys import CTAS_PER_SM, combine, num_splits, scratch
 from slipstream.platform import platform_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
-MAX_SPLITS = 64
-CTAS_PER_SM = 4
-"""Decode thread blocks wanted per multiprocessor; with more, sequences are not split."""
 DECODE_ACC_SIZE = 2048
 """Accumulators (heads × D) of a decode thread block: 64 registers for each thread of its one warp."""
 SHARED_CTAS_PER_SM = 8
@@ -289,27 +287,6 @@ def _shared_decode_kernel(
         tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["splits"])
-def _combine_kernel(
-    partial_ptr, lse_ptr, out_ptr, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr
-):
-    """Merge a (sequence, query head)'s splits, weighted by their softmax sums. Empty splits are skipped."""
-    if PDL:
-        pdl_wait()
-    row = tl.program_id(0)
-    ds = tl.arange(0, BLOCK_D)
-    at = tl.arange(0, BLOCK_S)
-    lse = tl.load(lse_ptr + row * splits + at, mask=at < splits, other=float("-inf"))
-    m_i = tl.max(lse, 0)
-    weights = tl.where(lse == float("-inf"), 0.0, tl.exp2(lse - tl.where(m_i == float("-inf"), 0.0, m_i)))
-    l_i = tl.sum(weights, 0)
-    mask = (lse != float("-inf"))[:, None] & (ds < D)[None, :]
-    offsets = partial_ptr + (row * splits + at)[:, None].to(tl.int64) * D + ds[None, :]
-    partials = tl.load(offsets, mask=mask, other=0.0)
-    out = tl.sum(partials * weights[:, None], 0) / tl.where(l_i == 0.0, 1.0, l_i)
-    tl.store(out_ptr + row * D + ds, out.to(out_ptr.dtype.element_ty), mask=ds < D)
-
-
 @triton.jit
 def _prefill_step(
     q, acc, m_i, l_i, start, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, bias, reach, window, head, ds,
@@ -446,9 +423,7 @@ def paged_attention(
         splits = num_splits(programs, meta.max_seq_len, block_n, platform_of(q.device).multiprocessors, ctas_per_sm)
         partial = lse = out
         if splits > 1:
-            rows = num_decodes * num_heads * splits
-            partial = torch.empty(rows, head_dim, dtype=torch.float32, device=q.device)
-            lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+            partial, lse = scratch(num_decodes, q, head_dim, splits)
         options = dict(BLOCK_N=block_n, SPLIT=splits > 1, num_warps=warps, num_stages=stages, **shape, **flags)
         options.update(pdl_options(q))
         if shared is None:
@@ -463,10 +438,7 @@ def paged_attention(
                 MEMBERS=members, BLOCK_C=max(8, triton.next_power_of_2(members * shape["G"])), **options,
             )  # fmt: skip
         if splits > 1:
-            grid = (num_decodes * num_heads,)
-            _combine_kernel[grid](
-                partial, lse, out, splits, D=head_dim, BLOCK_D=block_d, BLOCK_S=MAX_SPLITS, num_warps=4, **pdl_options(q)
-            )
+            combine(partial, lse, out[:num_decodes], splits)
     num_rows = meta.max_query_len * shape["G"]
     plain = s.alibi_slopes is None and s.distance_bias is None and s.causal and prefill_tile is None and not deterministic
     if num_seqs == num_decodes:
@@ -501,13 +473,3 @@ def _hopper(device: torch.device) -> ModuleType | None:
     if not HOPPER_TRITON[0] <= version <= HOPPER_TRITON[1]:
         return None
     return importlib.import_module("slipstream.kernels.triton.hopper")
-
-
-def num_splits(
-    num_programs: int, max_seq_len: int, block_n: int, num_processors: int, ctas_per_sm: int = CTAS_PER_SM
-) -> int:
-    """A power of two that fills the chip, with at least two tiles of the longest sequence in each split."""
-    wanted = triton.cdiv(ctas_per_sm * num_processors, num_programs)
-    most = max(1, max_seq_len // (2 * block_n))
-    splits = int(min(wanted, most, MAX_SPLITS))
-    return 1 << (splits.bit_length() - 1)
