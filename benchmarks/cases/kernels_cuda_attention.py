@@ -2,8 +2,9 @@
 
     python benchmarks/kernels.py --device cuda --op attention
 
-Where Hopper's splits the keys of few queries, it runs without as well. Each is replayed from a graph, so the host's time is not in it. FLOPs are those of the keys that a query sees. cuDNN gets
-contiguous keys and values without a cache. The cache's blocks of 16 tokens lie anywhere.
+Where Hopper's splits the keys of few queries, it runs without that as well. Each is replayed from a graph, so the host's time
+is not in it. FLOPs are those of the keys that a query sees. cuDNN gets contiguous keys and values without a cache. The cache's
+blocks of 16 tokens lie anywhere.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             measure(case, f"{kind} every chip", flops, partial(call, prefill_tile=EVERY_CHIP[kind, dim]))
             measure(case, f"{kind} Hopper", flops, call)
             if sum(lengths) <= MOST_SPLIT:
-                with mock.patch.object(hopper, "num_parts", lambda *_: 1):
+                with mock.patch.object(hopper, "num_parts", return_value=1):
                     measure(case, f"{kind} Hopper, unsplit", flops, call)
         if len(set(lengths)) == 1 and not context:
             shape = (len(lengths), lengths[0], -1, dim)

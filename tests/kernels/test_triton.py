@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slipstream.errors import ConfigError
 from slipstream.kernels.blocks import BlockRows
 from slipstream.kernels.cpu import CpuOps, NativeOps
-from slipstream.kernels.metadata import LayerKV, SamplingTensors, SharedPrefixes, by_dim
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, SharedPrefixes, by_dim
 from slipstream.kernels.ops import AttentionParams, MLAParams, QKVLayout
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.reference import (
@@ -26,12 +26,13 @@ from slipstream.kernels.reference import (
     uniform,
 )
 from slipstream.kernels.triton import TritonOps, linear, mla, mla_prefill, pointwise, sampling, tuning
-from slipstream.kernels.triton.attention import num_splits, paged_attention
+from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.fp8_block import fp8_tile_linear, fp8_tile_scaled_mm, has_scaled_mm
 from slipstream.kernels.triton.int4_groupwise import dequantize_int4, int4_gemv, int4_linear
 from slipstream.kernels.triton.linear import INT4_DENSE_TOKENS, gemm, gemv, skinny_gemm
 from slipstream.kernels.triton.pointwise import rows_per_program
 from slipstream.kernels.triton.split_k import Scratch
+from slipstream.kernels.triton.split_keys import DecodeParts, num_splits
 from slipstream.kernels.weights import Quantized
 from slipstream.spec.autotune_table import NO_TILES, Measured, TileTable
 from slipstream.spec.model import ClampedSwiglu
@@ -68,8 +69,8 @@ def scaled(kv, dtype):
 
 
 @QUICK
-@given(data=st.data(), splits=st.sampled_from([1, 2, 8]), dtype=st.sampled_from([None, torch.float8_e4m3fn, torch.int8]))
-def test_attention(data, splits, dtype):
+@given(data=st.data(), extra=st.sampled_from([1, 3, 40]), dtype=st.sampled_from([None, torch.float8_e4m3fn, torch.int8]))
+def test_attention(data, extra, dtype):
     shape = data.draw(cases.edge_shapes(max_sequences=3))
     options = data.draw(cases.attention_options(shape.num_heads))
     step = cases.step(shape)
@@ -78,7 +79,7 @@ def test_attention(data, splits, dtype):
         kv = dataclasses.replace(kv, v=by_dim(kv.v))
     ops = data.draw(st.sampled_from([OURS, TritonOps(deterministic=True)]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
+        patch.setattr("slipstream.kernels.triton.attention.num_extra_parts", lambda *_: extra)
         ours = ops.attention(step.q, kv, step.meta, AttentionParams(**options))
     theirs = REFERENCE.attention(step.q, kv, step.meta, AttentionParams(**options))
     assert ours.isfinite().all()
@@ -692,6 +693,42 @@ def test_sampling(case):
         slack = 1e-5 * float(running[i, -1])
         assert running[i, token] >= u[i] - slack
         assert running[i, token] - kept[i, token] <= u[i] + slack
+
+
+@settings(QUICK, max_examples=60)
+@given(
+    lens=st.lists(st.integers(0, 300) | st.integers(0, 40_000), min_size=1, max_size=12),
+    extra=st.integers(1, 70),
+    window=st.none() | st.integers(1, 3000),
+)
+def test_parts_of_decodes(lens, extra, window):
+    """They cover the keys that a decode sees, once; of several sequences none is much longer than a fair share."""
+    step = AttentionMetadata.uniform(len(lens), 1, 1, block_size=16)
+    meta = dataclasses.replace(step, seq_lens=torch.tensor([*lens], dtype=torch.int32))
+    found = DecodeParts.of(meta, window, extra, 16)
+    assert DecodeParts.of(meta, window, extra, 16) is found
+    assert DecodeParts.of(dataclasses.replace(meta), window, extra, 16) is not found
+    parts = [x for x in found.parts.tolist() if x[0] >= 0]
+    assert found.parts.tolist()[: len(parts)] == parts
+    low = [max(0, n - window) // 16 * 16 if window else 0 for n in lens]
+    fair = max(32, -(-sum(n - x for n, x in zip(lens, low, strict=True)) // extra))
+    split, slots = [], []
+    for seq, length in enumerate(lens):
+        own = [x for x in parts if x[0] == seq]
+        assert [x[1] for x in own] == [low[seq], *[x[2] for x in own[:-1]]]
+        assert own[-1][2] == length
+        assert all(begin % 16 == 0 and (begin < end or length == 0) for _, begin, end, _ in own)
+        assert len(own) == found.max_parts or all(end - begin < 2 * fair + 16 for _, begin, end, _ in own)
+        if len(own) > 1:
+            split.append([seq, own[0][3], len(own)])
+            slots += [x[3] for x in own]
+        else:
+            assert own[0][3] == -1
+    assert slots == list(range(len(slots)))
+    assert len(slots) <= found.num_slots
+    known = found.split.tolist()
+    assert known[: len(split)] == split
+    assert all(x[0] == -1 for x in known[len(split) :])
 
 
 def test_splits_fill_the_chip_and_no_more():

@@ -3,8 +3,8 @@
 q and out are [T, H, D]; k and v are [blocks, K, block_size, D]. G = H / K query heads share a kv head.
 
 1. Decode (one query a sequence) is bound by reading the cache. One thread block takes a sequence and the G query heads
-   of a kv head, so each KV block is read once. If there are too few sequences to fill the chip, each one's keys are
-   split over several thread blocks (flash-decoding, Dao et al. 2023; `split_keys.py`). Where sequences
+   of a kv head, so each KV block is read once. The keys of sequences that are longer than others, or of all if there are
+   too few to fill the chip, are split over several thread blocks (`split_keys.py`). Where sequences
    begin with the same blocks (`SharedPrefixes`), a thread block takes several of them and reads those blocks once.
 2. Prefill is FlashAttention-2 (Dao 2023): a tile of queries walks along the keys with a running maximum and sum. On
    Hopper most shapes go to `hopper.py`.
@@ -29,7 +29,15 @@ from torch import Tensor
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
-from slipstream.kernels.triton.split_keys import CTAS_PER_SM, combine, num_splits, scratch
+from slipstream.kernels.triton.split_keys import (
+    CTAS_PER_SM,
+    DecodeParts,
+    combine,
+    combine_decodes,
+    num_extra_parts,
+    num_splits,
+    scratch,
+)
 from slipstream.platform import platform_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -115,32 +123,30 @@ def _to_dtype(x, kind: tl.constexpr):
     return x.to(kind)
 
 
-@triton.jit(do_not_specialize=["window", "table_stride", "reach", "splits"])
+@triton.jit(do_not_specialize=["window", "table_stride", "reach"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, table_ptr, lens_ptr, slopes_ptr, bias_ptr, sinks_ptr, k_scale_ptr,
-    v_scale_ptr, scale, softcap, window, table_stride, reach, splits,
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, table_ptr, lens_ptr, parts_ptr, slopes_ptr, bias_ptr, sinks_ptr,
+    k_scale_ptr, v_scale_ptr, scale, softcap, window, table_stride, reach,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_TILES: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One thread block computes BLOCK_G query heads of one kv head, for one sequence and one split of its keys.
+    """One thread block computes BLOCK_G query heads of one kv head, for one part of a sequence's keys (`DecodeParts`).
 
     Scores are [BLOCK_N keys, BLOCK_G heads] and sums [D, BLOCK_G]: keys and values are the tall operands, so few heads
     waste little of a tensor core. HEAD_TILES thread blocks share a kv head if its sums don't fit one warp's
     registers."""
     if PDL:
         pdl_wait()
-    seq, head, split = tl.program_id(0), tl.program_id(1) // HEAD_TILES, tl.program_id(2)
+    part = parts_ptr + tl.program_id(0) * 4
+    seq, begin, end, scratch_slot = tl.load(part), tl.load(part + 1), tl.load(part + 2), tl.load(part + 3)
+    if seq < 0:
+        return
+    head = tl.program_id(1) // HEAD_TILES
     length = tl.load(lens_ptr + seq)
     gs, ds = tl.program_id(1) % HEAD_TILES * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     heads = head * G + gs
-    low = 0
-    if HAS_WINDOW:
-        low = tl.maximum(0, length - window) // BLOCK_N * BLOCK_N
-    span = tl.cdiv(tl.cdiv(length - low, BLOCK_N), splits) * BLOCK_N
-    begin = low + split * span
-    end = tl.minimum(begin + span, length)
 
     offset = (seq * (K * G) + heads)[None, :] * D + ds[:, None]
     live = (gs < G)[None, :] & (ds < D)[:, None]
@@ -154,10 +160,13 @@ def _decode_kernel(
     bias = (bias_ptr + heads * (2 * reach + 1) + reach)[None, :]
     m_i = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_G,), tl.float32)
-    if HAS_SINKS:  # counted once, in the first non-empty split
-        first_split = (split == 0) & (begin < end)
-        m_i = tl.where(first_split, tl.load(sinks_ptr + heads, mask=gs < G, other=0.0).to(tl.float32) * LOG2E, m_i)
-        l_i = tl.where(first_split, 1.0, l_i)
+    if HAS_SINKS:  # counted once, in the first part
+        low = 0
+        if HAS_WINDOW:
+            low = tl.maximum(0, length - window) // BLOCK_N * BLOCK_N
+        is_first = (begin == low) & (begin < end)
+        m_i = tl.where(is_first, tl.load(sinks_ptr + heads, mask=gs < G, other=0.0).to(tl.float32) * LOG2E, m_i)
+        l_i = tl.where(is_first, 1.0, l_i)
     acc = tl.zeros((BLOCK_D, BLOCK_G), tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_stride
     for start in range(begin, end, BLOCK_N):
@@ -189,13 +198,12 @@ def _decode_kernel(
         acc = acc * tl.load(v_scale_ptr + head)
     empty = l_i == 0.0
     acc = acc / tl.where(empty, 1.0, l_i)[None, :]
-    if SPLIT:
-        partial = (seq * (K * G) + heads) * splits + split
-        tl.store(lse_ptr + partial, tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i))), mask=gs < G)
-        if begin < end:
-            tl.store(partial_ptr + partial[None, :].to(tl.int64) * D + ds[:, None], acc, mask=live)
-    else:
+    if scratch_slot < 0:
         tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=live)
+    else:
+        at = scratch_slot * (K * G) + heads
+        tl.store(lse_ptr + at, m_i + tl.log2(l_i), mask=gs < G)
+        tl.store(partial_ptr + at[None, :] * D + ds[:, None], acc, mask=live)
 
 
 @triton.jit(do_not_specialize=["window", "table_stride", "reach", "splits"])
@@ -416,29 +424,30 @@ def paged_attention(
         if shared is not None:
             programs = triton.cdiv(programs, min(members, TYPICAL_MEMBERS))
         # With few thread blocks, prefetch deep. Many share a multiprocessor: at D = 256 the tiles of two would fill its memory.
-        deep = programs < CTAS_PER_SM * platform_of(q.device).multiprocessors or flags["SCALED"]
+        processors = platform_of(q.device).multiprocessors
+        deep = programs < CTAS_PER_SM * processors or flags["SCALED"]
         wide_key = block_d * kv.k.element_size() > 256
         block_n, warps, stages = decode_tile or (16, 1, 6 if deep and not wide_key else 3)
-        ctas_per_sm = CTAS_PER_SM if shared is None else SHARED_CTAS_PER_SM
-        splits = num_splits(programs, meta.max_seq_len, block_n, platform_of(q.device).multiprocessors, ctas_per_sm)
-        partial = lse = out
-        if splits > 1:
-            partial, lse = scratch(num_decodes, q, head_dim, splits)
-        options = dict(BLOCK_N=block_n, SPLIT=splits > 1, num_warps=warps, num_stages=stages, **shape, **flags)
-        options.update(pdl_options(q))
+        options = dict(BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags, **pdl_options(q))
         if shared is None:
-            _decode_kernel[(num_decodes, num_kv_heads * head_tiles, splits)](
-                q, kv.k, kv.v, out, partial, lse, meta.block_table, meta.seq_lens, *head_tensors, *scalars, splits,
+            extra = num_extra_parts(num_kv_heads * head_tiles, processors)
+            parts = DecodeParts.of(meta, s.window, extra, block_n)
+            partial, lse = scratch(parts.num_slots, q, head_dim, 1)
+            _decode_kernel[(len(parts.parts), num_kv_heads * head_tiles)](
+                q, kv.k, kv.v, out, partial, lse, meta.block_table, meta.seq_lens, parts.parts, *head_tensors, *scalars,
                 CAUSAL=True, HEAD_TILES=head_tiles, BLOCK_G=block_g, **options,
             )  # fmt: skip
+            combine_decodes(partial, lse, out, parts)
         else:
+            splits = num_splits(programs, meta.max_seq_len, block_n, processors, SHARED_CTAS_PER_SM)
+            partial, lse = scratch(num_decodes, q, head_dim, splits) if splits > 1 else (out, out)
             _shared_decode_kernel[(num_kv_heads, num_decodes, splits)](
                 q, kv.k, kv.v, out, partial, lse, meta.block_table, meta.seq_lens, shared.begins, shared.ends,
                 shared.num_tokens, *head_tensors, *scalars, splits,
-                MEMBERS=members, BLOCK_C=max(8, triton.next_power_of_2(members * shape["G"])), **options,
+                SPLIT=splits > 1, MEMBERS=members, BLOCK_C=max(8, triton.next_power_of_2(members * shape["G"])), **options,
             )  # fmt: skip
-        if splits > 1:
-            combine(partial, lse, out[:num_decodes], splits)
+            if splits > 1:
+                combine(partial, lse, out[:num_decodes], splits)
     num_rows = meta.max_query_len * shape["G"]
     plain = s.alibi_slopes is None and s.distance_bias is None and s.causal and prefill_tile is None and not deterministic
     if num_seqs == num_decodes:

@@ -41,9 +41,9 @@ from slipstream.platform import platform_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 CONSUMER_ROWS = gl.constexpr(64)
-TILES_EACH = gl.constexpr(4)
-"""A part of the keys has at least so many tiles. Measured on an H200 (docs/GPU_NOTES.md)."""
-MAX_PARTS = 16
+MAX_PARTS = gl.constexpr(16)
+"""Of a tile's keys. With fewer key tiles than that there are fewer parts, in proportion: merging them takes as long as some
+key tiles (GPU_NOTES.md)."""
 # Gluon's names change between Triton's versions (`attention.HOPPER_TRITON`); both known names are looked for.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -108,7 +108,7 @@ def _part_bounds(part, low, high, splits):
     """Of a query tile with keys in tiles low … high: in how many parts, and the first and end key tile of part `part`. Both are
     0 if there is no such part."""
     num = high - low
-    parts = gl.maximum(gl.minimum(splits, num // TILES_EACH), 1)
+    parts = gl.maximum(gl.minimum(splits, num * splits // MAX_PARTS), 1)
     span = (num + parts - 1) // parts
     parts = (num + span - 1) // span
     begin = low + part * span
@@ -509,10 +509,9 @@ def prefill(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: AttentionParams,
         SPLIT=splits > 1, PRODUCER_WARPS=4 if scaled else 1, PRODUCER_REGS=regs, CONSUMER_REGS=(504 - regs) // 2, num_warps=4,
     )  # fmt: skip
     if splits > 1:
-        parts = parts.view(num_prompt, num_kv_heads)
-        combine(partial, lse, out[first_seq:], splits, parts=parts, max_splits=MAX_PARTS)
+        combine(partial, lse, out[first_seq:], splits, parts.view(num_prompt, num_kv_heads))
 
 
 def num_parts(num_programs: int, num_processors: int) -> int:
     """Parts that the keys of query tiles are split into, so that the chip has work for each thread block once."""
-    return max(1, min(MAX_PARTS, num_processors // num_programs))
+    return max(1, min(MAX_PARTS.value, num_processors // num_programs))
