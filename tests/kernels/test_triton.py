@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -32,7 +33,7 @@ from slipstream.kernels.triton.int4_groupwise import dequantize_int4, int4_gemv,
 from slipstream.kernels.triton.linear import INT4_DENSE_TOKENS, gemm, gemv, skinny_gemm
 from slipstream.kernels.triton.pointwise import rows_per_program
 from slipstream.kernels.triton.split_k import Scratch
-from slipstream.kernels.triton.split_keys import DecodeParts, num_splits
+from slipstream.kernels.triton.split_keys import MAX_PARTS, DecodeParts, num_splits
 from slipstream.kernels.weights import Quantized
 from slipstream.spec.autotune_table import NO_TILES, Measured, TileTable
 from slipstream.spec.model import ClampedSwiglu
@@ -79,7 +80,9 @@ def test_attention(data, extra, dtype):
         kv = dataclasses.replace(kv, v=by_dim(kv.v))
     ops = data.draw(st.sampled_from([OURS, TritonOps(deterministic=True)]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slipstream.kernels.triton.attention.num_extra_parts", lambda *_: extra)
+        patch.setattr("slipstream.kernels.triton.split_keys.PARTS_PER_SM", {1: extra, 2: extra})
+        patch.setattr("slipstream.kernels.triton.split_keys.LEAST_KEYS", 16)
+        patch.setattr("slipstream.kernels.triton.split_keys.FEW_SEQUENCES", data.draw(st.sampled_from([0, 1, 4])))
         ours = ops.attention(step.q, kv, step.meta, AttentionParams(**options))
     theirs = REFERENCE.attention(step.q, kv, step.meta, AttentionParams(**options))
     assert ours.isfinite().all()
@@ -699,36 +702,50 @@ def test_sampling(case):
 @given(
     lens=st.lists(st.integers(0, 300) | st.integers(0, 40_000), min_size=1, max_size=12),
     extra=st.integers(1, 70),
+    splits=st.sampled_from([0, 0, 1, 4]),
     window=st.none() | st.integers(1, 3000),
 )
-def test_parts_of_decodes(lens, extra, window):
+def test_parts_of_decodes(lens, extra, splits, window):
     """They cover the keys that a decode sees, once; of several sequences none is much longer than a fair share."""
     step = AttentionMetadata.uniform(len(lens), 1, 1, block_size=16)
-    meta = dataclasses.replace(step, seq_lens=torch.tensor([*lens], dtype=torch.int32))
-    found = DecodeParts.of(meta, window, extra, 16)
-    assert DecodeParts.of(meta, window, extra, 16) is found
-    assert DecodeParts.of(dataclasses.replace(meta), window, extra, 16) is not found
-    parts = [x for x in found.parts.tolist() if x[0] >= 0]
-    assert found.parts.tolist()[: len(parts)] == parts
+    meta = dataclasses.replace(step, seq_lens=torch.tensor(lens, dtype=torch.int32))
+    found = DecodeParts.find(meta, window, 3, 16, extra, splits)
+    records = found.parts.tolist()
+    parts = [x for x in records if x[0] >= 0]
+    assert records[: len(parts)] == parts
+    assert [x[0] for x in parts[: len(lens)]] == list(range(len(lens)))
     low = [max(0, n - window) // 16 * 16 if window else 0 for n in lens]
-    fair = max(32, -(-sum(n - x for n, x in zip(lens, low, strict=True)) // extra))
-    split, slots = [], []
+    extra = min(extra, len(lens) * (MAX_PARTS - 1))
+    fair = max(128, -(-sum(n - x for n, x in zip(lens, low, strict=True)) // extra))
+    num_slots = 0
     for seq, length in enumerate(lens):
         own = [x for x in parts if x[0] == seq]
         assert [x[1] for x in own] == [low[seq], *[x[2] for x in own[:-1]]]
         assert own[-1][2] == length
-        assert all(begin % 16 == 0 and (begin < end or length == 0) for _, begin, end, _ in own)
-        assert len(own) == found.max_parts or all(end - begin < 2 * fair + 16 for _, begin, end, _ in own)
-        if len(own) > 1:
-            split.append([seq, own[0][3], len(own)])
-            slots += [x[3] for x in own]
-        else:
+        assert all(begin % 16 == 0 or begin == length for _, begin, *_ in own)
+        assert [x[5] for x in own] == [len(own)] * len(own)
+        if splits:
+            assert [x[3] for x in own] == (list(range(splits)) if splits > 1 else [-1])
+            continue
+        assert length == 0 or all(begin < end for _, begin, end, *_ in own)
+        assert len(own) == MAX_PARTS or all(end - begin < 2 * fair + 16 for _, begin, end, *_ in own)
+        if len(own) == 1:
             assert own[0][3] == -1
-    assert slots == list(range(len(slots)))
-    assert len(slots) <= found.num_slots
-    known = found.split.tolist()
-    assert known[: len(split)] == split
-    assert all(x[0] == -1 for x in known[len(split) :])
+            continue
+        assert [x[3:5] for x in own] == [[num_slots + i, num_slots] for i in range(len(own))]
+        num_slots += len(own)
+    assert num_slots <= len(found.arrived)
+    assert found.arrived.shape[1] == 3
+    assert not found.arrived.any()
+
+
+def test_parts_are_found_once_a_step():
+    meta = AttentionMetadata.uniform(9, 1, 300, block_size=16)
+    find = functools.partial(DecodeParts.of, window=None, programs_each=2, block_n=16, num_processors=8, cached=2)
+    assert find(meta) is find(meta)
+    assert find(meta) is not find(dataclasses.replace(meta))
+    assert len(find(meta).parts) == 9 + 48
+    assert find(AttentionMetadata.uniform(2, 1, 300, block_size=16)).splits == 8
 
 
 def test_splits_fill_the_chip_and_no_more():

@@ -31,10 +31,10 @@ from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.split_keys import (
     CTAS_PER_SM,
+    MAX_PARTS,
     DecodeParts,
     combine,
-    combine_decodes,
-    num_extra_parts,
+    merge_parts,
     num_splits,
     scratch,
 )
@@ -123,14 +123,15 @@ def _to_dtype(x, kind: tl.constexpr):
     return x.to(kind)
 
 
-@triton.jit(do_not_specialize=["window", "table_stride", "reach"])
+@triton.jit(do_not_specialize=["window", "table_stride", "reach", "num_seqs", "splits"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, table_ptr, lens_ptr, parts_ptr, slopes_ptr, bias_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr, scale, softcap, window, table_stride, reach,
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, table_ptr, lens_ptr, parts_ptr, arrived_ptr, slopes_ptr,
+    bias_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window, table_stride, reach, num_seqs, splits,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_TILES: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    BLOCK_G: tl.constexpr, MERGED_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, PDL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, MAX_PARTS: tl.constexpr,
+    FUSED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One thread block computes BLOCK_G query heads of one kv head, for one part of a sequence's keys (`DecodeParts`).
 
@@ -139,13 +140,20 @@ def _decode_kernel(
     registers."""
     if PDL:
         pdl_wait()
-    part = parts_ptr + tl.program_id(0) * 4
-    seq, begin, end, scratch_slot = tl.load(part), tl.load(part + 1), tl.load(part + 2), tl.load(part + 3)
+    # Heads vary fastest, so that those without a part come last: among others they would leave some multiprocessors more work.
+    tile, seq = tl.program_id(0), tl.program_id(1)
+    part, begin = parts_ptr + seq * 8, 0 * seq
+    end, slot = tl.load(part + 2), tl.load(part + 3)
+    is_first = seq < num_seqs  # then nothing waits for the numbers above
+    if seq >= num_seqs:
+        seq, begin = tl.load(part), tl.load(part + 1)
     if seq < 0:
         return
-    head = tl.program_id(1) // HEAD_TILES
+    head = tile // HEAD_TILES
     length = tl.load(lens_ptr + seq)
-    gs, ds = tl.program_id(1) % HEAD_TILES * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    if HAS_WINDOW:
+        begin = tl.where(is_first, tl.maximum(0, length - window) // BLOCK_N * BLOCK_N, begin)
+    gs, ds = tile % HEAD_TILES * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     heads = head * G + gs
 
     offset = (seq * (K * G) + heads)[None, :] * D + ds[:, None]
@@ -161,10 +169,7 @@ def _decode_kernel(
     m_i = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_G,), tl.float32)
     if HAS_SINKS:  # counted once, in the first part
-        low = 0
-        if HAS_WINDOW:
-            low = tl.maximum(0, length - window) // BLOCK_N * BLOCK_N
-        is_first = (begin == low) & (begin < end)
+        is_first = is_first & (begin < end)
         m_i = tl.where(is_first, tl.load(sinks_ptr + heads, mask=gs < G, other=0.0).to(tl.float32) * LOG2E, m_i)
         l_i = tl.where(is_first, 1.0, l_i)
     acc = tl.zeros((BLOCK_D, BLOCK_G), tl.float32)
@@ -172,14 +177,14 @@ def _decode_kernel(
     for start in range(begin, end, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         inside = at < end
-        block, slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, True)
+        block, at_slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, True)
         base = (block * K + head) * (BLOCK_SIZE * D)
         # Loads are not masked by `inside`: the cache holds finite numbers only, and keys beyond the end get weight 0.
-        k = _load_tile(k_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D)
+        k = _load_tile(k_ptr + (base + at_slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D)
         if BY_DIM:
-            v = _load_tile(v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None], (ds < D)[:, None], BLOCK_D == D)
+            v = _load_tile(v_ptr + (base + at_slot)[None, :] + (ds * BLOCK_SIZE)[:, None], (ds < D)[:, None], BLOCK_D == D)
         else:
-            v = tl.trans(_load_tile(v_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D))
+            v = tl.trans(_load_tile(v_ptr + (base + at_slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D))
         s = tl.dot(_to_dtype(k, q.dtype), q, input_precision="ieee")
         away = (length - 1 - at)[:, None]
         head_mask = (gs < G)[None, :]
@@ -198,12 +203,22 @@ def _decode_kernel(
         acc = acc * tl.load(v_scale_ptr + head)
     empty = l_i == 0.0
     acc = acc / tl.where(empty, 1.0, l_i)[None, :]
-    if scratch_slot < 0:
+    if slot < 0:
         tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=live)
     else:
-        at = scratch_slot * (K * G) + heads
-        tl.store(lse_ptr + at, m_i + tl.log2(l_i), mask=gs < G)
-        tl.store(partial_ptr + at[None, :] * D + ds[:, None], acc, mask=live)
+        place = slot * (K * G) + heads
+        if not FUSED:
+            place = (seq * (K * G) + heads) * splits + slot
+        tl.store(lse_ptr + place, tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i))), mask=gs < G)
+        tl.store(partial_ptr + place[None, :] * D + ds[:, None], acc, mask=live)
+        if FUSED:
+            first, num = tl.load(part + 4), tl.load(part + 5)
+            arrived = arrived_ptr + first * (K * HEAD_TILES) + tile
+            tl.debug_barrier()
+            if tl.atomic_add(arrived, 1, sem="acq_rel") == num - 1:
+                tl.store(arrived, 0)
+                ms = tile % HEAD_TILES * BLOCK_G + tl.arange(0, MERGED_G)
+                merge_parts(partial_ptr, lse_ptr, out_ptr, first, num, seq, head * G + ms, ms < G, K * G, D, BLOCK_D, MAX_PARTS)
 
 
 @triton.jit(do_not_specialize=["window", "table_stride", "reach", "splits"])
@@ -430,14 +445,18 @@ def paged_attention(
         block_n, warps, stages = decode_tile or (16, 1, 6 if deep and not wide_key else 3)
         options = dict(BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags, **pdl_options(q))
         if shared is None:
-            extra = num_extra_parts(num_kv_heads * head_tiles, processors)
-            parts = DecodeParts.of(meta, s.window, extra, block_n)
-            partial, lse = scratch(parts.num_slots, q, head_dim, 1)
-            _decode_kernel[(len(parts.parts), num_kv_heads * head_tiles)](
-                q, kv.k, kv.v, out, partial, lse, meta.block_table, meta.seq_lens, parts.parts, *head_tensors, *scalars,
-                CAUSAL=True, HEAD_TILES=head_tiles, BLOCK_G=block_g, **options,
+            cached, programs_each = kv.k.element_size(), num_kv_heads * head_tiles
+            parts = DecodeParts.of(meta, s.window, programs_each, block_n, num_processors=processors, cached=min(cached, 2))
+            num_slots = (num_decodes, parts.splits) if parts.splits else (len(parts.arrived), 1)
+            partial, lse = scratch(num_slots[0], q, head_dim, num_slots[1])
+            _decode_kernel[(programs_each, len(parts.parts))](
+                q, kv.k, kv.v, out, partial, lse, meta.block_table, meta.seq_lens, parts.parts, parts.arrived,
+                *head_tensors, *scalars, num_decodes, parts.splits, CAUSAL=True, HEAD_TILES=head_tiles, BLOCK_G=block_g,
+                MERGED_G=min(block_g, triton.next_power_of_2(shape["G"])), MAX_PARTS=MAX_PARTS, FUSED=not parts.splits,
+                **options,
             )  # fmt: skip
-            combine_decodes(partial, lse, out, parts)
+            if parts.splits > 1:
+                combine(partial, lse, out[:num_decodes], parts.splits)
         else:
             splits = num_splits(programs, meta.max_seq_len, block_n, processors, SHARED_CTAS_PER_SM)
             partial, lse = scratch(num_decodes, q, head_dim, splits) if splits > 1 else (out, out)

@@ -514,4 +514,4 @@ def prefill(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: AttentionParams,
 
 def num_parts(num_programs: int, num_processors: int) -> int:
     """Parts that the keys of query tiles are split into, so that the chip has work for each thread block once."""
-    return max(1, min(MAX_PARTS.value, num_processors // num_programs))
+    return max(1, min(int(MAX_PARTS.value), num_processors // num_programs))

@@ -2,7 +2,8 @@
 fill the chip.
 
 A thread block computes some queries over a *part* of their keys. It writes their outputs and, in units of log 2, the logarithm
-of their softmax sums. A second kernel adds the parts of each query in a fixed order, weighted by these sums.
+of their softmax sums. The parts of each query are added in a fixed order, weighted by these sums: of more than a few decodes
+by the thread block that ends last, and otherwise by a second kernel.
 
 Decodes of different lengths get parts of about the same length (`DecodeParts`): a thread block that walks along 8,000 keys
 alone would keep all others waiting. The parts of a step are the same in all layers of a kind, and are found once."""
@@ -21,9 +22,14 @@ from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
 MAX_SPLITS = 64
 CTAS_PER_SM = 4
-"""Decode thread blocks wanted per multiprocessor, beyond one of each kv head of a sequence."""
-FEW_SEQUENCES = 8
-"""With more, a sequence has at most half of MAX_SPLITS parts."""
+"""Decode thread blocks wanted per multiprocessor; with more, sequences are not split."""
+PARTS_PER_SM = {1: 16, 2: 12}
+"""Thread blocks of decodes' parts per multiprocessor, beyond those of the sequences' first parts, by the bytes of a cached
+number. One that converts numbers waits longer, so more of them share a multiprocessor."""
+MAX_PARTS, LEAST_KEYS = 32, 128
+"""Parts of a decode's keys, and keys of a part. The thread block that ends last merges them alone, some keys' time for each."""
+FEW_SEQUENCES = 4
+"""Up to so many decodes are split into equal numbers of parts, which a kernel of their own merges: there are many."""
 
 
 def num_splits(
@@ -36,89 +42,131 @@ def num_splits(
     return 1 << (splits.bit_length() - 1)
 
 
-def num_extra_parts(programs_each: int, num_processors: int) -> int:
-    """How many parts there may be beyond one a sequence, each of which takes `programs_each` thread blocks."""
-    return max(1, CTAS_PER_SM * num_processors // programs_each)
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeParts:
-    """The parts of a step's decodes. A whole sequence is one part."""
+    """The parts of a step's decodes: first the first part of each sequence, behind them all others. A whole sequence is one
+    part.
 
-    parts: Tensor  # int32 [P, 4]: sequence, −1 where there is no part; first and end key; slot in the scratch, −1 if whole
-    split: Tensor  # int32 [N, 3]: sequences with several parts, then −1; their first slots; their numbers of parts
-    max_parts: int  # of a sequence
-    num_slots: int  # of the scratch, [slots, H]
+    The scratch is [slots, H], a sequence's slots one behind another; of few sequences it is [T, H, splits] (`scratch`)."""
 
-    @classmethod
-    def of(cls, meta: AttentionMetadata, window: int | None, num_extra: int, block_n: int) -> DecodeParts:
-        """Of `meta`'s decodes, in tiles of `block_n` keys. Made once for all layers of a step."""
-        key = (cls, window, num_extra, block_n)
-        return meta.once(key, lambda: cls._find(meta.seq_lens, meta.num_decodes, window, num_extra, block_n))
+    # int32 [P, 8]: sequence, −1 where there is no part; first and end key; slot, −1 of a whole sequence, or of few sequences
+    # the place among their parts; the sequence's first slot; its number of parts
+    parts: Tensor
+    arrived: Tensor  # int32 [slots, programs_each]: at a sequence's first slot, its parts that are done. 0 between kernels
+    splits: int  # of each of few sequences; else 0
 
     @classmethod
-    def _find(cls, seq_lens: Tensor, num_seqs: int, window: int | None, num_extra: int, block_n: int) -> DecodeParts:
-        max_parts = MAX_SPLITS if num_seqs <= FEW_SEQUENCES else MAX_SPLITS // 2
-        parts = seq_lens.new_empty(num_seqs + num_extra, 4)
-        split = seq_lens.new_empty(min(num_seqs, max(1, num_extra // 2)), 3)
+    def of(
+        cls, meta: AttentionMetadata, window: int | None, programs_each: int, block_n: int, *, num_processors: int, cached: int
+    ) -> DecodeParts:
+        """Of `meta`'s decodes, in tiles of `block_n` keys, each part being computed by `programs_each` thread blocks. `cached`:
+        bytes of a cached number. Made once for all layers of a step."""
+        num_extra = max(1, PARTS_PER_SM[cached] * num_processors // programs_each)
+        splits = num_splits(meta.num_decodes * programs_each, meta.max_seq_len, block_n, num_processors)
+        if meta.num_decodes > FEW_SEQUENCES:
+            splits = 0
+        key = (cls, window, programs_each, block_n, num_extra, splits)
+        return meta.once(key, lambda: cls.find(meta, window, programs_each, block_n, num_extra, splits))
+
+    @classmethod
+    def find(
+        cls, meta: AttentionMetadata, window: int | None, programs_each: int, block_n: int, num_extra: int, splits: int
+    ) -> DecodeParts:
+        """Without `splits`, `num_extra` is how many parts there may be beyond the first ones."""
+        num_seqs, lens = meta.num_decodes, meta.seq_lens
+        num_slots = 1
+        if splits:
+            num_extra = num_seqs * (splits - 1)
+        else:
+            num_slots = num_extra = min(num_extra, num_seqs * (MAX_PARTS - 1))
+        parts, arrived = lens.new_empty(num_seqs + num_extra, 8), lens.new_empty(num_slots, programs_each)
         _find_parts_kernel[(1,)](
-            seq_lens, parts, split, num_seqs, window or 0, num_extra, max_parts, len(split),
+            lens, parts, arrived, num_seqs, window or 0, num_extra, arrived.numel(), splits,
             BLOCK=128 if num_seqs <= 128 else max(1024, triton.next_power_of_2(num_seqs)),
-            BLOCK_EXTRA=triton.next_power_of_2(num_extra), BLOCK_N=block_n, HAS_WINDOW=window is not None,
+            BLOCK_N=block_n, MAX=MAX_PARTS, LEAST=LEAST_KEYS, HAS_WINDOW=window is not None,
         )  # fmt: skip
-        return cls(parts, split, max_parts, num_extra)
+        return cls(parts, arrived, splits)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "window", "num_extra", "max_parts", "most_split"])
+@triton.jit(do_not_specialize=["num_seqs", "window", "num_extra", "num_arrived", "splits"])
 def _find_parts_kernel(
-    lens_ptr, parts_ptr, split_ptr, num_seqs, window, num_extra, max_parts, most_split,
-    BLOCK: tl.constexpr, BLOCK_EXTRA: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    lens_ptr, parts_ptr, arrived_ptr, num_seqs, window, num_extra, num_arrived, splits,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """`DecodeParts`. Of L keys in all a part of a split sequence has at least L / num_extra. So there are at most num_extra
-    such parts, of at most half as many sequences."""
+    """`DecodeParts`. Without `splits` a part of a split sequence has at least L / num_extra of the L keys of all, so there are
+    at most num_extra such parts."""
     seqs = tl.arange(0, BLOCK)
     live = seqs < num_seqs
     lens = tl.load(lens_ptr + seqs, mask=live, other=0)
     low = tl.zeros((BLOCK,), tl.int32)
     if HAS_WINDOW:
         low = tl.maximum(0, lens - window) // BLOCK_N * BLOCK_N
-    least = tl.maximum(tl.cdiv(tl.sum(lens - low, 0), num_extra), 2 * BLOCK_N)
+    least = tl.maximum(tl.cdiv(tl.sum(lens - low, 0), tl.maximum(num_extra, 1)), LEAST)
     tiles = tl.cdiv(lens - low, BLOCK_N)
-    each = tl.cdiv(tiles, tl.maximum(tl.minimum((lens - low) // least, max_parts), 1))  # tiles of a part
-    num = tl.where(live, tl.maximum(tl.cdiv(tiles, tl.maximum(each, 1)), 1), 0)
-    first = tl.cumsum(num, 0) - num
+    each = tl.cdiv(tiles, tl.maximum(tl.minimum((lens - low) // least, MAX), 1))  # tiles of a part
+    num = tl.maximum(tl.cdiv(tiles, tl.maximum(each, 1)), 1)
+    if splits > 0:
+        each = tl.cdiv(tiles, splits)
+        num = tl.zeros((BLOCK,), tl.int32) + splits
+    num = tl.where(live, num, 0)
     in_slots = tl.where(num > 1, num, 0)
     slot = tl.cumsum(in_slots, 0) - in_slots
+    behind = tl.where(live, num - 1, 0)
+    others = num_seqs + tl.cumsum(behind, 0) - num  # where other parts begin, less one
     for part in range(tl.max(num, 0)):
-        begin = low + part * each * BLOCK_N
-        at = parts_ptr + (first + part) * 4
+        begin = tl.minimum(low + part * each * BLOCK_N, lens)
+        at = parts_ptr + tl.where(part == 0, seqs, others + part) * 8
         exists = part < num
         tl.store(at, seqs, mask=exists)
         tl.store(at + 1, begin, mask=exists)
         tl.store(at + 2, tl.minimum(begin + each * BLOCK_N, lens), mask=exists)
-        tl.store(at + 3, tl.where(num > 1, slot + part, -1), mask=exists)
-    extra = tl.arange(0, BLOCK_EXTRA)
-    behind = tl.sum(num, 0) + extra
-    tl.store(parts_ptr + behind * 4, tl.full((BLOCK_EXTRA,), -1, tl.int32), mask=behind < num_seqs + num_extra)
-    is_split = (num > 1).to(tl.int32)
-    at = split_ptr + (tl.cumsum(is_split, 0) - is_split) * 3
-    tl.store(at, seqs, mask=num > 1)
-    tl.store(at + 1, slot, mask=num > 1)
-    tl.store(at + 2, num, mask=num > 1)
-    behind = tl.sum(is_split, 0) + extra
-    tl.store(split_ptr + behind * 3, tl.full((BLOCK_EXTRA,), -1, tl.int32), mask=behind < most_split)
+        tl.store(at + 3, tl.where(num == 1, -1, tl.where(splits > 0, part, slot + part)), mask=exists)
+        tl.store(at + 4, slot, mask=exists)
+        tl.store(at + 5, num, mask=exists)
+    total = tl.sum(num, 0)
+    for begin in range(total, num_seqs + num_extra, BLOCK):
+        at = parts_ptr + (begin + seqs) * 8
+        tl.store(at, tl.full((BLOCK,), -1, tl.int32), mask=begin + seqs < num_seqs + num_extra)
+    for begin in range(0, num_arrived, BLOCK):
+        tl.store(arrived_ptr + begin + seqs, tl.zeros((BLOCK,), tl.int32), mask=begin + seqs < num_arrived)
+
+
+@triton.jit
+def merge_parts(
+    partial_ptr, lse_ptr, out_ptr, first, num, row, heads, live,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MAX: tl.constexpr,
+):  # fmt: skip
+    """Merge parts `first` … `first` + num of these query heads into row `row` of `out`. The scratch is [slots, H], and other
+    thread blocks wrote to it."""
+    ds, ss = tl.arange(0, BLOCK_D), tl.arange(0, MAX)
+    at = (first + ss)[:, None] * H + heads[None, :]
+    mask = (ss < num)[:, None] & live[None, :]
+    lse = tl.load(lse_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    m_i = tl.where(live, tl.max(lse, 0), 0.0)  # finite: no part is empty
+    l_i = tl.where(live, tl.sum(tl.exp2(lse - m_i[None, :]), 0), 1.0)
+    acc = tl.zeros((heads.shape[0], BLOCK_D), tl.float32)
+    EACH: tl.constexpr = max(1, 16 // heads.shape[0])  # parts that are loaded at once: more registers would cost thread blocks
+    for begin in range(0, num, EACH):
+        these = begin + tl.arange(0, EACH)
+        exists = (these < num)[:, None] & live[None, :]
+        rows = (first + these)[:, None] * H + heads[None, :]
+        weights = tl.exp2(tl.load(lse_ptr + rows, mask=exists, other=float("-inf"), cache_modifier=".cg") - m_i[None, :])
+        numbers = partial_ptr + rows[:, :, None] * D + ds[None, None, :]
+        inside = exists[:, :, None] & (ds < D)[None, None, :]
+        acc += tl.sum(tl.load(numbers, mask=inside, other=0.0, cache_modifier=".cg") * weights[:, :, None], 0)
+    offset = (row * H + heads)[:, None] * D + ds[None, :]
+    out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offset, out, mask=live[:, None] & (ds < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
-    partial_ptr, lse_ptr, which_ptr, out_ptr, splits,
+    partial_ptr, lse_ptr, counts_ptr, out_ptr, splits,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    COUNTED: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
+    COUNTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of BLOCK_G query heads of a kv head. Empty parts are skipped.
-
-    A token's parts are `splits`. COUNTED: `which` [T, K] has their number, 0 for what is in `out` already. LISTED: `which` is
-    `DecodeParts.split`, and the scratch is [slots, H] instead of [T, H, splits]."""
+    """Merge the parts of BLOCK_G query heads of a kv head. Empty parts are skipped. COUNTED: `counts` [T, K] has their number,
+    0 for what is in `out` already; else all have `splits`."""
     if PDL:
         pdl_wait()
     TILES: tl.constexpr = (G + BLOCK_G - 1) // BLOCK_G
@@ -126,18 +174,11 @@ def _combine_kernel(
     gs, ds, ss = tl.program_id(1) % TILES * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     heads = head * G + gs
     num = splits
-    if LISTED:
-        entry = which_ptr + token * 3
-        token, num = tl.load(entry), tl.load(entry + 2)
-        if token < 0:
+    if COUNTED:
+        num = tl.load(counts_ptr + token * K + head)
+        if num == 0:
             return
-        at = (tl.load(entry + 1) + ss)[None, :] * (K * G) + heads[:, None]
-    else:
-        if COUNTED:
-            num = tl.load(which_ptr + token * K + head)
-            if num == 0:
-                return
-        at = (token * (K * G) + heads)[:, None] * splits + ss[None, :]
+    at = (token * (K * G) + heads)[:, None] * splits + ss[None, :]
     lse = tl.load(lse_ptr + at, mask=(ss < num)[None, :] & (gs < G)[:, None], other=float("-inf"))
     m_i = tl.max(lse, 1)[:, None]
     weights = tl.where(lse == float("-inf"), 0.0, tl.exp2(lse - tl.where(m_i == float("-inf"), 0.0, m_i)))
@@ -162,7 +203,7 @@ def combine(partial: Tensor, lse: Tensor, out: Tensor, splits: int, counts: Tens
     `counts` int32 [T, K]: how many parts each token's heads of a kv head have, 0 for what is in `out` already. None: all have
     `splits`."""
     num_tokens, num_heads, dim = out.shape
-    options = dict(D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), LISTED=False, num_warps=4, **pdl_options(out))
+    options = dict(D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), num_warps=4, **pdl_options(out))
     if counts is None:
         _combine_kernel[(num_tokens, num_heads)](
             partial, lse, lse, out, splits, K=num_heads, G=1, BLOCK_G=1, BLOCK_S=MAX_SPLITS, COUNTED=False, **options
@@ -175,14 +216,3 @@ def combine(partial: Tensor, lse: Tensor, out: Tensor, splits: int, counts: Tens
     _combine_kernel[(num_tokens, num_kv_heads * triton.cdiv(group, block_g))](
         partial, lse, counts, out, splits, K=num_kv_heads, G=group, BLOCK_G=block_g, BLOCK_S=block_s, COUNTED=True, **options
     )
-
-
-def combine_decodes(partial: Tensor, lse: Tensor, out: Tensor, parts: DecodeParts) -> None:
-    """`scratch`'s of `parts.num_slots` tokens → the rows of `out` [T, H, D], contiguous, of sequences that are split."""
-    _, num_heads, dim = out.shape
-    block_g = MAX_SPLITS // parts.max_parts
-    _combine_kernel[(len(parts.split), triton.cdiv(num_heads, block_g))](
-        partial, lse, parts.split, out, 1, K=1, G=num_heads, D=dim, BLOCK_G=block_g,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_S=parts.max_parts, COUNTED=False, LISTED=True, num_warps=4,
-        **pdl_options(out),
-    )  # fmt: skip
