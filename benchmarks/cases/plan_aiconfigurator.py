@@ -22,8 +22,8 @@ from slipstream.bench.report import print_table
 from slipstream.plan.traffic import mean_lengths, parse_workload
 
 USERS = {"1024": 1024, "256": 256, "64": 64}
-RATES = {"p40": 40.0, "p90": 90.0}
-COUNTS = {"p40": 800, "p90": 1200, "1024": 2000, "256": 768, "64": 256}
+RATES = {"poisson-40": 40.0, "poisson-90": 90.0}
+COUNTS = {"poisson-40": 800, "poisson-90": 1200, "1024": 2000, "256": 768, "64": 256}
 FIGURES = {"ttft": r"TTFT:\s+([\d.,]+) ms", "tpot": r"TPOT:\s+([\d.,]+) ms", "throughput": r"tokens/s:\s+([\d.,]+)"}
 LATENCY = r"Request Latency:\s+([\d.,]+) ms"
 ROUNDS = 4

@@ -3,7 +3,7 @@
     python benchmarks/plan.py --study prediction             # ten loads of SmolLM2 on this CPU
     python benchmarks/plan.py --study prediction --held-out --config llama-3-8b --quantization fp8 --kv-cache-dtype fp8 \
         --num-loads 6 --max-load-s 7 --least-s 0.25 --rounds 1    # on a GPU
-    python benchmarks/plan.py --study prediction --record    # the recorded loads of results/online.json, on an H200
+    python benchmarks/plan.py --study prediction --record    # recorded loads over HTTP, on an H200
 
 A load has lengths, and a rate or a number of users, drawn by `--seed`. Each is measured through `AsyncLLM`, between two
 measurements of the table of steps in the same minutes, since a shared machine's speed changes; the prediction is that of the
@@ -208,33 +208,35 @@ def mean_ratio(before: list[MeasuredStep], after: list[MeasuredStep]) -> float:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """The last server of the record: five loads, TTFT and TPOT at the median."""
-    server = json.loads((common.RESULTS / "online.json").read_text())["servers"]
+    """The recorded loads over HTTP: TTFT and TPOT at the median."""
     path = common.CONFIGS / "llama-3-8b"
     args = EngineArgs(model=str(path), quantization="fp8", kv_cache_dtype="fp8", enable_prefix_caching=False, max_num_seqs=1024)
     engine = plan_engine(args, read_spec(Path(path)), find_device("h200")).simulated
     sharegpt, fixed = parse_workload("sharegpt"), parse_workload("fixed:512/128")
     loads = {
-        "p40": sharegpt.at_rate(40, 800),
-        "p90": sharegpt.at_rate(90, 1200),
+        "poisson-40": sharegpt.at_rate(40, 800),
+        "poisson-90": sharegpt.at_rate(90, 1200),
         "1024": sharegpt.traffic(ClosedLoop(concurrency=1024), 2000),
         "256": fixed.traffic(ClosedLoop(concurrency=256), 768),
         "64": sharegpt.traffic(ClosedLoop(concurrency=64), 256),
     }
     rows = []
-    for name, traffic in loads.items():
-        runs = [s["loads"][name][-1] for s in server if name in s["loads"]]
-        last = runs[-1]  # of the latest server that ran it
-        measured = {"tpot": last["tpot_ms"][0] / 1e3, "ttft": last["ttft_ms"][0] / 1e3, "throughput": last["tok_s"]}
-        summary = simulate(engine, traffic).summary
+    for row in json.loads((common.RESULTS / RECORDED).read_text())["rows"]:
+        if row["load"] not in loads:
+            continue
+        of_load = row["results"]
+        measured = {name: of_load[f"{name}_s"]["p50"] for name in ("tpot", "ttft")}
+        measured["throughput"] = of_load["output_throughput"]
+        summary = simulate(engine, loads[row["load"]]).summary
         assert summary.ttft_s is not None
         assert summary.tpot_s is not None
         found = {"tpot": summary.tpot_s.p50, "ttft": summary.ttft_s.p50, "throughput": summary.output_throughput}
-        rows.append({"load": name, "measured": measured, "predicted": found, "errors": errors(found, measured)})
+        rows.append({"load": row["load"], "measured": measured, "predicted": found, "errors": errors(found, measured)})
     return rows
 
 
 RECORD = "prediction"
+RECORDED = "online_split_keys_all.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
