@@ -14,6 +14,10 @@ from torch.nn import functional as F
 from slipstream import LLM, SamplingParams
 from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
 from slipstream.kernels import native
+from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.cpu_torch import CpuOps
+from slipstream.kernels.ops import OpSet
+from slipstream.kernels.triton import TritonOps
 from slipstream.spec.description import read_spec
 from slipstream.spec.head_readers import read_head
 from slipstream.spec.scheme import SCHEMES
@@ -211,6 +215,16 @@ def test_eight_bits_of_a_head_by_rows(tmp_path):
     assert (scheme(None, 16), scheme(None, 48), scheme("none", 48)) == (SCHEMES["fp8"], None, None)
     with pytest.raises(ConfigError, match=r"'fp8' needs outputs in multiples of 48, and fc\.weight has 32"):
         scheme("fp8", 48)
+
+
+def test_op_sets_say_what_eight_bits_need(tmp_path, monkeypatch):
+    cpu = torch.device("cpu")
+    assert [ops.eight_bits(cpu) for ops in (NativeOps(), CpuOps(), TritonOps())] == ["int8", None, None]
+    assert (OpSet.output_multiple, TritonOps.output_multiple) == (1, 16)
+    monkeypatch.setattr(CpuOps, "output_multiple", 48)
+    setup = Setup(tmp_path, "eagle3")
+    with pytest.raises(ConfigError, match=r"'int8' needs outputs in multiples of 48"):
+        setup.llm(config={**setup.config, "quantization": "int8"}, kernels="torch")
 
 
 # --- The answers ------------------------------------------------------------------------------------------------------
