@@ -252,6 +252,18 @@ def test_what_a_graph_can_not_catch_up_on_runs_op_by_op(models, monkeypatch, kin
     assert len(seen) > 3
 
 
+@KINDS
+def test_a_chain_ahead_is_forgotten_where_drafts_rest(models, kind):
+    """Behind a step without drafts, tokens are as many as the chain was made for, and not those that it went on from."""
+    drafts_at = lambda running: bool(running) and len(running[0].token_ids) % 5 > 0
+    given = (models, kind, PROMPTS[:3], (60, 31, 90))
+    expected, drafts, _, _ = proposals(*given, graphs=True, ahead=False, chosen=drafts_at)
+    found, same, count, _ = proposals(*given, graphs=True, chosen=drafts_at)
+    assert count > 0
+    assert found == expected
+    assert same == drafts
+
+
 @pytest.mark.parametrize(("kind", "enable_prefix_caching"), [("head", True), ("draft", True), ("draft", False)])
 def test_preempted_requests_and_shared_prefixes(models, kind, enable_prefix_caching):
     """What begins with another's prompt, joins while others draft, or is preempted and computed anew: the same answers, and
