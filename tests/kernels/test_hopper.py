@@ -44,11 +44,11 @@ from slipstream.kernels.triton import hopper
 hopper._prefill_kernel = Compiled(hopper._prefill_kernel)
 hopper.platform_of = lambda _: types.SimpleNamespace(multiprocessors=132)
 kind, dim = getattr(torch, sys.argv[1]), int(sys.argv[2])
-meta = AttentionMetadata.uniform(2, 300, 400, block_size=16)
+meta = AttentionMetadata.uniform(2, int(sys.argv[3]), 400, block_size=16)
 k, v = (torch.zeros(51, 8, 16, dim, dtype=kind) for _ in range(2))
 scales = [torch.ones(8), torch.ones(8)]
 kv = LayerKV(k, v) if kind.itemsize == 2 else LayerKV(k, by_dim(v), *scales)
-q = torch.zeros(600, 32, dim, dtype=torch.bfloat16)
+q = torch.zeros(2 * int(sys.argv[3]), 32, dim, dtype=torch.bfloat16)
 hopper.prefill(q, kv, meta, AttentionParams(scale=0.1), torch.empty_like(q), first_seq=0)
 print(json.dumps([hopper._prefill_kernel.grid, hopper._prefill_kernel.binary.asm["sass"]]))
 """
