@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from slipstream.errors import ConfigError
 from slipstream.kernels.blocks import BlockRows
 from slipstream.kernels.cpu import CpuOps, NativeOps
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, SharedPrefixes, by_dim
+from slipstream.kernels.metadata import LayerKV, SamplingTensors, SharedPrefixes, by_dim
 from slipstream.kernels.ops import AttentionParams, MLAParams, QKVLayout
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.reference import (
@@ -33,7 +32,6 @@ from slipstream.kernels.triton.int4_groupwise import dequantize_int4, int4_gemv,
 from slipstream.kernels.triton.linear import INT4_DENSE_TOKENS, gemm, gemv, skinny_gemm
 from slipstream.kernels.triton.pointwise import rows_per_program
 from slipstream.kernels.triton.split_k import Scratch
-from slipstream.kernels.triton.split_keys import MAX_PARTS, DecodeParts, num_splits
 from slipstream.kernels.weights import Quantized
 from slipstream.spec.autotune_table import NO_TILES, Measured, TileTable
 from slipstream.spec.model import ClampedSwiglu
@@ -80,7 +78,7 @@ def test_attention(data, extra, dtype):
         kv = dataclasses.replace(kv, v=by_dim(kv.v))
     ops = data.draw(st.sampled_from([OURS, TritonOps(deterministic=True)]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slipstream.kernels.triton.split_keys.PARTS_PER_SM", {1: extra, 2: extra})
+        patch.setattr("slipstream.kernels.triton.split_keys.PARTS_PER_SM", extra)
         patch.setattr("slipstream.kernels.triton.split_keys.LEAST_KEYS", 16)
         patch.setattr("slipstream.kernels.triton.split_keys.FEW_SEQUENCES", data.draw(st.sampled_from([0, 1, 4])))
         ours = ops.attention(step.q, kv, step.meta, AttentionParams(**options))
@@ -719,62 +717,6 @@ def test_sampling(case):
         slack = 1e-5 * float(running[i, -1])
         assert running[i, token] >= u[i] - slack
         assert running[i, token] - kept[i, token] <= u[i] + slack
-
-
-@settings(QUICK, max_examples=60)
-@given(
-    lens=st.lists(st.integers(0, 300) | st.integers(0, 40_000), min_size=1, max_size=12),
-    extra=st.integers(1, 70),
-    splits=st.sampled_from([0, 0, 1, 4]),
-    window=st.none() | st.integers(1, 3000),
-)
-def test_parts_of_decodes(lens, extra, splits, window):
-    """They cover the keys that a decode sees, once; of several sequences none is much longer than a fair share."""
-    step = AttentionMetadata.uniform(len(lens), 1, 1, block_size=16)
-    meta = dataclasses.replace(step, seq_lens=torch.tensor(lens, dtype=torch.int32))
-    found = DecodeParts.find(meta, window, 3, 16, extra, splits)
-    records = found.parts.tolist()
-    parts = [x for x in records if x[0] >= 0]
-    assert records[: len(parts)] == parts
-    assert [x[0] for x in parts[: len(lens)]] == list(range(len(lens)))
-    low = [max(0, n - window) // 16 * 16 if window else 0 for n in lens]
-    extra = min(extra, len(lens) * (MAX_PARTS - 1))
-    fair = max(128, -(-sum(n - x for n, x in zip(lens, low, strict=True)) // extra))
-    num_slots = 0
-    for seq, length in enumerate(lens):
-        own = [x for x in parts if x[0] == seq]
-        assert [x[1] for x in own] == [low[seq], *[x[2] for x in own[:-1]]]
-        assert own[-1][2] == length
-        assert all(begin % 16 == 0 or begin == length for _, begin, *_ in own)
-        assert [x[5] for x in own] == [len(own)] * len(own)
-        if splits:
-            assert [x[3] for x in own] == (list(range(splits)) if splits > 1 else [-1])
-            continue
-        assert length == 0 or all(begin < end for _, begin, end, *_ in own)
-        assert len(own) == MAX_PARTS or all(end - begin < 2 * fair + 16 for _, begin, end, *_ in own)
-        if len(own) == 1:
-            assert own[0][3] == -1
-            continue
-        assert [x[3:5] for x in own] == [[num_slots + i, num_slots] for i in range(len(own))]
-        num_slots += len(own)
-    assert num_slots <= len(found.arrived)
-    assert found.arrived.shape[1] == 3
-    assert not found.arrived.any()
-
-
-def test_parts_are_found_once_a_step():
-    meta = AttentionMetadata.uniform(9, 1, 300, block_size=16)
-    find = functools.partial(DecodeParts.of, window=None, programs_each=2, block_n=16, num_processors=8, cached=2)
-    assert find(meta) is find(meta)
-    assert find(meta) is not find(dataclasses.replace(meta))
-    assert len(find(meta).parts) == 9 + 48
-    assert find(AttentionMetadata.uniform(2, 1, 300, block_size=16)).splits == 8
-
-
-def test_splits_fill_the_chip_and_no_more():
-    assert num_splits(8, 8192, 64, 132) == 64
-    assert num_splits(8, 100, 64, 132) == 1
-    assert num_splits(8192, 8192, 64, 132) == 1
 
 
 @pytest.mark.parametrize(("num_rows", "vocab"), [(1, 5), (3, 200), (2, 1000), (70, 150)])

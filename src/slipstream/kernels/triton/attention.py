@@ -445,10 +445,9 @@ def paged_attention(
         block_n, warps, stages = decode_tile or (16, 1, 6 if deep and not wide_key else 3)
         options = dict(BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags, **pdl_options(q))
         if shared is None:
-            cached, programs_each = kv.k.element_size(), num_kv_heads * head_tiles
-            parts = DecodeParts.of(meta, s.window, programs_each, block_n, num_processors=processors, cached=min(cached, 2))
-            num_slots = (num_decodes, parts.splits) if parts.splits else (len(parts.arrived), 1)
-            partial, lse = scratch(num_slots[0], q, head_dim, num_slots[1])
+            programs_each = num_kv_heads * head_tiles
+            parts = DecodeParts.of(meta, s.window, programs_each, block_n, processors)
+            partial, lse = scratch(num_decodes if parts.splits else len(parts.arrived), q, head_dim, max(1, parts.splits))
             _decode_kernel[(programs_each, len(parts.parts))](
                 q, kv.k, kv.v, out, partial, lse, meta.block_table, meta.seq_lens, parts.parts, parts.arrived,
                 *head_tensors, *scalars, num_decodes, parts.splits, CAUSAL=True, HEAD_TILES=head_tiles, BLOCK_G=block_g,

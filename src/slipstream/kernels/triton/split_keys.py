@@ -23,9 +23,8 @@ from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 MAX_SPLITS = 64
 CTAS_PER_SM = 4
 """Decode thread blocks wanted per multiprocessor; with more, sequences are not split."""
-PARTS_PER_SM = {1: 16, 2: 12}
-"""Thread blocks of decodes' parts per multiprocessor, beyond those of the sequences' first parts, by the bytes of a cached
-number. One that converts numbers waits longer, so more of them share a multiprocessor."""
+PARTS_PER_SM = 16
+"""Thread blocks of decodes' parts per multiprocessor, beyond those of the sequences' first parts."""
 MAX_PARTS, LEAST_KEYS = 32, 128
 """Parts of a decode's keys, and keys of a part. The thread block that ends last merges them alone, some keys' time for each."""
 FEW_SEQUENCES = 4
@@ -57,11 +56,11 @@ class DecodeParts:
 
     @classmethod
     def of(
-        cls, meta: AttentionMetadata, window: int | None, programs_each: int, block_n: int, *, num_processors: int, cached: int
+        cls, meta: AttentionMetadata, window: int | None, programs_each: int, block_n: int, num_processors: int
     ) -> DecodeParts:
-        """Of `meta`'s decodes, in tiles of `block_n` keys, each part being computed by `programs_each` thread blocks. `cached`:
-        bytes of a cached number. Made once for all layers of a step."""
-        num_extra = max(1, PARTS_PER_SM[cached] * num_processors // programs_each)
+        """Of `meta`'s decodes, in tiles of `block_n` keys, each part being computed by `programs_each` thread blocks. Made once
+        for all layers of a step."""
+        num_extra = max(1, PARTS_PER_SM * num_processors // programs_each)
         splits = num_splits(meta.num_decodes * programs_each, meta.max_seq_len, block_n, num_processors)
         if meta.num_decodes > FEW_SEQUENCES:
             splits = 0
