@@ -368,7 +368,7 @@ class Scheduler:
 
     def _admit_fitting(self, step: StepBuilder, now: float, passed: list[Request]) -> None:
         """`passed`: those that were passed by; they are off the heap."""
-        scheduling, num_own = self.scheduling, len(self.kv.own)
+        scheduling = self.scheduling
         adapters = {r.spec.lora.id for r in self.requests.running if r.spec.lora is not None} if self._max_adapters else set()
         while step.budget > 0 and len(self.requests.running) < scheduling.max_num_seqs:
             request = self.requests.waiting.first()
@@ -396,31 +396,16 @@ class Scheduler:
             count = min(wanted, step.budget - encoded) if encoded else self._prompt_tokens(step, request, computed, wanted)
             if count <= 0 or (count < wanted and not scheduling.enable_chunked_prefill):
                 return
-            num_held = len(request.blocks[0] if holds else cached[0] if cached else ())
-            copies = request.needs_copy
-            need = (self.kv.blocks_for(computed + count) - num_held + copies) * num_own + self.kv.blocks_for(encoded)
-            revived = sum(self.pool.ref_counts[b] == 0 for table in cached for b in table)
-            if need + revived + spare > self.pool.num_free:
+            if not self._has_room(request, cached, computed + count, encoded, spare):
                 if not self.requests.running and self.requests.drop_held():
                     continue
                 return
             self.requests.waiting.pop()
             for other in passed:
                 other.num_overtaken += 1
-            if cached:
-                self.kv.adopt(request, cached)
-                request.num_registered = num_held
-            if self.tiers is not None:
-                self.tiers.let_go(request)
-            request.num_computed_tokens = computed
-            if request.num_preemptions == 0 and request.spec.parent is None:
-                request.num_cached_tokens = min(computed, request.num_prompt_tokens)
-                if self.cache.enable_prefix_caching:
-                    self._prefix_queries += request.num_prompt_tokens
-                    self._prefix_hits += request.num_cached_tokens
             if lora is not None:
                 adapters.add(lora.id)
-            self.requests.admit(request)
+            self._start(request, cached, computed)
             if encoded:
                 self.kv.allocate_encoder(request, encoded)
                 step.encoding.add(request)
@@ -428,6 +413,29 @@ class Scheduler:
             taken = self.kv.allocate(step, request, computed + count)
             assert taken, "blocks were counted before"
             self._advance(step, request, count)
+
+    def _has_room(self, request: Request, cached: list[list[int]], num_tokens: int, encoded: int, spare: int) -> bool:
+        """Whether there are blocks for `num_tokens` of a request that waits, and for an encoder's text, so that `spare` stay
+        free. `cached`: the blocks of its prefix, by group."""
+        num_held = len(request.blocks[0] or (cached[0] if cached else ()))
+        own = (self.kv.blocks_for(num_tokens) - num_held + request.needs_copy) * len(self.kv.own)
+        revived = sum(self.pool.ref_counts[b] == 0 for table in cached for b in table)
+        return own + self.kv.blocks_for(encoded) + revived + spare <= self.pool.num_free
+
+    def _start(self, request: Request, cached: list[list[int]], computed: int) -> None:
+        """Run a request from this step on. Its first `computed` tokens are in blocks that it holds, or in the `cached` ones."""
+        if cached:
+            self.kv.adopt(request, cached)
+            request.num_registered = len(cached[0])
+        if self.tiers is not None:
+            self.tiers.let_go(request)
+        request.num_computed_tokens = computed
+        if request.num_preemptions == 0 and request.spec.parent is None:
+            request.num_cached_tokens = min(computed, request.num_prompt_tokens)
+            if self.cache.enable_prefix_caching:
+                self._prefix_queries += request.num_prompt_tokens
+                self._prefix_hits += request.num_cached_tokens
+        self.requests.admit(request)
 
     def _advance(self, step: StepBuilder, request: Request, count: int, forced: tuple[int, ...] = ()) -> None:
         """Put `count` tokens of the request into the step, the last of them `forced`. It holds the blocks for them."""
@@ -446,18 +454,17 @@ class Scheduler:
         elif num_sampled:
             request.num_pending += num_sampled + len(forced)
             request.drafts = ()
+            room = min(len(request.blocks[self.kv.own[0]]) * self.kv.block_size, request.end - 1)
+            has_grammar = request.spec.sampling.structured_outputs is not None
+            request.decodes_until = room if num_sampled == 1 and not has_grammar else 0
             request.verifies_until = 0
             if num_sampled > 1:
                 step.drafts[request] = request.num_pending_drafts = num_sampled - 1
                 step.room_for_drafts -= num_sampled - 1
-                if not (is_beam or forced or self.kv.windows or request.spec.sampling.structured_outputs is not None):
-                    room = len(request.blocks[self.kv.own[0]]) * self.kv.block_size
-                    request.verifies_until = min(room, request.end - 1)
+                if not (forced or has_grammar or self.kv.windows):
+                    request.verifies_until = room
             elif forced:
                 step.forced[request] = forced
-            room = len(request.blocks[self.kv.own[0]]) * self.kv.block_size
-            is_plain = num_sampled == 1 and request.spec.sampling.structured_outputs is None
-            request.decodes_until = min(room, request.end - 1) if is_plain else 0
         if computed < request.num_prompt_tokens:
             if request.account is not None and not request.num_preemptions:
                 request.account.charge(min(end, request.num_prompt_tokens) - computed)
