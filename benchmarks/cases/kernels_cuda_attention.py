@@ -47,8 +47,12 @@ EVERY_CHIP = {("bf16", 64): (128, 32, 4, 3), ("fp8", 64): (128, 64, 4, 2), ("bf1
 EVERY_CHIP |= {("bf16", 128): (128, 32, 4, 3), ("fp8", 128): (128, 64, 4, 2), ("fp8", 256): (64, 32, 8, 2)}
 
 
-def step(lengths: list[int], context: int, kv_heads: int, dim: int, kind: str) -> tuple[LayerKV, AttentionMetadata]:
-    per = [-(-(n + context) // BLOCK_SIZE) for n in lengths]
+def step(
+    lengths: list[int], contexts: list[int], kv_heads: int, dim: int, kind: str
+) -> tuple[LayerKV, AttentionMetadata]:
+    """The cache and the metadata of sequences with `lengths` new tokens behind `contexts`; if each has one they are decodes."""
+    ends = [n + context for n, context in zip(lengths, contexts, strict=True)]
+    per = [-(-n // BLOCK_SIZE) for n in ends]
     blocks = (torch.randperm(sum(per), device="cuda") + 1).to(torch.int32).split(per)
     table = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True)
     k, v = (torch.randn(sum(per) + 1, kv_heads, BLOCK_SIZE, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -59,9 +63,9 @@ def step(lengths: list[int], context: int, kv_heads: int, dim: int, kind: str) -
     nothing = torch.zeros(0, dtype=torch.int64, device="cuda")
     starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
     meta = AttentionMetadata(
-        query_start_loc=starts, seq_lens=torch.tensor(lengths, dtype=torch.int32, device="cuda") + context,
-        block_table=table, positions=nothing, slot_mapping=nothing, num_decodes=0, max_query_len=max(lengths),
-        max_seq_len=max(lengths) + context,
+        query_start_loc=starts, seq_lens=torch.tensor(ends, dtype=torch.int32, device="cuda"), block_table=table,
+        positions=nothing, slot_mapping=nothing, num_decodes=len(lengths) if max(lengths) == 1 else 0,
+        max_query_len=max(lengths), max_seq_len=max(ends),
     )  # fmt: skip
     return kv, meta
 
@@ -87,7 +91,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         flops = sum(4 * dim * heads * (n * context + n * (n + 1) // 2) for n in lengths)
         q = torch.randn(sum(lengths), heads, dim, device="cuda", dtype=torch.bfloat16)
         for kind in ("bf16", "fp8"):
-            kv, meta = step(lengths, context, kv_heads, dim, kind)
+            kv, meta = step(lengths, [context] * len(lengths), kv_heads, dim, kind)
             call = partial(paged_attention, q, kv, meta, AttentionParams(scale=dim**-0.5))
             measure(case, f"{kind} every chip", flops, partial(call, prefill_tile=EVERY_CHIP[kind, dim]))
             measure(case, f"{kind} Hopper", flops, call)

@@ -20,15 +20,14 @@ from torch import Tensor
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
-MAX_SPLITS = 64
-CTAS_PER_SM = 4
-"""Decode thread blocks wanted per multiprocessor; with more, sequences are not split."""
+MAX_SPLITS, CTAS_PER_SM = 64, 4
+"""Equal parts of a sequence, and the thread blocks wanted per multiprocessor; with more, sequences are not split."""
 PARTS_PER_SM = 16
 """Thread blocks of decodes' parts per multiprocessor, beyond those of the sequences' first parts."""
 MAX_PARTS, LEAST_KEYS = 32, 128
-"""Parts of a decode's keys, and keys of a part. The thread block that ends last merges them alone, some keys' time for each."""
+"""The most parts of a decode's keys, and the fewest keys of a part. The thread block that ends last merges them alone."""
 FEW_SEQUENCES = 4
-"""Up to so many decodes are split into equal numbers of parts, which a kernel of their own merges: there are many."""
+"""Up to so many decodes have equal numbers of parts. These are many, so a kernel of their own merges them."""
 
 
 def num_splits(
