@@ -61,9 +61,9 @@ def eagle(
     num_fc_norms: int = 3,
     **changes: Any,
 ) -> dict[str, Tensor]:
-    """An EAGLE-3 head for a model of 6 layers; its tensors by the authors' names, without the layer's prefix. With `masks` one
-    of P-EAGLE, of two layers. `fc_norm`, `norm_before_fc` and `norm_output` are changes of the config. `wrapped`: the names of
-    all tensors but the output head's begin with `model.`."""
+    """An EAGLE-3 head for a model of 6 layers; its tensors by the authors' names, without the layer's prefix. The file lacks
+    those that `drop` names. With `masks` one of P-EAGLE, of two layers. `fc_norm`, `norm_before_fc` and `norm_output` are
+    changes of the config. `wrapped`: the names of all tensors but the output head's begin with `model.`."""
     g = torch.Generator().manual_seed(seed)
     sizes = {**SHAPE, **sizes}
     e = sizes["hidden_size"]
@@ -99,7 +99,7 @@ def eagle(
     write(
         path,
         {**config, **changes},
-        {n: t for n, t in tensors.items() if n != drop},
+        {n: t for n, t in tensors.items() if n not in drop.split()},
         "layers.0." if speculators else "midlayer.",
         "model." if wrapped else "",
     )
@@ -182,10 +182,11 @@ def medusa(
     seed: int = 0,
     converted: bool = False,
     num_heads: int = 3,
+    shared: bool = False,
     sizes: Mapping[str, int] = SHAPE,
     **changes: Any,
 ) -> dict[str, Tensor]:
-    """Medusa heads with two residual blocks each."""
+    """Medusa heads with two residual blocks each. `shared`: they have the model's output head."""
     g, e = torch.Generator().manual_seed(seed), sizes["hidden_size"]
     tensors = {}
     for i in range(num_heads):
@@ -193,7 +194,8 @@ def medusa(
             name = f"blocks.{i}.layers.{j}" if converted else f"{i}.{j}.linear"
             tensors[f"{name}.weight"] = torch.randn(e, e, generator=g) * 0.3
             tensors[f"{name}.bias"] = torch.randn(e, generator=g) * 0.3
-        tensors[f"lm_heads.{i}.weight" if converted else f"{i}.2.weight"] = torch.randn(VOCAB, e, generator=g) * 0.3
+        if not shared:
+            tensors[f"lm_heads.{i}.weight" if converted else f"{i}.2.weight"] = torch.randn(VOCAB, e, generator=g) * 0.3
     config = {
         "model_type": "medusa",
         "num_heads": num_heads,
@@ -203,6 +205,7 @@ def medusa(
     }
     if not converted:
         config = {"medusa_num_heads": num_heads, "medusa_num_layers": 2, "base_model_name_or_path": "tiny"}
+    changes |= {"original_lm_head": True} if shared else {}
     write(path, {**config, **changes}, tensors, "")
     return tensors
 

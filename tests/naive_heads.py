@@ -131,12 +131,19 @@ def dflash(setup, hidden, tokens, count):
 def medusa(setup, hidden, tokens, count):
     t, drafts = setup.tensors, []
     for i in range(count):
-        x = hidden[-1][-1]
-        for j in range(2):
-            name = f"blocks.{i}.layers.{j}" if setup.kind == "converted" else f"{i}.{j}.linear"
-            x = x + F.silu(x @ t[f"{name}.weight"].T + t[f"{name}.bias"])
-        drafts.append(int((t[f"lm_heads.{i}.weight" if setup.kind == "converted" else f"{i}.2.weight"] @ x).argmax()))
+        head = t.get(f"lm_heads.{i}.weight" if setup.kind == "converted" else f"{i}.2.weight")
+        head = setup.model.get_output_embeddings().weight if head is None else head
+        drafts.append(int((head @ medusa_states(setup, hidden[-1][-1], i)).argmax()))
     return drafts
+
+
+def medusa_states(setup, x, place):
+    """What the blocks of a place make of the model's states [..., E]."""
+    t = setup.tensors
+    for j in range(2):
+        name = f"blocks.{place}.layers.{j}" if setup.kind == "converted" else f"{place}.{j}.linear"
+        x = x + F.silu(x @ t[f"{name}.weight"].T + t[f"{name}.bias"])
+    return x
 
 
 def mtp(setup, hidden, tokens, count):

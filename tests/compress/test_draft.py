@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 
@@ -113,9 +114,16 @@ def test_it_begins_with_the_model(path):
         norms = torch.cat([start[f"{name}.weight"] for name in normed.aux_norms])
         assert norms.unflatten(0, (-1, 32)).mean(-1).tolist() == [1, 2]
     medusa = medusa_for(model.spec, 2)
-    net, states = MedusaNet(medusa, medusa_start(medusa), rows), torch.randn(1, 4, 32)
-    for place, hidden in enumerate(net(torch.zeros(1, 4, dtype=torch.int64), states, 2)):
-        torch.testing.assert_close(net.logits(hidden, place), states @ rows.T)
+    for changes in ({}, {"logit_scale": 0.25}, {"logit_scale": 0.5, "logit_softcap": 2.0}):
+        spec = dataclasses.replace(model.spec, **changes)
+        scaled = rows * spec.logit_scale
+        assert torch.equal(eagle_start(head, spec, values, rows, 0)["head.weight"], scaled)
+        net, states = MedusaNet(medusa, medusa_start(medusa), rows, spec), torch.randn(1, 4, 32)
+        expected = states @ scaled.T
+        if spec.logit_softcap is not None:
+            expected = 2 * (expected / 2).tanh()
+        for place, hidden in enumerate(net(torch.zeros(1, 4, dtype=torch.int64), states, 2)):
+            torch.testing.assert_close(net.logits(hidden, place), expected)
 
 
 def test_answers_that_no_batch_holds(path):

@@ -964,6 +964,18 @@ def test_blocks_for_the_next_drafts_are_for_drafters_that_go_ahead(ahead):
     assert len(blocks) * BLOCK == (12 if ahead else 8)
 
 
+def test_right_drafts_behind_the_end_do_not_count():
+    speculation = SpeculationConfig(method="draft", num_speculative_tokens=4)
+    scheduler = Scheduler(**config(speculation=speculation, num_blocks=40))
+    scheduler.add(request("a", range(3), max_tokens=40, eos_token_ids=(9,)))
+    prompt = scheduler.schedule()
+    scheduler.update(prompt, StepResult(prompt.step_id, [5]))
+    plan = scheduler.schedule()
+    (output,) = scheduler.update(plan, StepResult(plan.step_id, [6, 9, 7, 8], [4]))
+    assert (output.token_ids, output.finish_reason, output.stop_token_id) == ((6, 9), FinishReason.STOP, 9)
+    assert (output.num_drafted, output.num_accepted) == (4, 2)
+
+
 @pytest.mark.parametrize("most", [None, 4], ids=["auto", "4"])
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_answers_are_the_same_with_drafts(method, most):

@@ -14,19 +14,26 @@ from torch.nn import functional as F
 from slipstream import LLM, SamplingParams
 from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
 from slipstream.kernels import native
+from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.cpu_torch import CpuOps
+from slipstream.kernels.ops import OpSet
+from slipstream.kernels.triton import TritonOps
+from slipstream.model.draft_heads import target_ids
 from slipstream.spec.description import read_spec
 from slipstream.spec.head_readers import read_head
 from slipstream.spec.scheme import SCHEMES
 from slipstream.worker.host_chain import head_scheme
 from tests import draft_heads, tiny_models
 from tests.engine.test_speculation import PROMPTS, SETTINGS, SIZES, answers
-from tests.naive_heads import fused, naive_drafts
+from tests.naive_heads import fused, medusa_states, naive_drafts
 
 K = 3
 HEADS = {  # the method, and how a head is written
     **draft_heads.BY_KIND,
     "fc-norm": ("eagle3", lambda path: draft_heads.eagle(path, fc_norm=True)),
     "norm-output": ("eagle3", lambda path: draft_heads.eagle(path, norm_output=True, wrapped=True)),
+    "no-d2t": ("eagle3", lambda path: draft_heads.eagle(path, drop="d2t")),
+    "shared-medusa": ("medusa", lambda path: draft_heads.medusa(path, shared=True)),
     "eagle31-speculators": ("eagle3", lambda path: draft_heads.eagle31(path, speculators=True)),
     "peagle-joint-norm": ("peagle", lambda path: draft_heads.joint_norm(path, masks=True)),
     "peagle-fc-norm": ("peagle", lambda path: draft_heads.eagle31(path, masks=True)),
@@ -42,9 +49,9 @@ HEADS = {  # the method, and how a head is written
 class Setup:
     """A model, as transformers has it, and its head."""
 
-    def __init__(self, folder, kind):
-        self.family = family = {"mtp": "deepseek_v3"}.get(kind, "llama")
-        more = {"num_hidden_layers": 6} if family == "llama" else {}
+    def __init__(self, folder, kind, family="llama", **more):
+        self.family = family = {"mtp": "deepseek_v3"}.get(kind, family)
+        more |= {"num_hidden_layers": 6} if family == "llama" else {}
         self.path, self.kind = str(folder / "model"), kind
         self.model = tiny_models.build(folder / "model", family, **more)
         method, write = HEADS[kind]
@@ -155,6 +162,53 @@ def test_states_are_those_of_the_published_maths(tmp_path, kind, kernels, quanti
     assert compared > 200
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kernels", ["cpu", "torch"])
+@pytest.mark.parametrize(
+    ("kind", "family", "more"),
+    [
+        ("eagle", "cohere", {}),
+        ("eagle", "granite", {}),
+        ("eagle", "gemma2", {"final_logit_softcapping": 2.0}),
+        ("shared-medusa", "gemma2", {"final_logit_softcapping": 2.0}),
+        ("medusa", "cohere", {}),
+    ],
+)
+def test_drafts_are_drawn_from_the_models_logits(tmp_path, kind, family, more, kernels):
+    """An output head that is the model's scales and caps as the model does. A head's own does not."""
+    setup, given, found = Setup(tmp_path, kind, family, **more), [], []
+    config, rows = setup.model.config, setup.model.get_output_embeddings().weight
+    scale = {"cohere": 0.0625, "granite": 0.25, "gemma2": 1.0}[family]
+    assert scale == getattr(config, "logit_scale", 1 / getattr(config, "logits_scaling", 1.0))
+    with setup.llm(kernels=kernels, plain=True) as llm:
+        plain = [answers(llm, SETTINGS[name], PROMPTS[:4]) for name in ("greedy", "drawn")]
+    with setup.llm(kernels=kernels) as llm:
+        draft = llm.core.executor.runner.draft
+        write, sample = draft.write, draft.sample
+
+        def noted_write(hidden, sampled, rows, place=0):
+            given.append((torch.as_tensor(hidden).clone(), place))
+            write(hidden, sampled, rows, place)
+
+        def noted_sample(logits, params):
+            found.append(torch.as_tensor(logits).clone())
+            return sample(logits, params)
+
+        greedy = answers(llm, SETTINGS["greedy"], PROMPTS[:4])
+        draft.write, draft.sample = noted_write, noted_sample
+        assert [greedy, answers(llm, SETTINGS["drawn"], PROMPTS[:4])] == plain
+    assert len(found) == len(given) > 20
+    for (hidden, place), logits in zip(given, found, strict=True):
+        expected = hidden @ rows.T * scale
+        if kind == "shared-medusa":
+            expected = medusa_states(setup, hidden, place) @ rows.T
+        elif kind == "medusa":
+            expected = medusa_states(setup, hidden, place) @ setup.tensors[f"{place}.2.weight"].T
+        if more:
+            expected = 2.0 * (expected / 2.0).tanh()
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_chains_of_several_lengths_are_those_op_by_op(any_setup):
     """On a CPU greedy chains are programs (`worker.host_chain`). Here requests want different numbers of drafts, and a prompt's
     pairs come in the same step as a few of another's."""
@@ -211,6 +265,16 @@ def test_eight_bits_of_a_head_by_rows(tmp_path):
     assert (scheme(None, 16), scheme(None, 48), scheme("none", 48)) == (SCHEMES["fp8"], None, None)
     with pytest.raises(ConfigError, match=r"'fp8' needs outputs in multiples of 48, and fc\.weight has 32"):
         scheme("fp8", 48)
+
+
+def test_op_sets_say_what_eight_bits_need(tmp_path, monkeypatch):
+    cpu = torch.device("cpu")
+    assert [ops.eight_bits(cpu) for ops in (NativeOps(), CpuOps(), TritonOps())] == ["int8", None, None]
+    assert (OpSet.output_multiple, TritonOps.output_multiple) == (1, 16)
+    monkeypatch.setattr(CpuOps, "output_multiple", 48)
+    setup = Setup(tmp_path, "eagle3")
+    with pytest.raises(ConfigError, match=r"'int8' needs outputs in multiples of 48"):
+        setup.llm(config={**setup.config, "quantization": "int8"}, kernels="torch")
 
 
 # --- The answers ------------------------------------------------------------------------------------------------------
@@ -374,8 +438,8 @@ def test_other_heads_that_do_not_fit(tmp_path):
     refused(path, tmp_path / "medusa", "num_experts = 2", "medusa")
     draft_heads.medusa(tmp_path / "three")
     refused(path, tmp_path / "three", "guesses 3; lower it", "medusa", num_speculative_tokens=4)
-    draft_heads.eagle(tmp_path / "no-map", drop="d2t")
-    refused(path, tmp_path / "no-map", "lacks d2t")
+    draft_heads.eagle(tmp_path / "no-map", drop="d2t t2d")
+    refused(path, tmp_path / "no-map", "lacks d2t and t2d, one of which says what its 128 tokens are")
     refused(path, tmp_path / "model", "num_hidden_layers|eagle_aux")
     with pytest.raises(ConfigError, match="method 'mtp' is for safetensors checkpoints with layers that draft"):
         LLM(path, speculative_config={"method": "mtp"}, **SIZES)
@@ -383,6 +447,33 @@ def test_other_heads_that_do_not_fit(tmp_path):
         LLM(path, speculative_config={"method": "mtp", "model": path}, **SIZES)
     with pytest.raises(ConfigError, match="needs 'model', a text"):
         LLM(path, speculative_config={"method": "eagle3"}, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("maps", "message"),
+    [
+        ({"d2t": [0, 2, 2, 2], "t2d": [1, 0, 0, 1, 1, 0]}, "'t2d' must name 4 of 6 tokens"),
+        ({"t2d": [1, 0, 0, 1, 1, 0]}, "'t2d' must name 4 of 6 tokens"),
+        ({"t2d": [1, 0, 1, 1, 1]}, "'t2d' must name 4 of 6 tokens"),
+        ({"d2t": [0, 2, 2, 2], "t2d": [1, 1, 0, 0, 1, 1]}, "'t2d' says otherwise than 'd2t'"),
+        ({"d2t": [0, 2, 2, 3]}, "'d2t' names tokens beyond the model's 6, or some twice"),
+        ({"d2t": [0, 2, 1, 1]}, "'d2t' names tokens beyond the model's 6, or some twice"),
+        ({"d2t": [0, 2, 2]}, "'d2t' must be 4 whole numbers"),
+        ({"d2t": [0.0, 2.0, 2.0, 1.0]}, "'d2t' must be 4 whole numbers"),
+    ],
+)
+def test_maps_of_tokens_that_do_not_fit(maps, message):
+    spec: Any = SimpleNamespace(vocab_size=6, draft_vocab_size=4)
+    with pytest.raises(CheckpointError, match=message):
+        target_ids(spec, {name: np.array(x) for name, x in maps.items()})
+
+
+def test_maps_of_tokens():
+    spec: Any = SimpleNamespace(vocab_size=6, draft_vocab_size=4)
+    d2t, t2d = np.array([0, 2, 2, 2]), np.array([1, 0, 0, 1, 1, 1], bool)
+    assert target_ids(spec, {}) is None
+    for maps in ({"d2t": d2t}, {"t2d": t2d}, {"d2t": d2t, "t2d": t2d}):
+        assert target_ids(spec, maps).tolist() == [0, 3, 4, 5]
 
 
 @pytest.mark.parametrize(

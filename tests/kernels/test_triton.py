@@ -97,9 +97,9 @@ def with_shared_prefixes(data, step):
     begins, ends, shared = list(range(num)), list(range(1, num + 1)), [0] * num
     at = 0
     while at < num:
-        count = data.draw(st.integers(1, num - at))
+        count = num - at - data.draw(st.integers(0, num - at - 1))  # what is drawn most often shares most
         common = max(0, min(lens[at : at + count]) - 1) // size
-        blocks = data.draw(st.integers(0, common))
+        blocks = common - data.draw(st.integers(0, common))
         for i in range(at, at + count):
             begins[i], ends[i], shared[i] = at, at + count, blocks * size
             table[i, :blocks] = table[at, :blocks]
@@ -127,6 +127,29 @@ def test_attention_of_shared_prefixes(data, splits, dtype):
     assert ours.isfinite().all()
     tolerance = 1e-4 if dtype is None else 1e-2
     torch.testing.assert_close(ours[step.owned], theirs[step.owned], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("members", [2, 32])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("block_size", "tile"), [(16, (16, 1, 1)), (16, (32, 1, 1)), (4, (32, 1, 1)), (32, (16, 1, 1))])
+def test_attention_of_groups_that_share_blocks(monkeypatch, block_size, tile, splits, members):
+    """Tiles of one block, of several, and of a part of one; prefixes that end within a tile and at its end. `members`: of a
+    group, that a thread block computes."""
+    lens, groups = (97, 116, 129, 5, 72, 69), ((0, 3, 96), (3, 4, 0), (4, 6, 64))
+    if block_size == 16:
+        lens, groups = (49, 68, 81, 5, 72, 69), ((0, 3, 48), (3, 4, 0), (4, 6, 64))
+    step = cases.step(cases.Shape(sequences=tuple((1, n - 1) for n in lens), block_size=block_size, seed=3))
+    table, per_seq = step.meta.block_table.clone(), []
+    for begin, end, shared in groups:
+        table[begin:end, : shared // block_size] = table[begin, : shared // block_size]
+        per_seq += [(begin, end, shared)] * (end - begin)
+    plain = dataclasses.replace(step.meta, block_table=table)
+    columns = [torch.tensor(x, dtype=torch.int32) for x in zip(*per_seq, strict=True)]
+    meta = dataclasses.replace(plain, shared=SharedPrefixes(*columns))
+    monkeypatch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
+    monkeypatch.setattr("slipstream.kernels.triton.attention.DECODE_ACC_SIZE", members * 2 * 16)
+    params = AttentionParams(scale=0.25)
+    close(paged_attention(step.q, step.kv, meta, params, decode_tile=tile), REFERENCE.attention(step.q, step.kv, plain, params))
 
 
 @QUICK

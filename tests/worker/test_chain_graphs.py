@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 
 import pytest
@@ -250,6 +251,34 @@ def test_what_a_graph_can_not_catch_up_on_runs_op_by_op(models, monkeypatch, kin
     assert found == expected
     assert same == drafts
     assert len(seen) > 3
+
+
+@KINDS
+def test_a_chain_ahead_is_forgotten_where_drafts_rest(models, kind):
+    """Behind a step without drafts, tokens are as many as the chain was made for, and not those that it went on from."""
+    drafts_at = lambda running: bool(running) and len(running[0].token_ids) % 5 > 0
+    given = (models, kind, PROMPTS[:3], (60, 31, 90))
+    expected, drafts, _, _ = proposals(*given, graphs=True, ahead=False, chosen=drafts_at)
+    found, same, count, _ = proposals(*given, graphs=True, chosen=drafts_at)
+    assert count > 0
+    assert found == expected
+    assert same == drafts
+
+
+@KINDS
+def test_drafts_that_no_graph_made_are_not_those_of_the_last_chain(models, monkeypatch, kind):
+    """A chain ahead finds out where it begins by the drafts that the chain before has kept. Here every other chain that is not
+    made ahead runs op by op."""
+    drafts_at = lambda running: bool(running) and len(running[0].token_ids) % 5 > 0
+    given = (models, kind, PROMPTS[:3], (60, 31, 90))
+    expected, drafts, _, _ = proposals(*given, graphs=False, chosen=drafts_at)
+    calls, covers = itertools.count(), ChainGraphs.covers
+    monkeypatch.setattr(Replayed, "covers", lambda graphs, drafted: next(calls) % 2 == 0 and covers(graphs, drafted))
+    found, same, count, _ = proposals(*given, graphs=True, chosen=drafts_at)
+    assert count > 0
+    assert next(calls) > 8
+    assert found == expected
+    assert same == drafts
 
 
 @pytest.mark.parametrize(("kind", "enable_prefix_caching"), [("head", True), ("draft", True), ("draft", False)])

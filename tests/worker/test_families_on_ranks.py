@@ -19,7 +19,8 @@ FORMS = {
     "ep": dict(expert_parallel_size=2),
     "tp+sp": dict(tensor_parallel_size=2, sequence_parallel=True),
 }
-FAST = [("qwen2", "tp"), ("gemma2", "pp"), ("qwen3_moe", "ep"), ("llama", "tp+sp")]
+FAST = [("qwen2", "tp"), ("granite", "tp"), ("gemma2", "pp"), ("qwen3_moe", "ep"), ("llama", "tp+sp")]
+"""Granite's layers add up over ranks where they scale a branch; the others do within the next norm."""
 ALL = [(family, form) for family in DECODERS for form in FORMS if form != "ep" or family in MIXTURES]
 ALL += [(family, "tp") for family in tiny_models.T5S]
 

@@ -463,6 +463,83 @@ def test_prompt_logprobs_of_a_mixed_step(tmp_path):
     assert found[1] == pytest.approx(found[0], abs=1e-4)
 
 
+class Recorder:
+    """Of a device with memory for `room` graphs."""
+
+    def __init__(self, room):
+        self.room, self.asked = room, 0
+
+    def capture(self, work, compiling):
+        self.asked += 1
+        if not self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.room -= 1
+        output = work()
+        return SimpleNamespace(replay=work), output
+
+
+@pytest.mark.parametrize("room", [0, 3])
+@pytest.mark.parametrize("idle", [True, False])
+def test_memory_that_runs_out_in_a_capture(tmp_path, caplog, room, idle):
+    """In an idle moment or in a step: it is told once, no more is captured, and all is answered as before."""
+    tiny_models.build(tmp_path, "llama")
+    given = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (3, 20, 70, 1, 33)]
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(given, sampling)]
+        llm.reset_prefix_cache()
+        runner = llm.core.executor.runner
+        runner.graphs = graphs = StepGraphs(runner.forwards, runner.kv, runner.rows, runner.config)
+        runner.forwards.add(graphs)
+        recorder = graphs._recorder = Recorder(room)
+        graphs._ahead = [(8, 64), (2, 0), (0, 32), (4, 0), (1, 0)]
+        while idle and runner.capture_next():
+            pass
+        for _ in range(2):
+            assert [o.outputs[0].token_ids for o in llm.generate(given, sampling)] == expected
+            llm.reset_prefix_cache()
+        assert not runner.capture_next()
+    assert recorder.asked == room + 1
+    assert len(graphs._captured) == room
+    told = [r.getMessage() for r in caplog.records if "no memory is left" in r.getMessage()]
+    assert told == [
+        f"no memory is left for more graphs than the {room} captured; for all of them lower gpu_memory_utilization, or "
+        "max_num_batched_tokens"
+    ]
+
+
+def test_without_memory_steps_run_in_larger_graphs(tmp_path, monkeypatch):
+    """Of those that are captured, even where a size of its own was wanted often."""
+    tiny_models.build(tmp_path, "llama")
+    with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}) as llm:
+        runner = llm.core.executor.runner
+        graphs = StepGraphs(runner.forwards, runner.kv, runner.rows, runner.config)
+        recorder = graphs._recorder = Recorder(2)
+        graphs._graph((32, 0)), graphs._graph((16, 192))
+
+        def sizes():
+            return graphs._size_for(17), graphs._mixed_size_for(7, 20)
+
+        def batch(num_decodes, *prompt):
+            decodes = [ScheduledRequest(str(i), 5, 1, 1) for i in range(num_decodes)]
+            return InputBatch(graphs.kv, StepPlan(1, (*decodes, *prompt)), None)
+
+        prompt = ScheduledRequest("a", 0, 150, 1)
+        batches = [batch(17), batch(0, prompt), batch(1), batch(17, prompt)]  # of the last two no graph has room, or too much
+        assert sizes() == (24, (8, 32))
+        assert [graphs.covers(x) for x in batches] == [None] * 4
+        assert not graphs._has_captured((24, 0))
+        assert sizes() == (32, (16, 192))
+        assert [graphs.covers(x) for x in batches] == [None, None, *2 * [module.NO_MEMORY]]
+        graphs._note_wanted((24, 0))
+        assert not graphs.capture_next()
+        assert recorder.asked == 3
+        graphs.forwards.decoder.partition = object()  # of ranks all would have to run out of memory at once
+        with pytest.raises(torch.OutOfMemoryError):
+            graphs._has_captured((8, 0))
+        graphs.forwards.decoder.partition = None
+
+
 def test_a_failed_capture_is_ended(monkeypatch):
     """Memory that runs out fails the step, and the steps behind it can run."""
     told = []

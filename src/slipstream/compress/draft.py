@@ -30,6 +30,7 @@ from slipstream.compress.training import in_bfloat16, parameter_groups, write_re
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.evals.states import States
+from slipstream.model.draft_heads import as_model
 from slipstream.model.save import new_folder, stored, write_config, write_tensors
 from slipstream.model.weights import load_parameters
 from slipstream.spec.description import ModelDescription
@@ -173,7 +174,7 @@ class HeadTraining:
             ).to(device)
         else:
             self.spec = medusa_for(spec, settings.num_places)
-            self.net = MedusaNet(self.spec, medusa_start(self.spec), self.rows.float()).to(device)
+            self.net = MedusaNet(self.spec, medusa_start(self.spec), self.rows.float(), spec).to(device)
         aux = () if isinstance(self.spec, MedusaSpec) else self.spec.aux_layers or ()
         args = EngineArgs(model=str(source.path), device=str(device))
         self.model: States | None = States(args, aux, context=longest, step_tokens=2 * settings.batch_tokens)
@@ -238,9 +239,7 @@ class HeadTraining:
         tokens = tokens.to(self.device)
         states = torch.nn.utils.rnn.pad_sequence(list(self.states(indices)), batch_first=True).to(self.device)
         final, rest = states[..., :e], states[..., e:]
-        wanted = torch.nn.functional.linear(final.to(self.rows.dtype), self.rows).float() * self.source.spec.logit_scale
-        if (cap := self.source.spec.logit_softcap) is not None:
-            wanted = (wanted / cap).tanh() * cap
+        wanted = as_model(torch.nn.functional.linear(final.to(self.rows.dtype), self.rows).float(), self.source.spec)
         following = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
         counted = answered.to(self.device) & (self.place[following] >= 0)
         return tokens, (rest if rest.shape[-1] else final).float(), final.float(), wanted, counted

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.kernels.positions import rope_table
+from slipstream.model.draft_heads import as_model
 from slipstream.model.sequences import register
 from slipstream.spec.draft_heads import LayeredSpec, MedusaSpec, default_aux_layers
 from slipstream.spec.families.builders import QKVLayout, attention
@@ -123,10 +124,10 @@ def along(
 class MedusaNet(nn.Module):
     """The blocks of heads that share the model's output head (Cai et al. 2024, "Medusa-1")."""
 
-    def __init__(self, spec: MedusaSpec, parameters: Mapping[str, Tensor], rows: Tensor) -> None:
-        """`rows`: of the model's output head, those of the tokens that training counts; they are not trained."""
+    def __init__(self, spec: MedusaSpec, parameters: Mapping[str, Tensor], rows: Tensor, model: ModelSpec) -> None:
+        """`rows`: of the output head of `model`, those of the tokens that training counts; they are not trained."""
         super().__init__()
-        self.spec = spec
+        self.spec, self.model = spec, model
         register(self, {f"head{name}": nn.Parameter(value) for name, value in parameters.items()})
         self.register_buffer("rows", rows, persistent=False)
 
@@ -142,7 +143,8 @@ class MedusaNet(nn.Module):
         return found
 
     def logits(self, hidden: Tensor, place: int) -> Tensor:
-        return F.linear(hidden, self.rows)  # type: ignore[arg-type]
+        logits: Tensor = as_model(F.linear(hidden, self.rows).float(), self.model)  # type: ignore[arg-type]
+        return logits
 
 
 def losses(
@@ -220,13 +222,13 @@ def eagle_start(
     head: LayeredSpec, spec: ModelSpec, model: Mapping[str, Tensor], rows: Tensor, seed: int
 ) -> dict[str, Tensor]:
     """Parameters to begin with: the highest state passes `fc` as it is (a norm in front of it is the model's last one), the
-    layer is the model's last where it has its shapes, and the output head the model's `rows` of the head's tokens. What reads
-    embeddings is random and small."""
+    layer is the model's last where it has its shapes, and the output head the model's `rows` of the head's tokens, which scale
+    as its logits do. What reads embeddings is random and small."""
     g = torch.Generator().manual_seed(seed)
     e, last = head.hidden_size, f"layers.{spec.num_layers - 1}."
     values = {n: torch.ones(s) if len(s) == 1 else torch.randn(s, generator=g) * 0.02 for n, s in head.shapes.items()}
     values["fc.weight"][:, -e:] += torch.eye(e)
-    values["head.weight"] = rows.float().cpu().clone()
+    values["head.weight"] = rows.float().cpu() * spec.logit_scale
     for name in ("attention.out.weight", "mlp.up.weight", "mlp.down.weight", "attention.qkv.weight"):
         own = model.get(f"{last}{name}")
         if own is None:

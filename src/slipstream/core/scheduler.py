@@ -33,13 +33,12 @@ Which blocks a request holds is `core/kv_cache_manager.py`'s.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
 
 from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.budget import Pace
+from slipstream.core.in_flight import StepsInFlight
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import check_length
 from slipstream.core.policy import make_policy
@@ -55,29 +54,11 @@ from slipstream.types import (
     EngineOutput,
     EngineRequest,
     FinishReason,
-    PooledVector,
-    PromptLogprobs,
-    RequestFailure,
-    SampledLogprobs,
-    SamplerState,
     ScheduledRequest,
     SharedPrefix,
     StepPlan,
     StepResult,
-    TokenOutput,
-    VectorOutput,
 )
-
-
-class InFlight(NamedTuple):
-    """A scheduled step: the requests that sample, their numbers of drafts, and the tokens that grammars forced."""
-
-    requests: Sequence[Request] = ()
-    drafts: Mapping[Request, int] = MappingProxyType({})
-    forced: Mapping[Request, tuple[int, ...]] = MappingProxyType({})
-
-
-NOTHING = InFlight()
 
 COPYING_S = 0.001
 """How often to look what has arrived from the tiers while there is nothing else to do."""
@@ -123,20 +104,17 @@ class Scheduler:
         self.tiers = self.kv.tiers
         self.policy = make_policy(scheduling)
         self._pace = None if scheduling.target_itl_ms is None else Pace(scheduling.target_itl_ms / 1e3, padded)
-        self.speculation = None if speculation is None else Speculation(speculation)
         self._drafts_ahead = drafts_ahead
         self._pipeline_steps = scheduling.pipeline_steps
         self._max_adapters = max_adapters  # of the requests that run
         self._whole_images = whole_images
         self._clock = clock
-        self.requests = RequestTable(self.kv, self.policy, self.speculation)
+        self.requests = RequestTable(self.kv, self.policy, None if speculation is None else Speculation(speculation))
+        self.in_flight = StepsInFlight(self.requests, self._pace, clock)
         self._outputs: list[EngineOutput] = []
         self.forced: Callable[[str, int], tuple[int, ...]] | None = None
         """For a request with a grammar and a number of pending tokens: the tokens that must follow."""
-        self._num_forced = 0
-        self._in_flight: dict[int, InFlight] = {}
         self._watermark = max(1, int(self.pool.num_usable * WATERMARK))
-        self._step_id = 0
         self._prefix_queries = self._prefix_hits = 0
 
     # --- Requests -----------------------------------------------------------------------------------------------------
@@ -160,9 +138,7 @@ class Scheduler:
 
     def fail_all(self, reason: FinishReason, error: str) -> list[EngineOutput]:
         """End everything, after a step failed. Results of steps in flight are not expected any more."""
-        self._in_flight.clear()
-        if self._pace is not None:
-            self._pace.forget_steps()
+        self.in_flight.forget()
         if self.tiers is not None:
             self.tiers.forget_offers()
         outputs = [self.requests.finish(request, reason, error) for request in list(self.requests.by_id.values())]
@@ -172,6 +148,10 @@ class Scheduler:
     @property
     def pool(self) -> BlockPool:
         return self.kv.pool
+
+    @property
+    def speculation(self) -> Speculation | None:
+        return self.requests.speculation
 
     @property
     def has_requests(self) -> bool:
@@ -215,8 +195,7 @@ class Scheduler:
         for request in self.tiers.take():
             if request.status is Status.LOADING:
                 self.requests.wait(request)
-        last_ended = min(self._in_flight, default=self._step_id + 1) - 1
-        self.tiers.store(last_ended, self._watermark if self.requests.by_id else 0, at_once)
+        self.tiers.store(self.in_flight.last_ended, self._watermark if self.requests.by_id else 0, at_once)
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
@@ -226,7 +205,7 @@ class Scheduler:
         self._outputs += self.requests.expire(now)
         self.tend()
         if self.speculation is not None:
-            if any(step.drafts for step in self._in_flight.values()):
+            if self.in_flight.has_drafts:
                 self.speculation.prepare(self.requests.running)
                 return None
             if self.speculation.choose(self.requests.running):
@@ -266,7 +245,7 @@ class Scheduler:
             if request.status is Status.RUNNING:
                 self._schedule_prompt(step, request)
         self._admit(step, now)
-        if not (step.scheduled or self._in_flight) and self.requests.make_way():
+        if not (step.scheduled or self.in_flight.by_id) and self.requests.make_way():
             self._admit(step, now)
         return self._plan(step, now) if step.scheduled else None
 
@@ -389,7 +368,7 @@ class Scheduler:
 
     def _admit_fitting(self, step: StepBuilder, now: float, passed: list[Request]) -> None:
         """`passed`: those that were passed by; they are off the heap."""
-        scheduling, num_own = self.scheduling, len(self.kv.own)
+        scheduling = self.scheduling
         adapters = {r.spec.lora.id for r in self.requests.running if r.spec.lora is not None} if self._max_adapters else set()
         while step.budget > 0 and len(self.requests.running) < scheduling.max_num_seqs:
             request = self.requests.waiting.first()
@@ -417,31 +396,16 @@ class Scheduler:
             count = min(wanted, step.budget - encoded) if encoded else self._prompt_tokens(step, request, computed, wanted)
             if count <= 0 or (count < wanted and not scheduling.enable_chunked_prefill):
                 return
-            num_held = len(request.blocks[0] if holds else cached[0] if cached else ())
-            copies = request.needs_copy
-            need = (self.kv.blocks_for(computed + count) - num_held + copies) * num_own + self.kv.blocks_for(encoded)
-            revived = sum(self.pool.ref_counts[b] == 0 for table in cached for b in table)
-            if need + revived + spare > self.pool.num_free:
+            if not self._has_room(request, cached, computed + count, encoded, spare):
                 if not self.requests.running and self.requests.drop_held():
                     continue
                 return
             self.requests.waiting.pop()
             for other in passed:
                 other.num_overtaken += 1
-            if cached:
-                self.kv.adopt(request, cached)
-                request.num_registered = num_held
-            if self.tiers is not None:
-                self.tiers.let_go(request)
-            request.num_computed_tokens = computed
-            if request.num_preemptions == 0 and request.spec.parent is None:
-                request.num_cached_tokens = min(computed, request.num_prompt_tokens)
-                if self.cache.enable_prefix_caching:
-                    self._prefix_queries += request.num_prompt_tokens
-                    self._prefix_hits += request.num_cached_tokens
             if lora is not None:
                 adapters.add(lora.id)
-            self.requests.admit(request)
+            self._start(request, cached, computed)
             if encoded:
                 self.kv.allocate_encoder(request, encoded)
                 step.encoding.add(request)
@@ -449,6 +413,29 @@ class Scheduler:
             taken = self.kv.allocate(step, request, computed + count)
             assert taken, "blocks were counted before"
             self._advance(step, request, count)
+
+    def _has_room(self, request: Request, cached: list[list[int]], num_tokens: int, encoded: int, spare: int) -> bool:
+        """Whether there are blocks for `num_tokens` of a request that waits, and for an encoder's text, so that `spare` stay
+        free. `cached`: the blocks of its prefix, by group."""
+        num_held = len(request.blocks[0] or (cached[0] if cached else ()))
+        own = (self.kv.blocks_for(num_tokens) - num_held + request.needs_copy) * len(self.kv.own)
+        revived = sum(self.pool.ref_counts[b] == 0 for table in cached for b in table)
+        return own + self.kv.blocks_for(encoded) + revived + spare <= self.pool.num_free
+
+    def _start(self, request: Request, cached: list[list[int]], computed: int) -> None:
+        """Run a request from this step on. Its first `computed` tokens are in blocks that it holds, or in the `cached` ones."""
+        if cached:
+            self.kv.adopt(request, cached)
+            request.num_registered = len(cached[0])
+        if self.tiers is not None:
+            self.tiers.let_go(request)
+        request.num_computed_tokens = computed
+        if request.num_preemptions == 0 and request.spec.parent is None:
+            request.num_cached_tokens = min(computed, request.num_prompt_tokens)
+            if self.cache.enable_prefix_caching:
+                self._prefix_queries += request.num_prompt_tokens
+                self._prefix_hits += request.num_cached_tokens
+        self.requests.admit(request)
 
     def _advance(self, step: StepBuilder, request: Request, count: int, forced: tuple[int, ...] = ()) -> None:
         """Put `count` tokens of the request into the step, the last of them `forced`. It holds the blocks for them."""
@@ -467,131 +454,38 @@ class Scheduler:
         elif num_sampled:
             request.num_pending += num_sampled + len(forced)
             request.drafts = ()
+            room = min(len(request.blocks[self.kv.own[0]]) * self.kv.block_size, request.end - 1)
+            has_grammar = request.spec.sampling.structured_outputs is not None
+            request.decodes_until = room if num_sampled == 1 and not has_grammar else 0
             request.verifies_until = 0
             if num_sampled > 1:
                 step.drafts[request] = request.num_pending_drafts = num_sampled - 1
                 step.room_for_drafts -= num_sampled - 1
-                if not (is_beam or forced or self.kv.windows or request.spec.sampling.structured_outputs is not None):
-                    room = len(request.blocks[self.kv.own[0]]) * self.kv.block_size
-                    request.verifies_until = min(room, request.end - 1)
+                if not (forced or has_grammar or self.kv.windows):
+                    request.verifies_until = room
             elif forced:
                 step.forced[request] = forced
-            room = len(request.blocks[self.kv.own[0]]) * self.kv.block_size
-            is_plain = num_sampled == 1 and request.spec.sampling.structured_outputs is None
-            request.decodes_until = min(room, request.end - 1) if is_plain else 0
         if computed < request.num_prompt_tokens:
             if request.account is not None and not request.num_preemptions:
                 request.account.charge(min(end, request.num_prompt_tokens) - computed)
-            self.kv.register(request, self._step_id + 1)
+            self.kv.register(request, self.in_flight.last_id + 1)
             if request.forks and end >= request.num_prompt_tokens:
                 self.requests.fork(request)
 
     def _plan(self, step: StepBuilder, now: float) -> StepPlan:
-        self._step_id += 1
-        if self._pace is not None:
-            self._pace.launched(self._step_id, now, len(step.decodes), step.prompts)
-        if self.tiers is not None:
-            prompts = sum(s.num_tokens for s in step.prompts)
-            self.tiers.rates.launched(self._step_id, now, prompts, prompts + len(step.decodes))
-        self._in_flight[self._step_id] = InFlight(step.sampled_decodes + step.sampled_prompts, step.drafts, step.forced)
+        self.in_flight.launched(step, now)
         released, self.requests.released = self.requests.released, []
         self.pool.release([*step.copied.elements()])
         shared: tuple[SharedPrefix, ...] = ()
         if self.requests.num_joined:
             shared = self.kv.shared_prefixes([(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes])
-        return step.plan(self._step_id, released, shared)
+        return step.plan(self.in_flight.last_id, released, shared)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
-        """Take in a step's result: new tokens, ends, full blocks. Requests that have ended meanwhile are skipped.
-
-        If a request sampled at several positions, `result` has its tokens up to the first wrong draft. The positions behind
-        were computed with wrong tokens and will be computed again, in the same blocks. Tokens behind one that ends the
-        request are dropped. A beam's token is not taken: its search chooses, and `go_on` says what.
-        """
-        if self._pace is not None:
-            self._pace.ended(plan.step_id, self._clock(), is_cold=result.is_cold)
-        if self.tiers is not None:
-            self.tiers.rates.ended(plan.step_id, self._clock())
-        outputs: list[EngineOutput] = []
-        extras = result.extras
-        logprobs = {x.request_id: x.logprobs for x in extras if isinstance(x, SampledLogprobs)}
-        of_prompts = {x.request_id: x for x in extras if isinstance(x, PromptLogprobs)}
-        failed = {x.request_id: x.error for x in extras if isinstance(x, RequestFailure)}
-        size = self.kv.block_size
-        requests, drafts, all_forced = self._in_flight.pop(plan.step_id, NOTHING)
-        for request, tokens in zip(requests, result.tokens_of_each, strict=True):
-            if request.status is Status.FINISHED:
-                continue
-            known, request_id = request.token_ids, request.request_id
-            before = len(known)
-            num_cached = request.num_cached_tokens if before == request.num_given else 0
-            if extras:
-                if request_id in failed:
-                    outputs.append(self.requests.finish(request, FinishReason.INVALID, failed[request_id]))
-                    continue
-                if request.spec.beam_of is not None:
-                    if request.account is not None:
-                        request.account.charge(len(tokens))
-                    outputs.append(TokenOutput(request_id, tuple(tokens), None, None, num_cached, logprobs[request_id]))
-                    continue
-            num_drafts, num_accepted = drafts.get(request, 0) if drafts else 0, len(tokens) - 1
-            if num_drafts:
-                self._roll_back(request, num_drafts, len(tokens))
-            elif all_forced and (forced := all_forced.get(request, ())):
-                tokens = (*forced, *tokens)
-                request.num_pending -= len(forced)
-                self._num_forced += len(forced)
-            request.num_pending -= 1
-            reason = stop = None
-            for token in tokens:
-                known.append(token)
-                if token in request.stops and len(known) - request.num_prompt_tokens >= request.spec.sampling.min_tokens:
-                    reason, stop = FinishReason.STOP, token
-                elif len(known) >= request.end:
-                    reason = FinishReason.LENGTH
-                if reason is not None:
-                    tokens = tokens[: len(known) - before]
-                    break
-            if (account := request.account) is not None:
-                account.served += len(tokens) / account.weight
-            num_right = min(num_accepted, len(tokens)) if num_drafts else 0
-            output = TokenOutput(request_id, tokens, reason, stop, num_cached, (), None, None, num_drafts, num_right)
-            if extras:
-                own = logprobs.get(request_id, ())[: len(tokens)]
-                output = output._replace(logprobs=own, prompt_logprobs=of_prompts.pop(request_id, None))
-            outputs.append(output)
-            if reason is not None:
-                self.requests.finish(request, reason)
-            elif len(known) // size > request.num_registered:
-                self.kv.register(request, self._step_id)
-        for extra in extras:
-            if isinstance(extra, SamplerState) and extra.request_id in self.requests.by_id:
-                self.requests.by_id[extra.request_id].mirostat_mu = extra.mirostat_mu
-            request_id = extra.request_id if isinstance(extra, PooledVector) else ""
-            if isinstance(extra, PooledVector) and request_id in self.requests.by_id:
-                # Also if it was preempted meanwhile.
-                self.requests.finish(self.requests.by_id[request_id], FinishReason.STOP)
-                outputs.append(VectorOutput(request_id, extra.vector, 0, 1, FinishReason.STOP))
-        # A chunk of a prompt that did not end in this step has log-probabilities, too.
-        outputs += [TokenOutput(i, prompt_logprobs=x) for i, x in of_prompts.items() if i in self.requests.by_id]
-        if self.speculation is not None:
-            only_decodes = all(s.num_tokens == s.num_sampled for s in plan.scheduled)
-            sizes = len(plan.scheduled), plan.num_tokens
-            idle, now = not self.requests.running, self._clock()
-            self.speculation.step_done(now, *sizes, only_decodes=only_decodes, idle=idle, is_cold=result.is_cold)
-        return outputs
+        """Take in a step's result: new tokens, ends, full blocks. `core/in_flight.py` says how."""
+        return self.in_flight.ended(plan, result)
 
     # --- Helpers ------------------------------------------------------------------------------------------------------
-
-    def _roll_back(self, request: Request, num_drafts: int, num_tokens: int) -> None:
-        """Take back a step with `num_drafts` drafts to the `num_tokens` that count: the right drafts, and the token behind
-        them."""
-        if self.speculation is not None:
-            self.speculation.verified(request, num_drafts, num_tokens - 1)
-        request.num_pending_drafts = 0
-        request.num_pending -= num_drafts
-        if request.status is Status.RUNNING:  # else it was preempted, and nothing is computed
-            request.num_computed_tokens -= num_drafts + 1 - num_tokens
 
     def _make_room(self, step: StepBuilder) -> Request | None:
         """Free some blocks: those that waiting requests hold, or else those of the last request that is not in this step yet.
@@ -622,7 +516,7 @@ class Scheduler:
             num_preemptions=self.requests.num_preemptions,
             kv_allocated_tokens=kv.num_used_tokens(),
             kv_wasted_tokens=kv.num_wasted_tokens(self.requests.running),
-            forced_tokens=self._num_forced,
+            forced_tokens=self.in_flight.num_forced,
             tiers=None if self.tiers is None else self.tiers.stats(),
             **({} if self.speculation is None else self.speculation.stats()),
         )

@@ -54,6 +54,9 @@ class NativeOps(CpuOps):
     def describe(self) -> str:
         return self.host.describe()
 
+    def eight_bits(self, device: torch.device) -> str | None:
+        return "int8"
+
     # --- Weights ----------------------------------------------------------------------------------------------------
 
     def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> NativeLinear:

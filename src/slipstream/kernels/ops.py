@@ -57,6 +57,13 @@ class OpSet(ABC):
     shares_prefixes = False
     """Whether `attention` reads what decodes share (`AttentionMetadata.shared`) once."""
 
+    output_multiple = 1
+    """8-bit products of a weight [out, in] need `out` in multiples of this."""
+
+    def eight_bits(self, device: torch.device) -> str | None:
+        """The 8-bit scheme whose products take the least time on `device`; None if none is faster than a dense product."""
+        return None
+
     @property
     def layout(self) -> str | None:
         """A name for this op set's layout of packed products, if keeping them in a file makes a start faster; else None."""

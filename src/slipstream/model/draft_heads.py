@@ -38,6 +38,7 @@ from slipstream.model.layers import (
 from slipstream.model.loaded import held_bytes
 from slipstream.model.step_program import CompiledOps, Floats, compiled
 from slipstream.spec.draft_heads import WRAPPED, HeadDescription, HeadSpec, LayeredSpec, MedusaSpec
+from slipstream.spec.model import ModelSpec
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import Scheme
 
@@ -125,9 +126,22 @@ class Passes:
         return AttentionMetadata(**arrays, num_decodes=size, max_query_len=1, max_seq_len=int(self.seq_lens[0].max()))
 
 
+def as_model(logits: Any, model: ModelSpec | None) -> Any:
+    """What `model` makes of its output head's products [N, V], float32: it may scale and cap them. None: a head's own products
+    are its logits."""
+    if model is None:
+        return logits
+    if model.logit_scale != 1.0:
+        logits = logits * model.logit_scale
+    if (cap := model.logit_softcap) is None:
+        return logits
+    return np.tanh(logits / cap) * cap if isinstance(logits, np.ndarray) else (logits / cap).tanh() * cap
+
+
 class LayeredHead:
     """A head of layers. `tap`: the model's states that it reads; None: the final hidden states. `mask_state` [E]: the state of
-    a token that is not known. A pass and its likeliest tokens are C++ programs where the kernels have them (`program`)."""
+    a token that is not known. `model`: the one whose output head this is; None: the head's own. A pass and its likeliest tokens
+    are C++ programs where the kernels have them (`program`)."""
 
     def __init__(
         self,
@@ -138,8 +152,10 @@ class LayeredHead:
         head: Linear,
         tap: AnyTap | None,
         mask_state: Any = None,
+        model: ModelSpec | None = None,
     ) -> None:
         self.spec, self.ops, self.tap, self.head, self.mask_state = body.spec, ops, tap, head, mask_state
+        self._model = model
         self._body, self._embed, self._scale = body, embed, scale
         self.program: CompiledOps | Reason = Reason("the draft head's C++ program needs kernels='cpu'", notable=False)
         self._context: CompiledOps | Reason | None = None
@@ -230,6 +246,9 @@ class LayeredHead:
 
     def logits(self, hidden: Any, place: int = 0) -> Any:
         """[N, E] → float32 [N, its own vocabulary]"""
+        return as_model(self._products(hidden), self._model)
+
+    def _products(self, hidden: Any) -> Any:
         if self._logits is None:
             return self.ops.linear(hidden, self.head).float()
         return _like(hidden, self._logits(_floats(hidden)))
@@ -239,7 +258,7 @@ class LayeredHead:
         if self._argmax is not None:
             return _like(hidden, self._argmax(_floats(hidden)))
         if isinstance(hidden, np.ndarray):
-            return self.logits(hidden).argmax(-1)
+            return self._products(hidden).argmax(-1)
         return self.ops.argmax(self.ops.linear(hidden, self.head))
 
     @property
@@ -250,18 +269,26 @@ class LayeredHead:
 
 
 class MedusaHead:
-    """Cai et al. 2024, section 2.1.1."""
+    """Cai et al. 2024, section 2.1.1. `model`: the one whose output head serves all places; None: each has its own."""
 
     tap = None
 
     def __init__(
-        self, spec: MedusaSpec, ops: OpSet, blocks: tuple[tuple[Linear, ...], ...], heads: tuple[Linear, ...]
+        self,
+        spec: MedusaSpec,
+        ops: OpSet,
+        blocks: tuple[tuple[Linear, ...], ...],
+        heads: tuple[Linear, ...],
+        model: ModelSpec | None,
     ) -> None:
-        self.spec, self.ops, self.blocks, self.heads = spec, ops, blocks, heads
+        self.spec, self.ops, self.blocks, self.heads, self._model = spec, ops, blocks, heads, model
         self._programs = dict[int, LinearProgram]()  # by weight: the model's head may be every place's
 
     def logits(self, hidden: Any, place: int) -> Any:
         """[N, E] → float32 [N, V] of the token `place` + 2 behind the state's own."""
+        return as_model(self._products(hidden, place), self._model)
+
+    def _products(self, hidden: Any, place: int) -> Any:
         x = hidden
         for block in self.blocks[place]:
             y = self._product(x, block)
@@ -274,7 +301,7 @@ class MedusaHead:
 
     def greedy(self, hidden: Any, place: int) -> Any:
         """[N, E] → int64 [N], the tokens whose logits are largest."""
-        found = self.logits(hidden, place)
+        found = self._products(hidden, place)
         return found.argmax(-1) if isinstance(found, np.ndarray) else self.ops.argmax(found)
 
     def _product(self, x: Any, w: Any) -> Any:
@@ -333,7 +360,7 @@ def build_head(
     if isinstance(spec, MedusaSpec):
         blocks = tuple(tuple(linear(f"{i}.blocks.{j}") for j in range(spec.num_layers)) for i in range(spec.num_heads))
         heads = tuple(linear(f"{i}.head") if spec.own_heads else decoder.head for i in range(spec.num_heads))
-        return MedusaHead(spec, ops, blocks, heads)
+        return MedusaHead(spec, ops, blocks, heads, None if spec.own_heads else decoder.spec)
     embed = ops.embedding(values.pop("embed.weight"), None) if spec.own_embedding else decoder.embed
     head = linear("head") if spec.own_head else decoder.head
     norms = {name: build_norm(spec.norm, name, values) for name in spec.norms}
@@ -368,7 +395,7 @@ def build_head(
     assert not values, f"unused: {list(values)}"
     body = HeadLayers(spec, layers, norms, tuple(halves))
     scale = decoder.spec.embed_scale if spec.scales_embedding else 1.0
-    return LayeredHead(body, ops, embed, scale, head, tap, mask_state)
+    return LayeredHead(body, ops, embed, scale, head, tap, mask_state, None if spec.own_head else decoder.spec)
 
 
 def head_tensors(
@@ -421,10 +448,13 @@ def _columns(weight: Any, count: int) -> list[Any]:
 
 def target_ids(spec: LayeredSpec, maps: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.int64] | None:
     """The model's token for each of the head's; None: the same. `d2t` says how far behind each of the head's tokens the model's
-    is; `t2d`, which of the model's tokens are the head's."""
+    is; `t2d`, which of the model's tokens are the head's. The head's are in the order of the model's if there is no `d2t`."""
     steps, chosen = maps.get("d2t"), maps.get("t2d")
+    if chosen is not None and (chosen.shape != (spec.vocab_size,) or np.count_nonzero(chosen) != spec.draft_vocab_size):
+        message = f"the tensor 't2d' must name {spec.draft_vocab_size} of {spec.vocab_size} tokens, draft_vocab_size"
+        raise CheckpointError(message, field="t2d")
     if steps is None:
-        return None
+        return None if chosen is None else np.flatnonzero(chosen)
     if steps.shape != (spec.draft_vocab_size,) or steps.dtype.kind not in "iu":
         raise CheckpointError(
             f"the tensor 'd2t' must be {spec.draft_vocab_size} whole numbers, draft_vocab_size", field="d2t"
@@ -434,8 +464,6 @@ def target_ids(spec: LayeredSpec, maps: dict[str, npt.NDArray[Any]]) -> npt.NDAr
         raise CheckpointError(
             f"the tensor 'd2t' names tokens beyond the model's {spec.vocab_size}, or some twice", field="d2t"
         )
-    if chosen is not None and (
-        chosen.shape != (spec.vocab_size,) or not chosen[ids].all() or chosen.astype(bool).sum() != len(ids)
-    ):
+    if chosen is not None and not chosen[ids].all():
         raise CheckpointError("the tensor 't2d' says otherwise than 'd2t' which tokens are the head's", field="t2d")
     return ids

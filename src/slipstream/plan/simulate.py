@@ -142,7 +142,7 @@ class Replica:
         self._acceptance, self._draft_steps = None, None
         if engine.drafts is not None:
             assert exact, "drafts are simulated by the Scheduler itself"
-            self.scheduler.speculation = SimulatedSpeculation(engine.drafts)
+            self.scheduler.requests.speculation = SimulatedSpeculation(engine.drafts)
             self._acceptance = engine.drafts.acceptance
             self._draft_steps = None if engine.drafts.cost is None else DraftSteps(engine.drafts.cost)
         self.device_free = self.busy_s = 0.0

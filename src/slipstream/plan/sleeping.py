@@ -23,8 +23,9 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from slipstream.core.block_pool import BlockPool
+from slipstream.core.in_flight import NOTHING
 from slipstream.core.request import Request, Status
-from slipstream.core.scheduler import NOTHING, Scheduler
+from slipstream.core.scheduler import Scheduler
 from slipstream.core.step import StepBuilder
 from slipstream.errors import ConfigError
 from slipstream.types import EngineOutput, EngineRequest, StepPlan, StepResult
@@ -89,7 +90,7 @@ class SleepingScheduler(Scheduler):
         super().add(spec, held=held, adapter=adapter)
 
     def schedule(self) -> StepPlan | None:
-        this = self._step_id + 1
+        this = self.in_flight.last_id + 1
         idle = not (self._awake or self.requests.num_waiting or self.requests.released or this in self._due)
         if idle and self._next_asleep and self._take_for_group(this):
             return self._schedule_sleepers(this)
@@ -132,8 +133,8 @@ class SleepingScheduler(Scheduler):
     def _schedule_sleepers(self, this: int) -> StepPlan:
         """A step in which nobody is awake."""
         self.num_asleep, self.asleep_context = self._next_asleep, self._next_context
-        self._step_id = this
-        self._in_flight[this] = NOTHING
+        self.in_flight.last_id = this
+        self.in_flight.by_id[this] = NOTHING
         self._pass(this)
         return StepPlan(this, ())
 
@@ -141,16 +142,16 @@ class SleepingScheduler(Scheduler):
         """Every request that sampled gets a token. `result` is not looked at."""
         last, caching = self._last, self.cache.enable_prefix_caching
         nobody = not plan.scheduled and plan.step_id not in last and not (caching and plan.step_id + 1 in last)
-        if nobody and not self._in_flight[plan.step_id].requests:  # nor was anybody woken since
-            del self._in_flight[plan.step_id]
+        if nobody and not self.in_flight.by_id[plan.step_id].requests:  # nor was anybody woken since
+            del self.in_flight.by_id[plan.step_id]
             return []
         self._wake_last(plan.step_id)
-        requests = self._in_flight.get(plan.step_id, NOTHING).requests
+        requests = self.in_flight.by_id.get(plan.step_id, NOTHING).requests
         outputs = super().update(plan, StepResult(plan.step_id, [ANY_TOKEN] * len(requests)))
-        if caching and plan.step_id + 1 in self._in_flight:
+        if caching and plan.step_id + 1 in self.in_flight.by_id:
             # All tokens but the last are known now, and the blocks that they fill are offered.
             for request in self._wake_last(plan.step_id + 1):
-                self.kv.register(request, self._step_id)
+                self.kv.register(request, self.in_flight.last_id)
         return outputs
 
     # --- Sleep --------------------------------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ class SleepingScheduler(Scheduler):
         if self.kv.windows or (len(due) + len(self._awake)) * num_own > pool.num_free:
             for request in due:
                 self._wake(request, this - 1)
-                self.kv.register(request, self._step_id)
+                self.kv.register(request, self.in_flight.last_id)
             return due
         caching, size, asleep = self.cache.enable_prefix_caching, self.kv.block_size, self._asleep
         blocks = pool.allocate(len(due) * num_own)
@@ -222,7 +223,7 @@ class SleepingScheduler(Scheduler):
             if caching:
                 request.num_computed_tokens = room
                 request.token_ids.extend([ANY_TOKEN] * (room - len(request.token_ids)))
-                self.kv.register(request, self._step_id)
+                self.kv.register(request, self.in_flight.last_id)
             for g in self.kv.own:
                 request.blocks[g].append(blocks.pop())
             if request.end - 1 > room + size:
@@ -242,14 +243,14 @@ class SleepingScheduler(Scheduler):
         decodes as they run, then prompts."""
         found = [request for request, sleep in self._last.pop(step_id, ()) if self._asleep.get(request) is sleep]
         if found:
-            requests = self._in_flight[step_id].requests
+            requests = self.in_flight.by_id[step_id].requests
             before = len(requests)
             for request in found:
                 self._wake(request, step_id)
             decodes = [r for r in requests[:before] if r.num_computed_tokens > r.num_prompt_tokens]
             others = [r for r in requests[:before] if r.num_computed_tokens <= r.num_prompt_tokens]
             ordered = sorted([*decodes, *found], key=_order) + others
-            self._in_flight[step_id] = self._in_flight[step_id]._replace(requests=ordered)
+            self.in_flight.by_id[step_id] = self.in_flight.by_id[step_id]._replace(requests=ordered)
         return found
 
     def _wake(self, request: Request, this: int) -> None:
@@ -265,9 +266,9 @@ class SleepingScheduler(Scheduler):
                 for g in self.kv.own:
                     request.blocks[g] += [1] * ((last - sleep.due) // size + 1)
             request.decodes_until = min(len(request.blocks[self.kv.own[0]]) * size, request.end - 1)
-        for step_id, step in self._in_flight.items():
+        for step_id, step in self.in_flight.by_id.items():
             if sleep.since < step_id <= last:
-                self._in_flight[step_id] = step._replace(requests=[*step.requests, request])
+                self.in_flight.by_id[step_id] = step._replace(requests=[*step.requests, request])
                 request.num_pending += 1
         known = request.num_computed_tokens + 1 - request.num_pending
         request.token_ids.extend([ANY_TOKEN] * (known - len(request.token_ids)))
@@ -275,7 +276,7 @@ class SleepingScheduler(Scheduler):
     def _preempt(self, request: Request) -> None:
         sleep = self._asleep.get(request)
         if sleep is not None:
-            this = self._step_id + 1
+            this = self.in_flight.last_id + 1
             if sleep.last >= this:
                 self._leave(this, sleep)
             self._wake(request, this - 1)
@@ -284,7 +285,7 @@ class SleepingScheduler(Scheduler):
     def _last_unscheduled(self, step: StepBuilder) -> Request:
         """While decodes are scheduled, a sleeper behind the one at hand is not in the step yet; after that all are, but for
         those that have all their tokens."""
-        this = self._step_id + 1
+        this = self.in_flight.last_id + 1
         for request in reversed(self.requests.running):
             sleep = self._asleep.get(request)
             if request in step.scheduled or (sleep is not None and sleep.last >= this and not self._in_decodes):

@@ -190,7 +190,8 @@ HeadSpec: TypeAlias = LayeredSpec | MedusaSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadDescription:
-    """A head on disk. `names`: where its file's tensors go; `ignored` have no meaning here. `has_map`: there is a `d2t`."""
+    """A head on disk. `names`: where its file's tensors go; `ignored` have no meaning here. `has_map`: there is a `d2t` or
+    a `t2d`."""
 
     method: HeadMethod
     path: Path

@@ -137,7 +137,7 @@ def _made(
 ) -> HeadDescription:
     """The head with these `parts` of its spec, and with what its file has (`stored`) of embeddings, output head and map of
     tokens. No key of its config may be left."""
-    has_map, has_all = "d2t" in stored, draft_vocab_size == target.vocab_size
+    has_map, has_all = bool(stored & {"d2t", "t2d"}), draft_vocab_size == target.vocab_size
     own_embedding = "embed_tokens.weight" in stored
     own_head = "lm_head.weight" in stored or not has_all or (not stored and method in ("eagle3", "peagle"))
     for reader in dict.fromkeys(readers):
@@ -148,7 +148,7 @@ def _made(
         reader.finish()
     if stored and not has_map and not has_all:
         raise CheckpointError(
-            f"{path} lacks d2t, which says what its {draft_vocab_size} tokens are of the model's", field="d2t"
+            f"{path} lacks d2t and t2d, one of which says what its {draft_vocab_size} tokens are of the model's", field="d2t"
         )
     spec = LayeredSpec(
         hidden_size=target.hidden_size,

@@ -7,12 +7,10 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.kernels.ops import OpSet
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LayeredHead, LoadedHead
 from slipstream.model.draft_loader import load_head
 from slipstream.plan.graph_sizes import chain_bytes
-from slipstream.platform import platform_of
 from slipstream.spec.draft_heads import HeadDescription
 from slipstream.worker.chain_graphs import ChainGraphs
 from slipstream.worker.draft_memory import DeviceMemory
@@ -71,9 +69,7 @@ def load_drafter(
         decoder,
         dtype=dtype,
         max_model_len=config.model.max_model_len,
-        scheme=head_scheme(
-            config, description, _default_scheme(decoder.ops, device), rows=16 if decoder.ops.name == "triton" else 1
-        ),
+        scheme=head_scheme(config, description, decoder.ops.eight_bits(device), rows=decoder.ops.output_multiple),
         load_format="dummy" if config.model.load_format == "dummy" else "auto",
         seed=config.model.seed,
     )
@@ -84,10 +80,3 @@ def load_drafter(
     if loaded.head.spec.mask_token is not None:
         return BlockDrafter(config, loaded, memory, states, memory.ops.sample)
     return ChainDrafter(config, loaded, memory, states)
-
-
-def _default_scheme(ops: OpSet, device: torch.device) -> str | None:
-    """What heads are rounded by here."""
-    if ops.name == "triton":
-        return "fp8" if device.type == "cuda" and platform_of(device).arch.fp8 else None
-    return "int8" if ops.name == "cpu" else None

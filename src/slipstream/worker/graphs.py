@@ -20,6 +20,7 @@ the next replay. On one stream that is after the tokens were sampled and written
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ from slipstream.worker.forward import HAS_ADAPTERS, NO_PLAN, Forward, Forwards, 
 from slipstream.worker.input_batch import SampledRows, gather_inputs, laid_out, shared_prefixes
 from slipstream.worker.mixed_inputs import MixedInputs, Size, mixed_inputs, mixed_step, num_leading_decodes, padded_room
 from slipstream.worker.rows import RowTable
+
+_logger = logging.getLogger("slipstream.engine")
 
 SLACK = 1.3
 """Until its own graph is captured, a step may run in one with up to this many times its tokens."""
@@ -88,6 +91,7 @@ rows, but its larger tiles cost some 3 ms a step. So beyond MIXED_ROWS rows sequ
 Measured of Llama-3-8B on an H200 (`verified_steps`); both grow with the layers."""
 
 NOT_CAPTURED = Reason("its graph is not captured yet")
+NO_MEMORY = Reason("there is no memory for its graph")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,7 @@ class StepGraphs(Graphs, Forward):
         self._pipe = decoder.pipe
         self._incoming = None if decoder.spec.has_first else torch.zeros_like(self._hidden)  # what the stage before has sent
         self._ahead: list[Size] = []  # to be captured, the next one last
+        self._is_full = False  # memory ran out in a capture: those that are captured remain
         self._wanted: Counter[Size] = Counter()  # how often a size was wanted before it was captured
         self._spare_tokens = min(1024, MOST_PADDING // decoder.spec.hidden_size**2)
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)  # query_start_loc of decodes
@@ -186,9 +191,23 @@ class StepGraphs(Graphs, Forward):
         while self._ahead:
             size = self._ahead.pop()
             if size not in self._captured:
-                self._graph(size)
-                return True
+                return self._has_captured(size)
         return False
+
+    def _has_captured(self, size: Size) -> bool:
+        """Whether there is memory for this graph, which is captured if it was not. Once there is none, steps run in the graphs
+        that there are, or op by op. Of ranks each would find that out alone, while the others wait for it: they end."""
+        try:
+            self._graph(size)
+        except torch.OutOfMemoryError:
+            if self.forwards.decoder.partition is not None:
+                raise
+            self._is_full = True
+            self._ahead.clear()
+            count, remedy = len(self._captured), "lower gpu_memory_utilization, or max_num_batched_tokens"
+            _logger.warning("no memory is left for more %s than the %d captured; for all of them %s", self.name, count, remedy)
+            return False
+        return True
 
     def covers(self, batch: InputBatch) -> Reason | None:
         if batch.plan is None:
@@ -197,7 +216,8 @@ class StepGraphs(Graphs, Forward):
             return HAS_ADAPTERS if batch.has_adapters else Reason("no request of the step has an adapter")
         scheduled = batch.plan.scheduled
         if self._by_rows(scheduled, batch.num_tokens):
-            return None
+            is_there = not self._is_full or (self._size_for(batch.num_tokens), 0) in self._captured
+            return None if is_there else NO_MEMORY
         if scheduled[-1].num_tokens == 1:
             return Reason("more sequences than a graph holds")
         num_decodes = num_leading_decodes(scheduled)
@@ -206,6 +226,8 @@ class StepGraphs(Graphs, Forward):
         if num_decodes > self.decode_sizes[-1] or len(scheduled) - num_decodes >= self.most_prompts:
             return Reason("more sequences than a mixed graph holds")
         size = self._mixed_size_for(num_decodes, batch.num_tokens - num_decodes)
+        if size not in self._captured and self._is_full:
+            return NO_MEMORY
         if size not in self._captured and self._wanted[size] + 1 < (LONG_PATIENCE if size[1] > MIXED_TOKENS else PATIENCE):
             return NOT_CAPTURED
         return None
@@ -237,9 +259,13 @@ class StepGraphs(Graphs, Forward):
 
     def run(self, batch: InputBatch) -> Output:
         assert batch.plan is not None
-        if self._by_rows(batch.plan.scheduled, batch.num_tokens):
-            return self._run_decodes(batch.plan, batch.num_tokens)
-        return self._run_mixed(batch.plan, batch.num_tokens)
+        scheduled, num_tokens = batch.plan.scheduled, batch.num_tokens
+        by_rows = self._by_rows(scheduled, num_tokens)
+        num_decodes = 0 if by_rows else num_leading_decodes(scheduled)
+        size = (self._size_for(num_tokens), 0) if by_rows else self._mixed_size_for(num_decodes, num_tokens - num_decodes)
+        if not self._has_captured(size):
+            return self.forwards.run(batch)  # in another graph, or another way
+        return self._run_decodes(batch.plan, num_tokens, size) if by_rows else self._run_mixed(batch.plan, num_tokens, size)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.forwards.logits(hidden)
@@ -279,7 +305,7 @@ class StepGraphs(Graphs, Forward):
         """The smallest decode graph that holds `num_seqs`. If it is not captured, a larger one that is."""
         size = next(n for n in self.sizes if n >= num_seqs)
         ready = (n for n in self.sizes if n >= size and (n, 0) in self._captured)
-        other, slack = next(ready, None), LARGER if self._wanted[size, 0] < LONGER else SLACK
+        other, slack = next(ready, None), LARGER if self._is_full or self._wanted[size, 0] < LONGER else SLACK
         return other if other is not None and other <= slack * num_seqs else size
 
     def _mixed_size(self, num_decodes: int, num_prompt: int) -> Size:
@@ -294,7 +320,7 @@ class StepGraphs(Graphs, Forward):
         if size in self._captured:
             return size
         slack = self._spare_tokens
-        if self._wanted[size] >= LONGER:
+        if self._wanted[size] >= LONGER and not self._is_full:
             slack = min(slack, round((SLACK - 1) * num_tokens))
         most = num_tokens + slack
         ready = [s for s in self._captured if s[1] and s[0] >= num_decodes and s[1] >= num_prompt and sum(s) <= most]
@@ -302,18 +328,17 @@ class StepGraphs(Graphs, Forward):
 
     def _note_wanted(self, size: Size) -> None:
         """A step of this size runs in whatever graph is ready. An idle moment captures its own."""
-        if size not in self._captured and self._wanted[size] < max(LONGER, PATIENCE):
+        if size not in self._captured and not self._is_full and self._wanted[size] < max(LONGER, PATIENCE):
             self._wanted[size] += 1
             self._ahead.append(size)
 
     # --- Decodes ------------------------------------------------------------------------------------------------------
 
-    def _run_decodes(self, plan: StepPlan, num_tokens: int) -> Output:
+    def _run_decodes(self, plan: StepPlan, num_tokens: int, size: Size) -> Output:
         scheduled = plan.scheduled
-        size = self._size_for(num_tokens)
         self._note_wanted((next(n for n in self.sizes if n >= num_tokens), 0))
         table = self.rows.rows
-        host = self._idle_decodes(size)
+        host = self._idle_decodes(size[0])
         rows, positions = [table[s.request_id].index for s in scheduled], [s.num_computed_tokens for s in scheduled]
         if num_tokens > len(scheduled):
             lengths = np.array([s.num_tokens for s in scheduled], np.int64)
@@ -321,9 +346,9 @@ class StepGraphs(Graphs, Forward):
         else:
             host[0, :num_tokens], host[1, :num_tokens] = rows, positions
         host[2, :num_tokens] = host[1, :num_tokens] + 1
-        captured = self._graph((size, 0))
+        captured = self._captured[size]
         self.platform.upload_into(captured.inputs, host)
-        self._before_replay((size, 0), plan)
+        self._before_replay(size, plan)
         self._replay(captured, num_tokens, 0, num_tokens)
         of_tokens, _, new = captured.inputs[:, :num_tokens].unbind(0)
         if all(s.num_sampled for s in scheduled):
@@ -368,12 +393,11 @@ class StepGraphs(Graphs, Forward):
 
     # --- Mixed steps --------------------------------------------------------------------------------------------------
 
-    def _run_mixed(self, plan: StepPlan, num_tokens: int) -> Output:
+    def _run_mixed(self, plan: StepPlan, num_tokens: int, size: Size) -> Output:
         scheduled = plan.scheduled
         num_decodes = num_leading_decodes(scheduled)
-        size = self._mixed_size_for(num_decodes, num_tokens - num_decodes)
         self._note_wanted(self._mixed_size(num_decodes, num_tokens - num_decodes))
-        captured = self._graph(size)
+        captured = self._captured[size]
         host, sequences, n = mixed_inputs(self.rows, scheduled, size, self.most_prompts)
         self.platform.upload_into(captured.inputs, host)
         self._before_replay(size, plan)
@@ -473,6 +497,7 @@ class AdapterGraphs(StepGraphs):
             self.platform.synchronize()  # the last replay
             self._captured.clear()
             self._wanted.clear()
+            self._is_full = False
 
     def capture(self) -> None:
         """With adapters from the start the commonest sizes are captured now."""

@@ -141,7 +141,7 @@ def load_host_drafter(
         decoder,
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,
-        scheme=head_scheme(config, description, "int8" if ops.name == "cpu" else None),
+        scheme=head_scheme(config, description, "int8"),
         load_format="dummy" if config.model.load_format == "dummy" else "auto",
         seed=config.model.seed,
     )

@@ -32,7 +32,7 @@ from slipstream.kernels.triton import (
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.mla import mla_paged_attention, mla_queries
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear, ScaledLinear, SplitLinear
-from slipstream.platform import Group
+from slipstream.platform import Group, platform_of
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.model import OwnNorm
 from slipstream.spec.reason import Reason
@@ -49,6 +49,7 @@ def attention_kind(kv: LayerKV) -> str:
 class TritonOps(OpSet):
     name = "triton"
     rounded = HELD_PRODUCTS["triton"]
+    output_multiple = 16  # of cuBLAS, which multiplies many tokens
 
     # Ops that are one function of a kernel's file.
     quantize = staticmethod(pointwise.quantize)
@@ -70,6 +71,9 @@ class TritonOps(OpSet):
         self.deterministic, self.shares_prefixes = deterministic, not deterministic
         self.dense_copies = dense_copies
         self._scratch: dict[torch.device, split_k.Scratch] = {}
+
+    def eight_bits(self, device: torch.device) -> str | None:
+        return "fp8" if device.type == "cuda" and platform_of(device).arch.fp8 else None
 
     def values_by_dim(self, dtype: torch.dtype) -> bool:
         return dtype.itemsize == 1

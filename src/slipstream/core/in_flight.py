@@ -1,0 +1,209 @@
+"""The steps in flight, from their launch to their result, and what a result changes.
+
+A result has the tokens of each request that sampled. In turn, for each of them:
+
+1. If the request has ended meanwhile, its tokens are dropped.
+2. If the step verified drafts, the tokens go up to the first wrong one. The positions behind were computed with wrong tokens.
+   They will be computed again, in the same blocks.
+3. Tokens behind one that ends the request are dropped.
+4. A beam's token is not taken. Its search chooses, and `RequestTable.go_on` says what.
+5. Blocks that are full now are offered to the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from slipstream.core.budget import Pace
+from slipstream.core.request import Request, Status
+from slipstream.core.request_table import RequestTable
+from slipstream.core.step import StepBuilder
+from slipstream.types import (
+    EngineOutput,
+    Extra,
+    FinishReason,
+    PooledVector,
+    PromptLogprobs,
+    RequestFailure,
+    SampledLogprobs,
+    SamplerState,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenOutput,
+    VectorOutput,
+)
+
+
+class InFlight(NamedTuple):
+    """A scheduled step: the requests that sample, their numbers of drafts, and the tokens that grammars forced."""
+
+    requests: Sequence[Request] = ()
+    drafts: Mapping[Request, int] = MappingProxyType({})
+    forced: Mapping[Request, tuple[int, ...]] = MappingProxyType({})
+
+
+NOTHING = InFlight()
+
+
+class StepsInFlight:
+    """`by_id` has the steps, and `last_id` is the number of the one scheduled last. Whoever learns how long steps take
+    (`pace`, the tiers, the choice of drafts) is told when they begin and end."""
+
+    def __init__(self, requests: RequestTable, pace: Pace | None, clock: Callable[[], float]) -> None:
+        self.by_id: dict[int, InFlight] = {}
+        self.last_id = 0
+        self.num_forced = 0  # tokens that grammars forced, of all results
+        self._requests, self._kv = requests, requests.kv
+        self._pace, self._clock = pace, clock
+
+    @property
+    def has_drafts(self) -> bool:
+        return any(step.drafts for step in self.by_id.values())
+
+    @property
+    def last_ended(self) -> int:
+        """All steps up to this one have ended."""
+        return min(self.by_id, default=self.last_id + 1) - 1
+
+    def launched(self, step: StepBuilder, now: float) -> None:
+        """It has the number `last_id` from now on."""
+        self.last_id += 1
+        if self._pace is not None:
+            self._pace.launched(self.last_id, now, len(step.decodes), step.prompts)
+        if self._kv.tiers is not None:
+            prompts = sum(s.num_tokens for s in step.prompts)
+            self._kv.tiers.rates.launched(self.last_id, now, prompts, prompts + len(step.decodes))
+        self.by_id[self.last_id] = InFlight(step.sampled_decodes + step.sampled_prompts, step.drafts, step.forced)
+
+    def forget(self) -> None:
+        """Results of steps in flight are not expected any more."""
+        self.by_id.clear()
+        if self._pace is not None:
+            self._pace.forget_steps()
+
+    def ended(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
+        """Take in a step's result."""
+        if self._pace is not None:
+            self._pace.ended(plan.step_id, self._clock(), is_cold=result.is_cold)
+        if self._kv.tiers is not None:
+            self._kv.tiers.rates.ended(plan.step_id, self._clock())
+        outputs: list[EngineOutput] = []
+        step, extras = self.by_id.pop(plan.step_id, NOTHING), Extras(result.extras) if result.extras else None
+        size, finish = self._kv.block_size, self._requests.finish
+        for request, tokens in zip(step.requests, result.tokens_of_each, strict=True):
+            if request.status is Status.FINISHED:
+                continue
+            known, request_id = request.token_ids, request.request_id
+            before = len(known)
+            num_cached = request.num_cached_tokens if before == request.num_given else 0
+            if extras is not None:
+                if request_id in extras.failed:
+                    outputs.append(finish(request, FinishReason.INVALID, extras.failed[request_id]))
+                    continue
+                if request.spec.beam_of is not None:
+                    if request.account is not None:
+                        request.account.charge(len(tokens))
+                    outputs.append(TokenOutput(request_id, tokens, None, None, num_cached, extras.logprobs[request_id]))
+                    continue
+            num_drafts = num_right = 0
+            if step.drafts and (num_drafts := step.drafts.get(request, 0)):
+                num_right = len(tokens) - 1
+                self._verified(request, num_drafts, num_right)
+            elif step.forced and (forced := step.forced.get(request, ())):
+                tokens = (*forced, *tokens)
+                request.num_pending -= len(forced)
+                self.num_forced += len(forced)
+            request.num_pending -= 1
+            known += tokens
+            reason = stop = None
+            if len(known) >= request.end or not request.stops.isdisjoint(tokens):
+                reason, stop = _end(request, before)
+                tokens = tokens[: len(known) - before]
+            if (account := request.account) is not None:
+                account.served += len(tokens) / account.weight
+            if num_right > len(tokens):
+                num_right = len(tokens)
+            output = TokenOutput(request_id, tokens, reason, stop, num_cached, (), None, None, num_drafts, num_right)
+            outputs.append(output if extras is None else extras.joined(output))
+            if reason is not None:
+                finish(request, reason)
+            elif len(known) // size > request.num_registered:
+                self._kv.register(request, self.last_id)
+        if extras is not None:
+            outputs += self._without_tokens(extras)
+        if (speculation := self._requests.speculation) is not None:
+            only_decodes = all(s.num_tokens == s.num_sampled for s in plan.scheduled)
+            sizes = len(plan.scheduled), plan.num_tokens
+            idle, now = not self._requests.running, self._clock()
+            speculation.step_done(now, *sizes, only_decodes=only_decodes, idle=idle, is_cold=result.is_cold)
+        return outputs
+
+    def _verified(self, request: Request, num_drafts: int, num_right: int) -> None:
+        """Take back what was computed behind the right drafts, and the token behind them."""
+        if self._requests.speculation is not None:
+            self._requests.speculation.verified(request, num_drafts, num_right)
+        request.num_pending_drafts = 0
+        request.num_pending -= num_drafts
+        if request.status is Status.RUNNING:  # else it was preempted, and nothing is computed
+            request.num_computed_tokens -= num_drafts - num_right
+
+    def _without_tokens(self, extras: Extras) -> list[EngineOutput]:
+        """Keep the states of samplers. News of requests that did not sample: vectors, and log-probabilities of a prompt's chunk
+        that is not its last."""
+        outputs: list[EngineOutput] = []
+        by_id = self._requests.by_id
+        for state in extras.states:
+            if state.request_id in by_id:
+                by_id[state.request_id].mirostat_mu = state.mirostat_mu
+        for pooled in extras.vectors:
+            if pooled.request_id in by_id:  # also if it was preempted meanwhile
+                self._requests.finish(by_id[pooled.request_id], FinishReason.STOP)
+                outputs.append(VectorOutput(pooled.request_id, pooled.vector, 0, 1, FinishReason.STOP))
+        outputs += [TokenOutput(i, prompt_logprobs=x) for i, x in extras.of_prompts.items() if i in by_id]
+        return outputs
+
+
+def _end(request: Request, before: int) -> tuple[FinishReason | None, int | None]:
+    """Why the request ends, and with which stop token, if it ends with one of its tokens from `before` on. Those behind are
+    dropped. A stop token among the first `min_tokens` ends nothing."""
+    known = request.token_ids
+    least = request.num_prompt_tokens + request.spec.sampling.min_tokens
+    for i in range(before, len(known)):
+        if known[i] in request.stops and i + 1 >= least:
+            del known[i + 1 :]
+            return FinishReason.STOP, known[i]
+        if i + 1 >= request.end:
+            del known[i + 1 :]
+            return FinishReason.LENGTH, None
+    return None, None
+
+
+class Extras:
+    """What a result has besides tokens, by kind and request."""
+
+    def __init__(self, extras: Iterable[Extra]) -> None:
+        self.logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
+        self.of_prompts: dict[str, PromptLogprobs] = {}
+        self.failed: dict[str, str] = {}
+        self.states: list[SamplerState] = []
+        self.vectors: list[PooledVector] = []
+        for extra in extras:
+            match extra:
+                case SampledLogprobs():
+                    self.logprobs[extra.request_id] = extra.logprobs
+                case PromptLogprobs():
+                    self.of_prompts[extra.request_id] = extra
+                case RequestFailure():
+                    self.failed[extra.request_id] = extra.error
+                case SamplerState():
+                    self.states.append(extra)
+                case PooledVector():
+                    self.vectors.append(extra)
+
+    def joined(self, output: TokenOutput) -> TokenOutput:
+        """With the log-probabilities of its tokens, and of the prompt that ended in this step."""
+        logprobs = self.logprobs.get(output.request_id, ())[: len(output.token_ids)]
+        return output._replace(logprobs=logprobs, prompt_logprobs=self.of_prompts.pop(output.request_id, None))
