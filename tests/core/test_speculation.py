@@ -226,7 +226,7 @@ def test_old_times_are_forgotten():
 
 def test_steps_that_were_measured_beforehand():
     costs = StepCosts()
-    costs.expect([StepTime(*t) for t in ((1, 1, 1.0), (1, 2, 1.5), (1, 4, 2.0), (5, 5, 3.0), (5, 10, 3.5))])
+    costs.expect([StepTime(*t) for t in ((1, 1, 1.0), (1, 2, 1.5), (1, 4, 2.0), (5, 5, 3.0), (5, 10, 3.5))], int)
     assert costs.plain(1) == 1.0
     assert costs.line(1, 1.0) == [(1, 1.0), (2, 1.5), (4, 2.0)]
     assert costs.plain(3) == 2.0
@@ -237,7 +237,7 @@ def test_steps_that_were_measured_beforehand():
     assert costs.line(1, 1.0) == [(1, 1.0), (2, 3.0), (4, 4.0)]
     costs.add(3, 6, 50.0)  # one time alone says little of its size
     assert costs.line(3, 2.0)[1][1] < 6
-    costs.expect([])
+    costs.expect([], int)
     assert costs.plain(3) is None
 
 
@@ -252,7 +252,7 @@ def test_between_measured_steps_times_follow_the_rows_of_graphs():
 
 def test_measured_beforehand_for_one_sequence():
     costs = StepCosts()
-    costs.expect([StepTime(1, 1, 1.0), StepTime(1, 3, 1.5)])
+    costs.expect([StepTime(1, 1, 1.0), StepTime(1, 3, 1.5)], int)
     assert costs.line(2, costs.plain(2)) == [(2, 1.0), (6, 1.5)]
 
 

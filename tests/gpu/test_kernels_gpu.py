@@ -98,8 +98,10 @@ def step(query_lens, contexts, *, heads=32, kv_heads=8, dim=128, size=16, dtype=
         ([1, 130, 600], [77, 3, 50], {"heads": 16, "kv_heads": 16, "dim": 96, "size": 32}),
         ([1, 1, 130], [300, 0, 3], {"heads": 71, "kv_heads": 1, "dim": 64}),
         ([1] * 500, [(i * 37) % 1500 for i in range(500)], {"heads": 48, "kv_heads": 1}),
+        ([1] * 64, [7999, *range(300, 363)], {}),
+        ([1] * 40, [(i * 997) % 3000 for i in range(40)], {"heads": 28, "kv_heads": 4}),
     ],
-    ids=["three", "700", "mixed", "smollm2", "gemma", "mha-96", "falcon", "starcoder"],
+    ids=["three", "700", "mixed", "smollm2", "gemma", "mha-96", "falcon", "starcoder", "one long", "chats"],
 )
 def test_attention(ops, query_lens, contexts, shape, options, dtype):
     q, kv, meta = step(query_lens, contexts, dtype=dtype, max_seq_len=8192, **shape)
@@ -110,6 +112,8 @@ def test_attention(ops, query_lens, contexts, shape, options, dtype):
     ours = ops.attention(q, kv, meta, AttentionParams(scale=q.shape[2] ** -0.5, **options))
     theirs = REFERENCE.attention(q, kv, meta, AttentionParams(scale=q.shape[2] ** -0.5, **options))
     assert error(ours, theirs) < 5e-3
+    again = ops.attention(q, kv, meta, AttentionParams(scale=q.shape[2] ** -0.5, **options))  # as the next layer
+    assert torch.equal(again, ours)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""How the keys of decodes are split into parts; and that the kernels that take the parts compile for a GPU."""
+"""How the keys of decodes are split into parts and the parts merged; and that these kernels compile for a GPU."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import pytest
 import torch
@@ -11,7 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.kernels.triton.split_keys import MAX_PARTS, DecodeParts, num_splits
+from slipstream.kernels.ops import AttentionParams
+from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.triton import TritonOps
+from slipstream.kernels.triton import split_keys as module
+from slipstream.kernels.triton.split_keys import MAX_PARTS, DecodeParts, combine, num_splits
+from tests.kernels import cases
 from tests.kernels.for_hopper import run_for_hopper
 
 PROGRAM = """
@@ -29,7 +35,7 @@ k, v = (torch.zeros(51, 4, 16, 128, dtype=kind) for _ in range(2))
 kv = LayerKV(k, v) if kind.itemsize == 2 else LayerKV(k, by_dim(v), torch.ones(4), torch.ones(4))
 q = torch.zeros(num_seqs, 4 * group, 128, dtype=torch.bfloat16)
 attention.paged_attention(q, kv, meta, AttentionParams(scale=0.1, window=100 if group == 7 else None))
-print(json.dumps({name: [x.asm["ptx"].count("atom.") for x in getattr(module, name).binaries] for module, name in kernels}))
+print(json.dumps({name: [x.asm["ptx"] for x in getattr(module, name).binaries] for module, name in kernels}))
 """
 
 
@@ -39,8 +45,17 @@ def test_kernels_of_decodes_compile(kind, num_seqs, group):
     """The interpreter is more lenient than the compiler. Of many decodes the last thread block of a sequence counts the others
     and merges; of few a kernel does."""
     found = run_for_hopper(PROGRAM, kind, str(num_seqs), str(group))
-    (decode,), (find,), combine = found.values()
-    assert (decode, find, combine) == ((0, 0, [0]) if num_seqs == 2 else (1, 0, []))
+    (decode,), (_,), merging = found.values()
+    lines = decode.splitlines()
+    atomic = [i for i, line in enumerate(lines) if "atom." in line]
+    if num_seqs == 2:
+        assert (len(atomic), len(merging)) == (0, 1)
+        return
+    (at,), before, behind = atomic, "\n".join(lines[: atomic[0]]), "\n".join(lines[atomic[0] :])
+    assert ".gpu.acq_rel" in lines[at]
+    assert "bar.sync" in before[before.rindex("st.global") :]  # all have written their part
+    assert "ld.global.cg" in behind
+    assert not merging
 
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
@@ -82,6 +97,66 @@ def test_parts_of_decodes(lens, extra, splits, window):
     assert num_slots <= len(found.arrived)
     assert found.arrived.shape[1] == 3
     assert not found.arrived.any()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "options"),
+    [(4, 2, {}), (9, 3, {"window": 70}), (4, 1, {"sinks": True}), (7, 1, {"softcap": 20.0}), (1, 1, {})],
+    ids=["plain", "window", "sinks", "softcap", "one head"],
+)
+def test_the_last_thread_block_merges(monkeypatch, heads, kv_heads, options):
+    """In each layer: what it counts by is 0 again behind it."""
+    monkeypatch.setattr(module, "PARTS_PER_SM", 200)
+    monkeypatch.setattr(module, "LEAST_KEYS", 16)
+    sequences = tuple((1, n - 1) for n in (500, 17, 300, 1, 64, 49))
+    shape = cases.Shape(sequences=sequences, num_heads=heads, num_kv_heads=kv_heads, head_dim=32, block_size=16, padded=2)
+    step = cases.step(shape)
+    if "sinks" in options:
+        options = {"sinks": torch.randn(heads) * 3}
+    params = AttentionParams(scale=0.2, **options)
+    theirs = ReferenceOps().attention(step.q, step.kv, step.meta, params)
+    first, second = (TritonOps().attention(step.q, step.kv, step.meta, params) for _ in range(2))
+    (found,) = step.meta.derived.values()
+    assert found.parts[found.parts[:, 0] >= 0, 5].max() == (4 if "window" in options else 16)
+    torch.testing.assert_close(first[step.owned], theirs[step.owned], rtol=1e-5, atol=1e-5)
+    assert torch.equal(first, second)
+    assert not first[~step.owned].any()
+
+
+@pytest.mark.parametrize("num_seqs", [129, 1100])
+def test_parts_of_many_decodes(num_seqs):
+    meta = AttentionMetadata.uniform(num_seqs, 1, 1, block_size=16)
+    lens = torch.arange(num_seqs, dtype=torch.int32) * 5
+    lens[7] = 200_000
+    parts = DecodeParts.find(dataclasses.replace(meta, seq_lens=lens), None, 3, 16, 264, 0).parts
+    parts = parts[parts[:, 0] >= 0].long()
+    keys = torch.zeros(num_seqs, dtype=torch.int64).index_add_(0, parts[:, 0], parts[:, 2] - parts[:, 1])
+    assert torch.equal(keys, lens.long())
+    assert len(parts) > num_seqs
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "shape"), [(5, (4, 7, 64, 16)), (3, (1, 71, 32, 5)), (4, (8, 4, 128, 2)), (3, (2, 1, 16, 16))]
+)
+def test_merging_counted_parts(num_tokens, shape):
+    """Heads of a token have a number of parts; none: what is there stays. Nothing beyond a number is read."""
+    num_kv_heads, group, dim, splits = shape
+    torch.manual_seed(0)
+    partial = torch.randn(num_tokens, num_kv_heads * group, splits, dim)
+    lse = torch.randn(num_tokens, num_kv_heads * group, splits) * 3
+    counts = torch.randint(0, splits + 1, (num_tokens, num_kv_heads), dtype=torch.int32)
+    counts[0], counts[1, 0] = 0, splits
+    unread = torch.arange(splits) >= counts.repeat_interleave(group, dim=1)[:, :, None]
+    weights = torch.softmax(lse.masked_fill(unread, -1e30) * math.log(2), dim=2)
+    expected = (weights[..., None] * partial).sum(2)
+    expected[counts.repeat_interleave(group, dim=1) == 0] = 7.0
+    partial[unread], lse[unread] = math.nan, math.nan
+    lse[1, 0, 1], partial[1, 0, 1] = -math.inf, math.nan  # a part without keys
+    weights = torch.softmax(lse[1, 0, :splits] * math.log(2), dim=0)
+    expected[1, 0] = (weights[:, None] * partial[1, 0]).nan_to_num().sum(0)
+    out = torch.full((num_tokens, num_kv_heads * group, dim), 7.0)
+    combine(partial, lse, out, splits, counts)
+    torch.testing.assert_close(out, expected)
 
 
 def test_parts_are_found_once_a_step():

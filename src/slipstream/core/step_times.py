@@ -107,7 +107,7 @@ class StepCosts:
         self._step = 0
         self._expected: Expected | None = None
 
-    def expect(self, times: Sequence[StepTime], padded: Callable[[int], int] = int) -> None:
+    def expect(self, times: Sequence[StepTime], padded: Callable[[int], int]) -> None:
         """These were measured beforehand: no size need be tried to be known. `padded`: as for `Expected`."""
         self._expected = Expected(times, padded) if times else None
 

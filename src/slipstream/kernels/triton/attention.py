@@ -13,7 +13,7 @@ Scores are kept in units of log 2. An 8-bit cache is widened to float16, which h
 scales are applied to scores and sums. Keys are stored by token, values by dimension ([D, block_size]): a tensor core
 wants what it sums over to be contiguous.
 
-The split depends on a sequence's length and on the launch, never on timing, so sums have a fixed order."""
+The split depends on the lengths of a step's sequences and on the launch, never on timing, so sums have a fixed order."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _decode_kernel(
     bias_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window, table_stride, reach, num_seqs, splits,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_TILES: tl.constexpr,
     BLOCK_G: tl.constexpr, MERGED_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, MAX_PARTS: tl.constexpr,
     FUSED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -450,7 +450,7 @@ def paged_attention(
             partial, lse = scratch(num_decodes if parts.splits else len(parts.arrived), q, head_dim, max(1, parts.splits))
             _decode_kernel[(programs_each, len(parts.parts))](
                 q, kv.k, kv.v, out, partial, lse, meta.block_table, meta.seq_lens, parts.parts, parts.arrived,
-                *head_tensors, *scalars, num_decodes, parts.splits, CAUSAL=True, HEAD_TILES=head_tiles, BLOCK_G=block_g,
+                *head_tensors, *scalars, num_decodes, parts.splits, HEAD_TILES=head_tiles, BLOCK_G=block_g,
                 MERGED_G=min(block_g, triton.next_power_of_2(shape["G"])), MAX_PARTS=MAX_PARTS, FUSED=not parts.splits,
                 **options,
             )  # fmt: skip

@@ -110,7 +110,7 @@ def _part_bounds(part, low, high, splits):
     num = high - low
     parts = gl.maximum(gl.minimum(splits, num * splits // MAX_PARTS), 1)
     span = (num + parts - 1) // parts
-    parts = (num + span - 1) // span
+    parts = (num + span - 1) // gl.maximum(span, 1)
     begin = low + part * span
     exists = part < parts
     return parts, gl.where(exists, begin, 0), gl.where(exists, gl.minimum(begin + span, high), 0)

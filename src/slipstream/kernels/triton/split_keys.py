@@ -91,8 +91,8 @@ def _find_parts_kernel(
     lens_ptr, parts_ptr, arrived_ptr, num_seqs, window, num_extra, num_arrived, splits,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """`DecodeParts`. Without `splits` a part of a split sequence has at least L / num_extra of the L keys of all, so there are
-    at most num_extra such parts."""
+    """`DecodeParts`. Without `splits` a split sequence with l keys of L in all has at most l · num_extra / L parts, so there
+    are at most num_extra such parts."""
     seqs = tl.arange(0, BLOCK)
     live = seqs < num_seqs
     lens = tl.load(lens_ptr + seqs, mask=live, other=0)
