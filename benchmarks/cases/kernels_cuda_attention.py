@@ -2,8 +2,9 @@
 
     python benchmarks/kernels.py --device cuda --op attention
 
-Each is replayed from a graph, so the host's time is not in it. FLOPs are those of the keys that a query sees. cuDNN gets
-contiguous keys and values without a cache. The cache's blocks of 16 tokens lie anywhere.
+Where Hopper's splits the keys of few queries, it runs without that as well. Each is replayed from a graph, so the host's time
+is not in it. FLOPs are those of the keys that a query sees. cuDNN gets contiguous keys and values without a cache. The cache's
+blocks of 16 tokens lie anywhere.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import random
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import torch
 from torch.nn import functional as F
@@ -19,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
 from slipstream.kernels.ops import AttentionParams
+from slipstream.kernels.triton import hopper
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.tuning import microseconds
 
@@ -30,16 +33,26 @@ CASES = {  # lengths of the prompts, tokens in the cache before them, (query hea
     "1 of 2,048": ([2048], 0, (32, 8, 128)),
     "1 of 16,384": ([16384], 0, (32, 8, 128)),
     "4 of 512 behind 8,192": ([512] * 4, 8192, (32, 8, 128)),
+    "1 of 32 behind 8,192": ([32], 8192, (32, 8, 128)),
+    "1 of 128 behind 8,192": ([128], 8192, (32, 8, 128)),
+    "1 of 128 behind 32,768": ([128], 32768, (32, 8, 128)),
+    "4 of 64 behind 1,024": ([64] * 4, 1024, (32, 8, 128)),
     "22 of 20 to 1,500": (LENGTHS, 0, (32, 8, 128)),
     "8 of 2,048, D = 64": ([2048] * 8, 0, (32, 8, 64)),
     "4 of 2,048, GPT-J": ([2048] * 4, 0, (16, 16, 256)),
 }
+MOST_SPLIT = 256
+"""Tokens of a step whose keys may be split."""
 EVERY_CHIP = {("bf16", 64): (128, 32, 4, 3), ("fp8", 64): (128, 64, 4, 2), ("bf16", 256): (64, 32, 8, 2)}
 EVERY_CHIP |= {("bf16", 128): (128, 32, 4, 3), ("fp8", 128): (128, 64, 4, 2), ("fp8", 256): (64, 32, 8, 2)}
 
 
-def step(lengths: list[int], context: int, kv_heads: int, dim: int, kind: str) -> tuple[LayerKV, AttentionMetadata]:
-    per = [-(-(n + context) // BLOCK_SIZE) for n in lengths]
+def step(
+    lengths: list[int], contexts: list[int], kv_heads: int, dim: int, kind: str
+) -> tuple[LayerKV, AttentionMetadata]:
+    """The cache and the metadata of sequences with `lengths` new tokens behind `contexts`; if each has one they are decodes."""
+    ends = [n + context for n, context in zip(lengths, contexts, strict=True)]
+    per = [-(-n // BLOCK_SIZE) for n in ends]
     blocks = (torch.randperm(sum(per), device="cuda") + 1).to(torch.int32).split(per)
     table = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True)
     k, v = (torch.randn(sum(per) + 1, kv_heads, BLOCK_SIZE, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -50,9 +63,9 @@ def step(lengths: list[int], context: int, kv_heads: int, dim: int, kind: str) -
     nothing = torch.zeros(0, dtype=torch.int64, device="cuda")
     starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
     meta = AttentionMetadata(
-        query_start_loc=starts, seq_lens=torch.tensor(lengths, dtype=torch.int32, device="cuda") + context,
-        block_table=table, positions=nothing, slot_mapping=nothing, num_decodes=0, max_query_len=max(lengths),
-        max_seq_len=max(lengths) + context,
+        query_start_loc=starts, seq_lens=torch.tensor(ends, dtype=torch.int32, device="cuda"), block_table=table,
+        positions=nothing, slot_mapping=nothing, num_decodes=len(lengths) if max(lengths) == 1 else 0,
+        max_query_len=max(lengths), max_seq_len=max(ends),
     )  # fmt: skip
     return kv, meta
 
@@ -70,7 +83,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         torch.cuda.synchronize()
         taken = microseconds([call] * max(2, min(50, int(2e13 / flops))))
         rows.append({"case": case, "kernel": kernel, "us": taken, "tflops": flops / taken / 1e6})
-        print(f"{case:22} {kernel:18} {taken:9.1f} us {flops / taken / 1e6:7.1f} TFLOP/s", flush=True)
+        print(f"{case:22} {kernel:20} {taken:9.1f} us {flops / taken / 1e6:7.1f} TFLOP/s", flush=True)
         save(rows=rows)
 
     for case in args.cases:
@@ -78,10 +91,13 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         flops = sum(4 * dim * heads * (n * context + n * (n + 1) // 2) for n in lengths)
         q = torch.randn(sum(lengths), heads, dim, device="cuda", dtype=torch.bfloat16)
         for kind in ("bf16", "fp8"):
-            kv, meta = step(lengths, context, kv_heads, dim, kind)
+            kv, meta = step(lengths, [context] * len(lengths), kv_heads, dim, kind)
             call = partial(paged_attention, q, kv, meta, AttentionParams(scale=dim**-0.5))
             measure(case, f"{kind} every chip", flops, partial(call, prefill_tile=EVERY_CHIP[kind, dim]))
             measure(case, f"{kind} Hopper", flops, call)
+            if sum(lengths) <= MOST_SPLIT:
+                with mock.patch.object(hopper, "num_parts", return_value=1):
+                    measure(case, f"{kind} Hopper, unsplit", flops, call)
         if len(set(lengths)) == 1 and not context:
             shape = (len(lengths), lengths[0], -1, dim)
             k, v = (torch.randn(len(q), kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -241,6 +241,15 @@ def test_steps_that_were_measured_beforehand():
     assert costs.plain(3) is None
 
 
+def test_between_measured_steps_times_follow_the_rows_of_graphs():
+    costs = StepCosts()
+    times = [StepTime(*t) for t in ((4, 4, 1.0), (4, 8, 2.0), (12, 12, 5.0), (12, 24, 6.0), (16, 16, 7.0), (16, 32, 7.0))]
+    costs.expect(times, lambda rows: -(-rows // 8) * 8)
+    assert costs.line(6, costs.plain(6)) == [(6, 1.0), (12, 4.0)]  # 8 rows as for 4 sequences, and half way from 8 to 24
+    assert costs.line(13, costs.plain(13)) == [(13, 5.0), (26, 7.0)]  # 16 rows as for 12 sequences, 32 as for 16
+    assert costs.line(12, 5.0)[1] == (24, 6.0)
+
+
 def test_measured_beforehand_for_one_sequence():
     costs = StepCosts()
     costs.expect([StepTime(1, 1, 1.0), StepTime(1, 3, 1.5)])

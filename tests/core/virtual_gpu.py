@@ -108,7 +108,7 @@ class VirtualGPU:
         self.scheduler = Scheduler(**sizes, drafts_ahead=True, clock=lambda: self.now)
         if is_known:
             assert self.scheduler.speculation is not None
-            self.scheduler.speculation.costs.expect(list(self._known(max_num_seqs)))
+            self.scheduler.speculation.costs.expect(list(self._known(max_num_seqs)), padded)
         self.right, self.noise, self.rng = right, noise, random.Random(0)
         self.seen: dict[str, int] = {}  # tokens that the head has computed
         self.ahead: dict[str, int] = {}  # drafts that the chain behind the last step made

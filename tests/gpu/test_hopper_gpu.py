@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -66,6 +68,45 @@ def test_against_the_reference(query_lens, contexts, shape, kind):
         assert error(ours, theirs) < 5e-3
 
 
+SPLIT = [
+    ([33], [8000], {}),
+    ([1, 1, 100, 7, 1], [300, 20, 5000, 0, 3000], {}),  # the last has a tile of its own
+    ([17] * 3, [100, 900, 2500], {"heads": 28, "kv_heads": 4, "size": 64}),
+    ([64], [6000], {"heads": 9, "kv_heads": 3, "dim": 64}),
+    ([40, 3], [3000, 700], {"heads": 8, "kv_heads": 4, "dim": 256}),
+    ([70], [40000], {"heads": 4, "kv_heads": 1}),
+]
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8", "int8"])
+@pytest.mark.parametrize(("query_lens", "contexts", "shape"), SPLIT, ids=["8k", "mixed", "7", "smollm2", "256", "40k"])
+@pytest.mark.parametrize("option", ["plain", "window", "softcap", "sinks"])
+def test_split_keys_against_the_reference(monkeypatch, query_lens, contexts, shape, kind, option):
+    """Chunks too short to fill the chip. Their keys are split, and short ones of the same step stay whole."""
+    from slipstream.kernels.triton import hopper
+
+    combined = []
+    monkeypatch.setattr(hopper, "combine", lambda *a, c=hopper.combine: combined.append(a[4]) or c(*a))
+    q, kv, meta = step(query_lens, contexts, **shape)
+    if query_lens[-1] == 1:
+        meta = replace(meta, num_decodes=2)
+    if kind != "bfloat16":
+        kv = in_8_bits(kv, kind)
+    given = {"window": 1500} if option == "window" else {"softcap": 20.0} if option == "softcap" else {}
+    if option == "sinks":
+        given = {"sinks": torch.randn(q.shape[1], device="cuda", dtype=q.dtype) * 3}
+    params = AttentionParams(scale=q.shape[2] ** -0.5, **given)
+    ours = paged_attention(q, kv, meta, params)
+    assert combined[0].max() > 1
+    if len(query_lens) == 5:
+        assert not combined[0][100:107].any()
+    theirs = ReferenceOps().attention(q, kv, meta, params)
+    assert error(ours, theirs) < 5e-3
+    for begin, num in zip(meta.query_start_loc.tolist(), query_lens, strict=False):
+        assert error(ours[begin : begin + num], theirs[begin : begin + num]) < 1e-2
+    assert torch.equal(paged_attention(q, kv, meta, params), ours)
+
+
 def test_a_long_prompt_many_times():
     """16,384 tokens, too many for the reference: against the kernel for every chip. Who computes what changes nothing."""
     q, kv, meta = step([16384, 100], [0, 50])
@@ -76,8 +117,9 @@ def test_a_long_prompt_many_times():
     assert all(torch.equal(other, ours[0]) for other in ours)
 
 
-def test_in_a_graph():
-    q, kv, meta = step([300, 20], [0, 1000])
+@pytest.mark.parametrize("lengths", [[300, 20], [50, 20]], ids=["whole", "split"])
+def test_in_a_graph(lengths):
+    q, kv, meta = step(lengths, [0, 3000])
     expected = paged_attention(q, kv, meta, PLAIN)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

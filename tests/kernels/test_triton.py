@@ -26,7 +26,7 @@ from slipstream.kernels.reference import (
     uniform,
 )
 from slipstream.kernels.triton import TritonOps, linear, mla, mla_prefill, pointwise, sampling, tuning
-from slipstream.kernels.triton.attention import num_splits, paged_attention
+from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.fp8_block import fp8_tile_linear, fp8_tile_scaled_mm, has_scaled_mm
 from slipstream.kernels.triton.int4_groupwise import dequantize_int4, int4_gemv, int4_linear
 from slipstream.kernels.triton.linear import INT4_DENSE_TOKENS, gemm, gemv, skinny_gemm
@@ -68,8 +68,8 @@ def scaled(kv, dtype):
 
 
 @QUICK
-@given(data=st.data(), splits=st.sampled_from([1, 2, 8]), dtype=st.sampled_from([None, torch.float8_e4m3fn, torch.int8]))
-def test_attention(data, splits, dtype):
+@given(data=st.data(), extra=st.sampled_from([1, 3, 40]), dtype=st.sampled_from([None, torch.float8_e4m3fn, torch.int8]))
+def test_attention(data, extra, dtype):
     shape = data.draw(cases.edge_shapes(max_sequences=3))
     options = data.draw(cases.attention_options(shape.num_heads))
     step = cases.step(shape)
@@ -78,7 +78,9 @@ def test_attention(data, splits, dtype):
         kv = dataclasses.replace(kv, v=by_dim(kv.v))
     ops = data.draw(st.sampled_from([OURS, TritonOps(deterministic=True)]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
+        patch.setattr("slipstream.kernels.triton.split_keys.PARTS_PER_SM", extra)
+        patch.setattr("slipstream.kernels.triton.split_keys.LEAST_KEYS", 16)
+        patch.setattr("slipstream.kernels.triton.split_keys.FEW_SEQUENCES", data.draw(st.sampled_from([0, 1, 4])))
         ours = ops.attention(step.q, kv, step.meta, AttentionParams(**options))
     theirs = REFERENCE.attention(step.q, kv, step.meta, AttentionParams(**options))
     assert ours.isfinite().all()
@@ -692,12 +694,6 @@ def test_sampling(case):
         slack = 1e-5 * float(running[i, -1])
         assert running[i, token] >= u[i] - slack
         assert running[i, token] - kept[i, token] <= u[i] + slack
-
-
-def test_splits_fill_the_chip_and_no_more():
-    assert num_splits(8, 8192, 64, 132) == 64
-    assert num_splits(8, 100, 64, 132) == 1
-    assert num_splits(8192, 8192, 64, 132) == 1
 
 
 @pytest.mark.parametrize(("num_rows", "vocab"), [(1, 5), (3, 200), (2, 1000), (70, 150)])

@@ -355,6 +355,20 @@ def test_sizes_that_are_ready_stand_in_for_others(tmp_path, monkeypatch):
         assert not graphs.capture_next()
 
 
+def test_rows_for_drafts_are_captured_at_the_start(tmp_path, monkeypatch):
+    """Otherwise verifications would run in graphs of up to twice their rows, and take as long."""
+    monkeypatch.setattr(module, "FIRST_DECODES", 16)
+    tiny_models.build(tmp_path, "llama")
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    given = {"max_num_seqs": 110, "max_num_batched_tokens": 512, "speculative_config": drafts}
+    with LLM(str(tmp_path), **SETTINGS | given) as llm:
+        graphs = replay(llm.core.executor.runner)
+        graphs.capture()
+        rows = [n for n, prompts in graphs._captured if not prompts]
+        assert sorted(rows) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 440]
+        assert {(8, 192), (64, 192), (64, 128)} < set(graphs._captured)
+
+
 def test_a_rare_size_runs_in_a_larger_graph(tmp_path, monkeypatch):
     """A capture takes as long as many padded steps. So a size is captured when it was wanted LONGER times, or when idle."""
     for name, value in (("LONGER", LONGER), ("FIRST_DECODES", 16), ("FIRST_MIXED", ((64, 384),))):

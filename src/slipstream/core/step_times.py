@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from math import sqrt
 from statistics import median
@@ -54,12 +54,14 @@ COUNTS: tuple[int, ...] = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *
 
 
 class Expected:
-    """Steps that were measured before requests came: of dummy sequences with short contexts, by an idle host. By how much steps
-    of requests take longer is a running average, of plain steps and of those with drafts."""
+    """Steps that were measured before requests came: of dummy sequences with short contexts, by an idle host. Between them,
+    times rise with the rows that a step's graph computes. By how much steps of requests take longer is a running average, of
+    plain steps and of those with drafts."""
 
-    def __init__(self, times: Sequence[StepTime]) -> None:
+    def __init__(self, times: Sequence[StepTime], padded: Callable[[int], int]) -> None:
         """`times`: of some numbers of sequences from 1 on, with none and the same numbers of drafts each, of more sequences
-        perhaps not with the larger numbers."""
+        perhaps not with the larger numbers. `padded`: a step's tokens → its graph's."""
+        self._padded = padded
         ordered = sorted(times)
         self._seconds = {n: [t.seconds for t in of] for n, of in groupby(ordered, lambda t: t.num_seqs)}
         self._drafts = [t.num_tokens // t.num_seqs - 1 for t in ordered if t.num_seqs == ordered[0].num_seqs]
@@ -82,9 +84,12 @@ class Expected:
     def _line(self, num_seqs: int) -> list[tuple[int, float]]:
         below = self._counts[max(0, bisect_right(self._counts, num_seqs) - 1)]
         above = self._counts[min(bisect_left(self._counts, num_seqs), len(self._counts) - 1)]
-        share = 0.0 if below == above else (num_seqs - below) / (above - below)
-        both = zip(self._drafts, self._seconds[below], self._seconds[above], strict=False)
-        return [(num_seqs * (1 + drafts), (1 - share) * a + share * b) for drafts, a, b in both]
+        found = list[tuple[int, float]]()
+        for drafts, first, last in zip(self._drafts, self._seconds[below], self._seconds[above], strict=False):
+            low, rows, high = (self._padded(n * (1 + drafts)) for n in (below, num_seqs, above))
+            share = (rows - low) / (high - low) if high > low else 0.0
+            found.append((num_seqs * (1 + drafts), (1 - share) * first + share * last))
+        return found
 
 
 class StepCosts:
@@ -102,9 +107,9 @@ class StepCosts:
         self._step = 0
         self._expected: Expected | None = None
 
-    def expect(self, times: Sequence[StepTime]) -> None:
-        """These were measured beforehand: no size need be tried to be known."""
-        self._expected = Expected(times) if times else None
+    def expect(self, times: Sequence[StepTime], padded: Callable[[int], int] = int) -> None:
+        """These were measured beforehand: no size need be tried to be known. `padded`: as for `Expected`."""
+        self._expected = Expected(times, padded) if times else None
 
     def add(self, num_seqs: int, num_tokens: int, seconds: float) -> None:
         self._step += 1

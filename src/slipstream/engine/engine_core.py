@@ -428,7 +428,8 @@ class EngineCore:
         """Before there are requests: compile, then prepare the commonest sizes of steps for so long."""
         times = self.executor.warm_up()
         if isinstance(self.scheduler, Scheduler) and self.scheduler.speculation is not None:
-            self.scheduler.speculation.costs.expect(times)
+            padded = padding(self.config, self.description.spec)
+            self.scheduler.speculation.costs.expect(times, lambda rows: sum(padded(0, rows, 1, by_rows=True)))
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.executor.capture_next():
             pass

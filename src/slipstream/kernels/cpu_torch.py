@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -56,8 +54,6 @@ MAX_TEMPORARY_BYTES = 4 * 2**20
 
 PACK_BATCH = 32
 """The number of tokens that oneDNN lays weights out for; the layout serves other numbers as well."""
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,24 +94,11 @@ def keep_freed_memory() -> bool:
 
 
 class CpuOps(ReferenceOps):
-    """It caches values derived from the last step's metadata, since every layer needs them. The key is the metadata's
-    identity, so its tensors must never be written to."""
-
     name = "torch"
     rounded = HELD_PRODUCTS["torch"]
 
     def __init__(self) -> None:
-        self._meta: AttentionMetadata | None = None
-        self._derived: dict[object, Any] = {}
         keep_freed_memory()
-
-    def _once_a_step(self, meta: AttentionMetadata, key: object, make: Callable[[], Made]) -> Made:
-        if self._meta is not meta:
-            self._meta, self._derived = meta, {}
-        if key not in self._derived:
-            self._derived[key] = make()
-        made: Made = self._derived[key]
-        return made
 
     # --- Layers -----------------------------------------------------------------------------------------------------
 
@@ -231,14 +214,12 @@ class CpuOps(ReferenceOps):
             qk = torch.cat([rms(t, w, h.norm_eps, h.norm_offset) for t, w in normed], dim=1)
         if cos_sin is not None:
             # The value holds the tensor, too, so that its id is not used again within the step.
-            _, cos, sin = self._once_a_step(
-                meta, (id(cos_sin), h.interleaved), lambda: (cos_sin, *_turning(cos_sin[meta.positions], h.interleaved))
+            _, cos, sin = meta.once(
+                (id(cos_sin), h.interleaved), lambda: (cos_sin, *_turning(cos_sin[meta.positions], h.interleaved))
             )
             qk = _rotate(qk.float(), cos, sin, h.interleaved)
         qk = qk.to(qkv.dtype)
-        slots = self._once_a_step(
-            meta, ("slots", num_kv_heads, size), lambda: _head_slots(meta.slot_mapping, num_kv_heads, size)
-        )
+        slots = meta.once(("slots", num_kv_heads, size), lambda: _head_slots(meta.slot_mapping, num_kv_heads, size))
         for cache, new in ((kv.k, qk[:, h.num_heads :]), *(() if kv.latent else ((kv.v, v),))):
             cache.view(-1, h.head_dim).index_copy_(0, slots, new.reshape(-1, h.head_dim).to(cache.dtype))
         return qk[:, : h.num_heads]
@@ -246,17 +227,15 @@ class CpuOps(ReferenceOps):
     # --- Attention --------------------------------------------------------------------------------------------------
 
     def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
-        lens, window = self._once_a_step(meta, "lens", meta.seq_lens.tolist), params.window
-        groups = self._once_a_step(
-            meta, (kv.k.shape[1:], window, q.dtype), lambda: decode_groups(meta, lens, kv, window, q.dtype)
-        )
+        lens, window = meta.once("lens", meta.seq_lens.tolist), params.window
+        groups = meta.once((kv.k.shape[1:], window, q.dtype), lambda: decode_groups(meta, lens, kv, window, q.dtype))
         if len(groups) == 1 and groups[0].rows is None:
             return _decode(q, kv, groups[0], params)
         out = q.new_empty(*q.shape[:2], kv.v.shape[3])
         for group in groups:
             assert group.rows is not None
             out[group.rows] = _decode(q[group.rows], kv, group, params)
-        starts = self._once_a_step(meta, "starts", meta.query_start_loc.tolist)
+        starts = meta.once("starts", meta.query_start_loc.tolist)
         for i in range(meta.num_decodes, len(lens)):
             begin, end, length = starts[i], starts[i + 1], lens[i]
             if length == 0:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slipstream.spec.model import AttentionKind, LatentAttentionSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+Made = TypeVar("Made")
 
 NO_ADAPTER = -1
 """In the place of an adapter's slot: there is none."""
@@ -125,7 +127,8 @@ class AttentionMetadata:
     3. `groups`: the metadata for each cache group (`CacheGroup`), this one first. Empty: all layers use these tables. In a
        `cross` group positions and slots are unused.
     4. `shared`: what decodes share, for layers that look at all tokens. An op may leave it out of account.
-    5. In a captured graph ints are upper bounds, and padded sequences have seq_len 0 and write to slot 0 of the null block.
+    5. `derived`: what ops made of the others (`once`). So these don't change, except in a graph, which makes it anew.
+    6. In a captured graph ints are upper bounds, and padded sequences have seq_len 0 and write to slot 0 of the null block.
     """
 
     query_start_loc: Tensor  # int32 [S + 1]
@@ -141,10 +144,18 @@ class AttentionMetadata:
     text_ends: Tensor | None = None  # int32 [T]: where each token's text ends; None: unknown, or no whole texts
     shared: SharedPrefixes | None = None
     groups: tuple[AttentionMetadata, ...] = ()
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of_group(self, group: int) -> AttentionMetadata:
         """The metadata for the layers of a group."""
         return self.groups[group] if self.groups else self
+
+    def once(self, key: object, make: Callable[[], Made]) -> Made:
+        """What `make` makes of this, for all layers of the step."""
+        if key not in self.derived:
+            self.derived[key] = make()
+        made: Made = self.derived[key]
+        return made
 
     def with_groups(self, *others: AttentionMetadata) -> AttentionMetadata:
         """The metadata of a model with more groups, of which this is the first."""

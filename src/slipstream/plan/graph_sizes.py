@@ -53,9 +53,9 @@ def ladder(max_num_seqs: int) -> list[int]:
     return sorted({*sizes, max_num_seqs})
 
 
-VERIFIED_ROWS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
+VERIFIED_ROWS = (16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 640, 768)
 """Where drafts are verified, decode graphs have so many rows, too, up to a token and all drafts of each sequence. They are few,
-since all are captured at the start."""
+since all are captured at the start. From 256 on they are multiples of 128, as tiles of large products are."""
 
 
 def decode_rows(config: EngineConfig) -> list[int]:

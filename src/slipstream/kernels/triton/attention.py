@@ -3,8 +3,8 @@
 q and out are [T, H, D]; k and v are [blocks, K, block_size, D]. G = H / K query heads share a kv head.
 
 1. Decode (one query a sequence) is bound by reading the cache. One thread block takes a sequence and the G query heads
-   of a kv head, so each KV block is read once. If there are too few sequences to fill the chip, each one's keys are
-   split over several thread blocks and `_combine_kernel` merges them (flash-decoding, Dao et al. 2023). Where sequences
+   of a kv head, so each KV block is read once. The keys of sequences that are longer than others, or of all if there are
+   too few to fill the chip, are split over several thread blocks (`split_keys.py`). Where sequences
    begin with the same blocks (`SharedPrefixes`), a thread block takes several of them and reads those blocks once.
 2. Prefill is FlashAttention-2 (Dao 2023): a tile of queries walks along the keys with a running maximum and sum. On
    Hopper most shapes go to `hopper.py`.
@@ -29,12 +29,18 @@ from torch import Tensor
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
+from slipstream.kernels.triton.split_keys import (
+    CTAS_PER_SM,
+    MAX_PARTS,
+    DecodeParts,
+    combine,
+    merge_parts,
+    num_splits,
+    scratch,
+)
 from slipstream.platform import platform_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
-MAX_SPLITS = 64
-CTAS_PER_SM = 4
-"""Decode thread blocks wanted per multiprocessor; with more, sequences are not split."""
 DECODE_ACC_SIZE = 2048
 """Accumulators (heads × D) of a decode thread block: 64 registers for each thread of its one warp."""
 SHARED_CTAS_PER_SM = 8
@@ -117,32 +123,38 @@ def _to_dtype(x, kind: tl.constexpr):
     return x.to(kind)
 
 
-@triton.jit(do_not_specialize=["window", "table_stride", "reach", "splits"])
+@triton.jit(do_not_specialize=["window", "table_stride", "reach", "num_seqs", "splits"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, table_ptr, lens_ptr, slopes_ptr, bias_ptr, sinks_ptr, k_scale_ptr,
-    v_scale_ptr, scale, softcap, window, table_stride, reach, splits,
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, table_ptr, lens_ptr, parts_ptr, arrived_ptr, slopes_ptr,
+    bias_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window, table_stride, reach, num_seqs, splits,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_TILES: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    BLOCK_G: tl.constexpr, MERGED_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, PDL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, MAX_PARTS: tl.constexpr,
+    FUSED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One thread block computes BLOCK_G query heads of one kv head, for one sequence and one split of its keys.
+    """One thread block computes BLOCK_G query heads of one kv head, for one part of a sequence's keys (`DecodeParts`).
 
     Scores are [BLOCK_N keys, BLOCK_G heads] and sums [D, BLOCK_G]: keys and values are the tall operands, so few heads
     waste little of a tensor core. HEAD_TILES thread blocks share a kv head if its sums don't fit one warp's
     registers."""
     if PDL:
         pdl_wait()
-    seq, head, split = tl.program_id(0), tl.program_id(1) // HEAD_TILES, tl.program_id(2)
+    # Heads vary fastest, so that those without a part come last: among others they would leave some multiprocessors more work.
+    tile, seq = tl.program_id(0), tl.program_id(1)
+    part, begin = parts_ptr + seq * 8, 0 * seq
+    end, slot = tl.load(part + 2), tl.load(part + 3)
+    is_first = seq < num_seqs  # then nothing waits for the numbers above
+    if seq >= num_seqs:
+        seq, begin = tl.load(part), tl.load(part + 1)
+    if seq < 0:
+        return
+    head = tile // HEAD_TILES
     length = tl.load(lens_ptr + seq)
-    gs, ds = tl.program_id(1) % HEAD_TILES * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    heads = head * G + gs
-    low = 0
     if HAS_WINDOW:
-        low = tl.maximum(0, length - window) // BLOCK_N * BLOCK_N
-    span = tl.cdiv(tl.cdiv(length - low, BLOCK_N), splits) * BLOCK_N
-    begin = low + split * span
-    end = tl.minimum(begin + span, length)
+        begin = tl.where(is_first, tl.maximum(0, length - window) // BLOCK_N * BLOCK_N, begin)
+    gs, ds = tile % HEAD_TILES * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    heads = head * G + gs
 
     offset = (seq * (K * G) + heads)[None, :] * D + ds[:, None]
     live = (gs < G)[None, :] & (ds < D)[:, None]
@@ -156,23 +168,23 @@ def _decode_kernel(
     bias = (bias_ptr + heads * (2 * reach + 1) + reach)[None, :]
     m_i = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_G,), tl.float32)
-    if HAS_SINKS:  # counted once, in the first non-empty split
-        first_split = (split == 0) & (begin < end)
-        m_i = tl.where(first_split, tl.load(sinks_ptr + heads, mask=gs < G, other=0.0).to(tl.float32) * LOG2E, m_i)
-        l_i = tl.where(first_split, 1.0, l_i)
+    if HAS_SINKS:  # counted once, in the first part
+        is_first = is_first & (begin < end)
+        m_i = tl.where(is_first, tl.load(sinks_ptr + heads, mask=gs < G, other=0.0).to(tl.float32) * LOG2E, m_i)
+        l_i = tl.where(is_first, 1.0, l_i)
     acc = tl.zeros((BLOCK_D, BLOCK_G), tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_stride
     for start in range(begin, end, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         inside = at < end
-        block, slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, True)
+        block, at_slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, True)
         base = (block * K + head) * (BLOCK_SIZE * D)
         # Loads are not masked by `inside`: the cache holds finite numbers only, and keys beyond the end get weight 0.
-        k = _load_tile(k_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D)
+        k = _load_tile(k_ptr + (base + at_slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D)
         if BY_DIM:
-            v = _load_tile(v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None], (ds < D)[:, None], BLOCK_D == D)
+            v = _load_tile(v_ptr + (base + at_slot)[None, :] + (ds * BLOCK_SIZE)[:, None], (ds < D)[:, None], BLOCK_D == D)
         else:
-            v = tl.trans(_load_tile(v_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D))
+            v = tl.trans(_load_tile(v_ptr + (base + at_slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D))
         s = tl.dot(_to_dtype(k, q.dtype), q, input_precision="ieee")
         away = (length - 1 - at)[:, None]
         head_mask = (gs < G)[None, :]
@@ -191,13 +203,22 @@ def _decode_kernel(
         acc = acc * tl.load(v_scale_ptr + head)
     empty = l_i == 0.0
     acc = acc / tl.where(empty, 1.0, l_i)[None, :]
-    if SPLIT:
-        partial = (seq * (K * G) + heads) * splits + split
-        tl.store(lse_ptr + partial, tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i))), mask=gs < G)
-        if begin < end:
-            tl.store(partial_ptr + partial[None, :].to(tl.int64) * D + ds[:, None], acc, mask=live)
-    else:
+    if slot < 0:
         tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=live)
+    else:
+        place = slot * (K * G) + heads
+        if not FUSED:
+            place = (seq * (K * G) + heads) * splits + slot
+        tl.store(lse_ptr + place, tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i))), mask=gs < G)
+        tl.store(partial_ptr + place[None, :] * D + ds[:, None], acc, mask=live)
+        if FUSED:
+            first, num = tl.load(part + 4), tl.load(part + 5)
+            arrived = arrived_ptr + first * (K * HEAD_TILES) + tile
+            tl.debug_barrier()
+            if tl.atomic_add(arrived, 1, sem="acq_rel") == num - 1:
+                tl.store(arrived, 0)
+                ms = tile % HEAD_TILES * BLOCK_G + tl.arange(0, MERGED_G)
+                merge_parts(partial_ptr, lse_ptr, out_ptr, first, num, seq, head * G + ms, ms < G, K * G, D, BLOCK_D, MAX_PARTS)
 
 
 @triton.jit(do_not_specialize=["window", "table_stride", "reach", "splits"])
@@ -287,27 +308,6 @@ def _shared_decode_kernel(
         tl.store(partial_ptr + partial[None, :].to(tl.int64) * D + ds[:, None], acc, mask=mask)
     else:
         tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _combine_kernel(
-    partial_ptr, lse_ptr, out_ptr, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr
-):
-    """Merge a (sequence, query head)'s splits, weighted by their softmax sums. Empty splits are skipped."""
-    if PDL:
-        pdl_wait()
-    row = tl.program_id(0)
-    ds = tl.arange(0, BLOCK_D)
-    at = tl.arange(0, BLOCK_S)
-    lse = tl.load(lse_ptr + row * splits + at, mask=at < splits, other=float("-inf"))
-    m_i = tl.max(lse, 0)
-    weights = tl.where(lse == float("-inf"), 0.0, tl.exp2(lse - tl.where(m_i == float("-inf"), 0.0, m_i)))
-    l_i = tl.sum(weights, 0)
-    mask = (lse != float("-inf"))[:, None] & (ds < D)[None, :]
-    offsets = partial_ptr + (row * splits + at)[:, None].to(tl.int64) * D + ds[None, :]
-    partials = tl.load(offsets, mask=mask, other=0.0)
-    out = tl.sum(partials * weights[:, None], 0) / tl.where(l_i == 0.0, 1.0, l_i)
-    tl.store(out_ptr + row * D + ds, out.to(out_ptr.dtype.element_ty), mask=ds < D)
 
 
 @triton.jit
@@ -439,34 +439,33 @@ def paged_attention(
         if shared is not None:
             programs = triton.cdiv(programs, min(members, TYPICAL_MEMBERS))
         # With few thread blocks, prefetch deep. Many share a multiprocessor: at D = 256 the tiles of two would fill its memory.
-        deep = programs < CTAS_PER_SM * platform_of(q.device).multiprocessors or flags["SCALED"]
+        processors = platform_of(q.device).multiprocessors
+        deep = programs < CTAS_PER_SM * processors or flags["SCALED"]
         wide_key = block_d * kv.k.element_size() > 256
         block_n, warps, stages = decode_tile or (16, 1, 6 if deep and not wide_key else 3)
-        ctas_per_sm = CTAS_PER_SM if shared is None else SHARED_CTAS_PER_SM
-        splits = num_splits(programs, meta.max_seq_len, block_n, platform_of(q.device).multiprocessors, ctas_per_sm)
-        partial = lse = out
-        if splits > 1:
-            rows = num_decodes * num_heads * splits
-            partial = torch.empty(rows, head_dim, dtype=torch.float32, device=q.device)
-            lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-        options = dict(BLOCK_N=block_n, SPLIT=splits > 1, num_warps=warps, num_stages=stages, **shape, **flags)
-        options.update(pdl_options(q))
+        options = dict(BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags, **pdl_options(q))
         if shared is None:
-            _decode_kernel[(num_decodes, num_kv_heads * head_tiles, splits)](
-                q, kv.k, kv.v, out, partial, lse, meta.block_table, meta.seq_lens, *head_tensors, *scalars, splits,
-                CAUSAL=True, HEAD_TILES=head_tiles, BLOCK_G=block_g, **options,
+            programs_each = num_kv_heads * head_tiles
+            parts = DecodeParts.of(meta, s.window, programs_each, block_n, processors)
+            partial, lse = scratch(num_decodes if parts.splits else len(parts.arrived), q, head_dim, max(1, parts.splits))
+            _decode_kernel[(programs_each, len(parts.parts))](
+                q, kv.k, kv.v, out, partial, lse, meta.block_table, meta.seq_lens, parts.parts, parts.arrived,
+                *head_tensors, *scalars, num_decodes, parts.splits, CAUSAL=True, HEAD_TILES=head_tiles, BLOCK_G=block_g,
+                MERGED_G=min(block_g, triton.next_power_of_2(shape["G"])), MAX_PARTS=MAX_PARTS, FUSED=not parts.splits,
+                **options,
             )  # fmt: skip
+            if parts.splits > 1:
+                combine(partial, lse, out[:num_decodes], parts.splits)
         else:
+            splits = num_splits(programs, meta.max_seq_len, block_n, processors, SHARED_CTAS_PER_SM)
+            partial, lse = scratch(num_decodes, q, head_dim, splits) if splits > 1 else (out, out)
             _shared_decode_kernel[(num_kv_heads, num_decodes, splits)](
                 q, kv.k, kv.v, out, partial, lse, meta.block_table, meta.seq_lens, shared.begins, shared.ends,
                 shared.num_tokens, *head_tensors, *scalars, splits,
-                MEMBERS=members, BLOCK_C=max(8, triton.next_power_of_2(members * shape["G"])), **options,
+                SPLIT=splits > 1, MEMBERS=members, BLOCK_C=max(8, triton.next_power_of_2(members * shape["G"])), **options,
             )  # fmt: skip
-        if splits > 1:
-            grid = (num_decodes * num_heads,)
-            _combine_kernel[grid](
-                partial, lse, out, splits, D=head_dim, BLOCK_D=block_d, BLOCK_S=MAX_SPLITS, num_warps=4, **pdl_options(q)
-            )
+            if splits > 1:
+                combine(partial, lse, out[:num_decodes], splits)
     num_rows = meta.max_query_len * shape["G"]
     plain = s.alibi_slopes is None and s.distance_bias is None and s.causal and prefill_tile is None and not deterministic
     if num_seqs == num_decodes:
@@ -501,13 +500,3 @@ def _hopper(device: torch.device) -> ModuleType | None:
     if not HOPPER_TRITON[0] <= version <= HOPPER_TRITON[1]:
         return None
     return importlib.import_module("slipstream.kernels.triton.hopper")
-
-
-def num_splits(
-    num_programs: int, max_seq_len: int, block_n: int, num_processors: int, ctas_per_sm: int = CTAS_PER_SM
-) -> int:
-    """A power of two that fills the chip, with at least two tiles of the longest sequence in each split."""
-    wanted = triton.cdiv(ctas_per_sm * num_processors, num_programs)
-    most = max(1, max_seq_len // (2 * block_n))
-    splits = int(min(wanted, most, MAX_SPLITS))
-    return 1 << (splits.bit_length() - 1)

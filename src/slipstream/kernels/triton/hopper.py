@@ -12,6 +12,8 @@ cores.
 4. Work is a query tile (128 rows of one sequence) and a kv head. The producer takes work from a counter and sends it to
    its consumers. In a sequence the tiles with the most keys come first, so thread blocks end together. Which thread
    block computes a tile changes nothing in its result.
+5. A short chunk of a long prompt has too few query tiles for the chip, and each takes long. Then the keys of a tile are
+   split into parts, which are work of their own (`split_keys.py`). A tile with few keys stays whole.
 
 Limits: compute capability 9.0; bfloat16 or float16; head dims of 64, 128 and 256 (`covers`); causal; no ALiBi, no bias
 by distance. Gluon has no interpreter: a test here reads the machine code, and tests/gpu compares the numbers."""
@@ -19,6 +21,7 @@ by distance. Gluon has no interpreter: a test here reads the machine code, and t
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,10 +36,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
+from slipstream.kernels.triton.split_keys import combine, scratch
 from slipstream.platform import platform_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 CONSUMER_ROWS = gl.constexpr(64)
+MAX_PARTS = gl.constexpr(16)
+"""Of a tile's keys. With fewer key tiles than that there are fewer parts, in proportion: merging them takes as long as some
+key tiles (GPU_NOTES.md)."""
 # Gluon's names change between Triton's versions (`attention.HOPPER_TRITON`); both known names are looked for.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -94,6 +101,19 @@ def _tile_bounds(
     if HAS_WINDOW:
         low = gl.maximum(0, position - window + 1) // BLOCK_N
     return begin + first, num_queries - first, position, low, (end + BLOCK_N - 1) // BLOCK_N, end
+
+
+@gluon.jit
+def _part_bounds(part, low, high, splits):
+    """Of a query tile with keys in tiles low … high: in how many parts, and the first and end key tile of part `part`. Both are
+    0 if there is no such part."""
+    num = high - low
+    parts = gl.maximum(gl.minimum(splits, num * splits // MAX_PARTS), 1)
+    span = (num + parts - 1) // parts
+    parts = (num + span - 1) // span
+    begin = low + part * span
+    exists = part < parts
+    return parts, gl.where(exists, begin, 0), gl.where(exists, gl.minimum(begin + span, high), 0)
 
 
 @gluon.jit
@@ -162,9 +182,9 @@ def _receive(mailbox, i: gl.constexpr):
 @gluon.jit
 def _producer(
     q_desc, k, v, q_smem, k_smem, v_smem, mailbox, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, window, table_stride,
-    first_seq, last_seq,
+    first_seq, last_seq, splits,
     K: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, SCALED: gl.constexpr,
+    STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, SCALED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Fill the rings. A 16-bit cache is read through descriptors of its rows of D numbers, an 8-bit one (SCALED) through
     pointers. Loads that don't depend on the consumers are issued before waiting for them."""
@@ -172,19 +192,26 @@ def _producer(
     n = 0  # tiles so far: gives the slot in the ring and the phase
     round_ = 0
     work = gl.program_id(0)
-    seq, base, tiles = _find_sequence(work // K, first_seq, gl.to_tensor(0), last_seq, starts_ptr, TOKENS)
+    each = K  # thread blocks' work of a query tile
+    if SPLIT:
+        each = K * splits
+    seq, base, tiles = _find_sequence(work // each, first_seq, gl.to_tensor(0), last_seq, starts_ptr, TOKENS)
     while seq < last_seq:
         head = work % K
         token, left, position, low, high, end = _tile_bounds(
-            work // K, seq, base, tiles, starts_ptr, lens_ptr, window, TOKENS, BLOCK_N, HAS_WINDOW
+            work // each, seq, base, tiles, starts_ptr, lens_ptr, window, TOKENS, BLOCK_N, HAS_WINDOW
         )
+        part, parts = gl.to_tensor(0), gl.to_tensor(1)
+        if SPLIT:
+            part = work // K % splits
+            parts, low, high = _part_bounds(part, low, high, splits)
         table = table_ptr + seq.to(gl.int64) * table_stride
         if SCALED:
             WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
             FP8: gl.constexpr = k.dtype.element_ty == gl.float8e4nv
             k_words = _reinterpret(k_smem, gl.int32, [STAGES, BLOCK_N, D // 2], WORDS)
             v_words = _reinterpret(v_smem, gl.int32, [STAGES, D, BLOCK_N // 2], WORDS)
-            keys = _load_8bit(k, table, (high - 1) * BLOCK_N, end, head, K, BLOCK_SIZE, D, BLOCK_SIZE, BLOCK_N)
+            keys = _load_8bit(k, table, gl.maximum(high - 1, 0) * BLOCK_N, end, head, K, BLOCK_SIZE, D, BLOCK_SIZE, BLOCK_N)
             for j in range(high - low):
                 start = (high - 1 - j) * BLOCK_N
                 slot, phase = n % STAGES, ((n // STAGES) & 1) ^ 1
@@ -196,7 +223,7 @@ def _producer(
                 if j == 0:
                     for c in gl.static_range(2):
                         mbarrier.wait(q_empty.index(c), (round_ & 1) ^ 1)
-                        _send(mailbox, 8 * c, (token, left, position, low, high, head))
+                        _send(mailbox, 8 * c, (token, left, position, low, high, head, part, parts))
                         mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
                         load_tile(q_desc, [token + c * (TOKENS // 2), head * G, 0], q_full.index(c), q_smem.index(c))
                 ahead = gl.maximum(start - BLOCK_N, 0)
@@ -215,19 +242,19 @@ def _producer(
                 if j == 0:
                     for c in gl.static_range(2):
                         mbarrier.wait(q_empty.index(c), (round_ & 1) ^ 1)
-                        _send(mailbox, 8 * c, (token, left, position, low, high, head))
+                        _send(mailbox, 8 * c, (token, left, position, low, high, head, part, parts))
                         mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
                         load_tile(q_desc, [token + c * (TOKENS // 2), head * G, 0], q_full.index(c), q_smem.index(c))
                 mbarrier.wait(v_empty.index(slot), phase)
                 _copy_tile(v, table, start, end, head, v_full.index(slot), v_smem.index(slot), K, BLOCK_SIZE)
                 n += 1
-        round_ += 1
+        round_ += (high > low).to(gl.int32)
         work = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
-        seq, base, tiles = _find_sequence(work // K, seq, base, last_seq, starts_ptr, TOKENS)
+        seq, base, tiles = _find_sequence(work // each, seq, base, last_seq, starts_ptr, TOKENS)
     nothing = gl.to_tensor(0)
     for c in gl.static_range(2):
         mbarrier.wait(q_empty.index(c), (round_ & 1) ^ 1)
-        _send(mailbox, 8 * c, (nothing, nothing, nothing, nothing, nothing, nothing))
+        _send(mailbox, 8 * c + 4, (nothing,))  # no key tiles: the end
         mbarrier.arrive(q_full.index(c), count=1)
 
 
@@ -259,10 +286,11 @@ def _online_softmax(s, m_i, l_i, tile):
 
 @gluon.jit
 def _consumer(
-    out_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window,
+    out_ptr, partial_ptr, lse_ptr, parts_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    scale, softcap, window, first_seq, splits,
     C: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BLOCK_G: gl.constexpr, D: gl.constexpr, TOKENS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr, SCALED: gl.constexpr,
+    HAS_SINKS: gl.constexpr, SCALED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Compute rows 64 C … of a query tile. Row r is token r // BLOCK_G and query head r % BLOCK_G, of which G exist."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -284,6 +312,7 @@ def _consumer(
     while high > 0:
         token, left, position = _receive(mailbox, 8 * C), _receive(mailbox, 8 * C + 1), _receive(mailbox, 8 * C + 2)
         low, head = _receive(mailbox, 8 * C + 3), _receive(mailbox, 8 * C + 5)
+        part, parts = _receive(mailbox, 8 * C + 6), _receive(mailbox, 8 * C + 7)
         rows = gl.arange(0, M, ROWS)
         positions = position + C * (TOKENS // 2) + rows // BLOCK_G
         to_log2 = scale * LOG2E
@@ -297,6 +326,8 @@ def _consumer(
         if HAS_SINKS:
             sinks = gl.load(sinks_ptr + head * G + rows % BLOCK_G, mask=rows % BLOCK_G < G, other=0.0)
             m_i, l_i = sinks.to(gl.float32) * LOG2E, l_i + 1.0
+            if SPLIT:  # counted once
+                m_i, l_i = gl.where(part == 0, m_i, float("-inf")), gl.where(part == 0, l_i, 0.0)
         acc = gl.zeros([M, D], gl.float32, O_LAYOUT)
         # every row sees all keys from `mask_until` up to `mask_from`
         mask_from = position + C * (TOKENS // 2) + 1
@@ -355,24 +386,39 @@ def _consumer(
         if SCALED:
             norm *= gl.load(v_scale_ptr + head)
         acc = acc * gl.convert_layout(norm, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), OUT)
-        r = gl.arange(0, M, gl.SliceLayout(1, OUT))
-        t = C * (TOKENS // 2) + r // BLOCK_G
-        offset = ((token + t).to(gl.int64) * (K * G) + head * G + r % BLOCK_G) * D
-        live = (t < left) & (r % BLOCK_G < G)
-        offset = out_ptr + (offset[:, None] + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :])
-        gl.store(gl.multiple_of(gl.max_contiguous(offset, [1, 8]), [1, 16]), out, mask=live[:, None])
+        is_whole = True
+        if SPLIT:
+            is_whole = parts == 1
+            if parts > 1:
+                tokens = C * (TOKENS // 2) + rows // BLOCK_G
+                live = (tokens < left) & (rows % BLOCK_G < G)
+                tokens += token - first_seq  # decodes have a token each, so this counts from the first prompt's
+                at = (tokens * (K * G) + head * G + rows % BLOCK_G) * splits + part
+                lse = gl.where(l_i == 0.0, float("-inf"), m_i + gl.log2(gl.where(l_i == 0.0, 1.0, l_i)))
+                gl.store(lse_ptr + at, lse, mask=live)
+                gl.store(parts_ptr + (tokens * K + head), parts + 0 * tokens, mask=live & (rows % BLOCK_G == 0))
+                at = gl.convert_layout(at * D, gl.SliceLayout(1, O_LAYOUT))[:, None]  # `num_parts` keeps it far below 2³¹
+                at += gl.arange(0, D, gl.SliceLayout(0, O_LAYOUT))[None, :]
+                gl.store(partial_ptr + at, acc, mask=gl.convert_layout(live, gl.SliceLayout(1, O_LAYOUT))[:, None])
+        if is_whole:
+            out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), OUT)
+            r = gl.arange(0, M, gl.SliceLayout(1, OUT))
+            t = C * (TOKENS // 2) + r // BLOCK_G
+            offset = ((token + t).to(gl.int64) * (K * G) + head * G + r % BLOCK_G) * D
+            live = (t < left) & (r % BLOCK_G < G)
+            offset = out_ptr + (offset[:, None] + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :])
+            gl.store(gl.multiple_of(gl.max_contiguous(offset, [1, 8]), [1, 16]), out, mask=live[:, None])
         round_ += 1
         mbarrier.wait(q_full.index(C), round_ & 1)
         high = _receive(mailbox, 8 * C + 4)
 
 
-@gluon.jit(do_not_specialize=["window", "table_stride", "first_seq", "last_seq"])
+@gluon.jit(do_not_specialize=["window", "table_stride", "first_seq", "last_seq", "splits"])
 def _prefill_kernel(
-    q_desc, k, v, out_ptr, next_ptr, table_ptr, starts_ptr, lens_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-    scale, softcap, window, table_stride, first_seq, last_seq,
+    q_desc, k, v, out_ptr, partial_ptr, lse_ptr, parts_ptr, next_ptr, table_ptr, starts_ptr, lens_ptr, sinks_ptr,
+    k_scale_ptr, v_scale_ptr, scale, softcap, window, table_stride, first_seq, last_seq, splits,
     K: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, SCALED: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, SCALED: gl.constexpr, SPLIT: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_G: gl.constexpr = q_desc.block_type.shape[1]
@@ -392,16 +438,19 @@ def _prefill_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                out_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window,
-                0, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED,
+                out_ptr, partial_ptr, lse_ptr, parts_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr,
+                v_scale_ptr, scale, softcap, window, first_seq, splits,
+                0, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED, SPLIT,
             )),
             (_consumer, (
-                out_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window,
-                1, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED,
+                out_ptr, partial_ptr, lse_ptr, parts_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr,
+                v_scale_ptr, scale, softcap, window, first_seq, splits,
+                1, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED, SPLIT,
             )),
             (_producer, (
                 q_desc, k, v, q_smem, k_smem, v_smem, mailbox, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, window,
-                table_stride, first_seq, last_seq, K, G, D, BLOCK_SIZE, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, SCALED,
+                table_stride, first_seq, last_seq, splits,
+                K, G, D, BLOCK_SIZE, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, SCALED, SPLIT,
             )),
         ],
         [4, PRODUCER_WARPS],
@@ -444,14 +493,25 @@ def prefill(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: AttentionParams,
         shape, copy_shape = [kv.k.numel() // dim, dim], [min(block_size, block_n), dim]
         k, v = (TensorDescriptor(t, shape, [dim, 1], copy_shape, KEYS) for t in (k, v))
     k_scale, v_scale = (q, q) if kv.k_scale is None or kv.v_scale is None else (kv.k_scale, kv.v_scale)
-    max_tiles = num_tokens // (2 * rows) + meta.seq_lens.shape[0] - first_seq  # upper bound
-    next_work = torch.zeros(1, dtype=torch.int32, device=q.device)  # one per launch: launches may overlap
-    grid = (min(max_tiles * num_kv_heads, platform_of(q.device).multiprocessors),)
-    _prefill_kernel[grid](
-        q_desc, k, v, out, next_work, meta.block_table, meta.query_start_loc, meta.seq_lens,
-        q if s.sinks is None else s.sinks, k_scale, v_scale,
-        s.scale, s.softcap or 1.0, s.window or 0, meta.block_table.stride(0), first_seq, meta.seq_lens.shape[0],
+    num_prompt, processors = num_tokens - first_seq, platform_of(q.device).multiprocessors
+    max_tiles = num_prompt // (2 * rows) + meta.seq_lens.shape[0] - first_seq  # upper bound
+    splits = num_parts(triton.cdiv(num_prompt, 2 * rows) * num_kv_heads, processors)
+    partial, lse = scratch(num_prompt, q, dim, splits) if splits > 1 else (out, out)
+    # A counter for each launch, since launches may overlap, and behind it the number of parts of each token and kv head.
+    counts = torch.zeros(1 + (num_prompt * num_kv_heads if splits > 1 else 0), dtype=torch.int32, device=q.device)
+    parts = counts[1:]
+    _prefill_kernel[(min(max_tiles * num_kv_heads * splits, processors),)](
+        q_desc, k, v, out, partial, lse, parts if splits > 1 else counts, counts, meta.block_table, meta.query_start_loc,
+        meta.seq_lens, q if s.sinks is None else s.sinks, k_scale, v_scale,
+        s.scale, s.softcap or 1.0, s.window or 0, meta.block_table.stride(0), first_seq, meta.seq_lens.shape[0], splits,
         K=num_kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, BLOCK_N=block_n, STAGES=stages,
         HAS_WINDOW=s.window is not None, HAS_SOFTCAP=s.softcap is not None, HAS_SINKS=s.sinks is not None, SCALED=scaled,
-        PRODUCER_WARPS=4 if scaled else 1, PRODUCER_REGS=regs, CONSUMER_REGS=(504 - regs) // 2, num_warps=4,
+        SPLIT=splits > 1, PRODUCER_WARPS=4 if scaled else 1, PRODUCER_REGS=regs, CONSUMER_REGS=(504 - regs) // 2, num_warps=4,
     )  # fmt: skip
+    if splits > 1:
+        combine(partial, lse, out[first_seq:], splits, parts.view(num_prompt, num_kv_heads))
+
+
+def num_parts(num_programs: int, num_processors: int) -> int:
+    """Parts that the keys of query tiles are split into, so that the chip has work for each thread block once."""
+    return max(1, min(int(MAX_PARTS.value), num_processors // num_programs))

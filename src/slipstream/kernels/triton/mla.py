@@ -4,7 +4,7 @@ A cached row is [rotated key R, latent C], one per token for all heads; the late
 is read once for both. out [T, H, C] = softmax(scale · q rowᵀ) latent, with q [T, H, R + C].
 
 1. One kernel serves decodes and prefill chunks. A token's heads are rows of one tile, so 16 to 128 heads fill a tensor
-   core with a single token. With few sequences the keys are split, and `attention._combine_kernel` merges the splits.
+   core with a single token. With few sequences the keys are split (`split_keys.py`).
 2. Up to SMALL_BATCH tokens, the work before it (norm, rotary, cache write, queries times `keys`) is one kernel, and so
    is the work behind it (merging splits, times `values`). For more tokens the two products are cuBLAS's.
 3. Whole prompts of many tokens go to `mla_prefill.py`.
@@ -21,17 +21,10 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.kernels.layouts import MLAParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.triton.attention import (
-    LOG2E,
-    MAX_SPLITS,
-    _combine_kernel,
-    _load_tile,
-    _locate_keys,
-    _online_softmax,
-    num_splits,
-)
+from slipstream.kernels.triton.attention import LOG2E, _load_tile, _locate_keys, _online_softmax
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import _to_cache
+from slipstream.kernels.triton.split_keys import MAX_SPLITS, combine, num_splits, scratch
 from slipstream.platform import platform_of
 
 SPLIT_KEYS = 32
@@ -239,7 +232,7 @@ def _combine_values_kernel(
     H: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_V values of a (sequence, head): its splits merged as in `_combine_kernel`, times `values`."""
+    """BLOCK_V values of a (sequence, head): its splits merged as in `split_keys`, times `values`."""
     row = tl.program_id(0)
     cs, vs, at = tl.arange(0, BLOCK_C), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_S)
     live = (cs < C)[:, None] & (vs < V)[None, :]
@@ -371,9 +364,7 @@ def mla_paged_attention(
         splits = num_splits(programs, meta.max_seq_len, SPLIT_KEYS, platform_of(q.device).multiprocessors)
         partial = lse = out
         if splits > 1:
-            rows = num_decodes * num_heads * splits
-            partial = torch.empty(rows, width, dtype=torch.float32, device=q.device)
-            lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+            partial, lse = scratch(num_decodes, q, width, splits)
         launch(0, num_decodes, 1, splits, partial, lse)
         if splits > 1 and values is not None and num_decodes == num_tokens <= SMALL_BATCH:
             projected = torch.empty(num_tokens, num_heads * values.shape[2], dtype=q.dtype, device=q.device)
@@ -383,9 +374,7 @@ def mla_paged_attention(
             )  # fmt: skip
             return projected
         if splits > 1:
-            _combine_kernel[(num_decodes * num_heads,)](
-                partial, lse, out, splits, D=width, BLOCK_D=shape["BLOCK_C"], BLOCK_S=MAX_SPLITS, num_warps=4, **pdl_options(q)
-            )
+            combine(partial, lse, out[:num_decodes], splits)
     if num_seqs > num_decodes:
         launch(num_decodes, num_seqs - num_decodes, meta.max_query_len, 1, out, out)
     if values is None:
