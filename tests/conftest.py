@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -43,16 +44,34 @@ def pytest_xdist_auto_num_workers():
 
 def pytest_collection_finish():
     keep_what_is_there()
+    share_authorities()
 
 
 def keep_what_is_there():
     """What is there now stays: thousands of tests and all that they import, also what the first test of a kind imports. The
-    collection of garbage that a start of an engine asks for took a third of a second over them."""
+    collection of garbage that a start of an engine asks for took a third of a second over them. What was kept before is not
+    looked at again."""
     global NUM_MODULES
-    gc.unfreeze()
     gc.collect()
     gc.freeze()
     NUM_MODULES = len(sys.modules)
+
+
+def share_authorities():
+    """httpx reads the file of known authorities for each client, which takes 45 ms of a core, and each of its functions has a
+    client: there are a thousand, nearly all for servers without TLS. Those that know the same ones share what was read."""
+    if "httpx" in sys.modules:
+        from httpx._transports import default
+
+        make = default.create_ssl_context
+        read = functools.cache(lambda *known: make())
+
+        def shared(verify=True, cert=None, trust_env=True):
+            if verify is True and cert is None and trust_env:
+                return read(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+            return make(verify, cert, trust_env)
+
+        default.create_ssl_context = shared
 
 
 @pytest.hookimpl(tryfirst=True)

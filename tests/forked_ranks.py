@@ -19,10 +19,10 @@ import socket
 import subprocess
 import sys
 import threading
-
-import pytest
+from unittest import mock
 
 PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
+PATCHED = "slipstream.worker.process_executor.subprocess"
 IMPORTED = "slipstream.worker.rank_process", "slipstream.worker.model_runner", "slipstream.model.loader"
 
 
@@ -68,9 +68,15 @@ class Popen:
 @contextlib.contextmanager
 def used():
     """Engines that this process starts meanwhile start their ranks so."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slipstream.worker.process_executor.subprocess", sys.modules[__name__])
+    with mock.patch(PATCHED, sys.modules[__name__]):
         yield
+
+
+def take_from(parent: socket.socket) -> None:
+    """Engines that this process starts from now on have their ranks of the process that `serve`s the other end."""
+    global _parent
+    _parent = lambda: parent
+    mock.patch(PATCHED, sys.modules[__name__]).start()
 
 
 _asking = threading.Lock()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import io
 import json
 import os
@@ -138,14 +139,20 @@ def broken_gguf(good: Path, into: Path, rng: random.Random) -> Path:
     return into
 
 
+@functools.cache
+def parser() -> argparse.ArgumentParser:
+    from slipstream.cli.main import build_parser
+
+    return build_parser()
+
+
 def ask(path: Path) -> str:
     """What comes of it: "ok", an error of ours, or else what went wrong."""
-    from slipstream.cli.main import build_parser
     from slipstream.spec.description import read_spec
 
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            args = build_parser().parse_args(["info", str(path)])
+            args = parser().parse_args(["info", str(path)])
             args.handler(args)
         tokenizer = Tokenizer.for_model(read_spec(path))
         ids = tokenizer.encode("Hello, world! 1234 <|im_end|> </s>")

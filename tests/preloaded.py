@@ -2,15 +2,21 @@
 
 `Preloaded(folder)` starts it, and leaves a `slipstream` and a `python` for the PATH in `folder`. These are small clients. The
 command runs in a fork, with the client's arguments, folder, environment and standard streams. The client ends with its exit
-code. Forks share nothing but what was imported.
+code. Forks share nothing but what was imported. Ranks of a command's engine are forks, too (tests/forked_ranks.py), of the
+process that waits for the command.
+
+Processes of tests that name the same folder share the one that imports, since that takes seconds. It ends when all of them have
+closed it, or are dead.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -29,24 +35,46 @@ with socket.socket(socket.AF_UNIX) as s:
 """
 
 
+JOIN = b"j"
+"""What a process of tests sends that wants a process to stay which another has started."""
+
+
 class Preloaded:
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
         self.tools = folder
         address = str(folder / "socket")
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._open = self._join(address) or self._start(address)
+
+    @staticmethod
+    def _join(address: str) -> socket.socket | None:
+        """A socket that keeps the process of `address`, if there is one that does not end just now."""
+        ours = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(OSError):
+            ours.connect(address)
+            ours.sendall(JOIN)
+            if ours.recv(len(JOIN)):
+                return ours
+        ours.close()
+        return None
+
+    def _start(self, address: str) -> socket.socket:
         for kind in ("slipstream", "python"):
-            client = folder / kind
+            client = self.tools / kind
             client.write_text(CLIENT.format(python=sys.executable, address=address, kind=kind))
             client.chmod(0o755)
+        Path(address).unlink(missing_ok=True)
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "src"), *filter(None, sys.path)])}
-        command = [sys.executable, __file__, address]
-        self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n"
+        ours, theirs = socket.socketpair()
+        with theirs:
+            subprocess.Popen([sys.executable, __file__, address], env=env, stdin=theirs, start_new_session=True)
+        assert ours.recv(len(JOIN))
+        return ours
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(120)
+        self._open.close()
 
 
 def load() -> None:
@@ -61,7 +89,10 @@ def load() -> None:
     import slipstream.bench.adapters.slipstream
     import slipstream.compress.run
     import slipstream.evals.scorer
-    import slipstream.kernels.cpu  # noqa: F401
+    import slipstream.kernels.cpu
+    import slipstream.worker.model_runner
+    import slipstream.worker.process_executor
+    import slipstream.worker.rank_process  # noqa: F401
 
 
 def serve(address: str) -> None:
@@ -69,11 +100,18 @@ def serve(address: str) -> None:
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
     listening.listen()
-    # The parent's end of our standard input is closed when it is done, or dead.
-    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-    print("ready", flush=True)
-    while True:
+    users = [socket.socket(fileno=os.dup(0))]  # of these the other end closes when they are done, or dead
+    users[0].sendall(JOIN)
+    while users:
+        ready = select.select([listening, *users], [], [])[0]
+        users = [user for user in users if user not in ready]
+        if listening not in ready:
+            continue
         connection, _ = listening.accept()
+        if connection.recv(1, socket.MSG_PEEK) == JOIN:
+            connection.sendall(connection.recv(1))
+            users.append(connection)
+            continue
         if os.fork() == 0:  # this one waits for the command
             listening.close()
             answer(connection)
@@ -85,11 +123,22 @@ def serve(address: str) -> None:
 
 
 def answer(connection: socket.socket) -> None:
+    from tests import forked_ranks
+
     fds = array.array("i")
     _, ancillary, _, _ = connection.recvmsg(1, socket.CMSG_LEN(3 * fds.itemsize))
     fds.frombytes(ancillary[0][2])
     kind, words, folder, env = json.loads(connection.makefile().readline())
-    command = fork_command(kind, words, folder, env, list(fds), prepare=connection.close)
+    asking, asked = socket.socketpair(type=socket.SOCK_SEQPACKET)
+
+    def prepare() -> None:
+        connection.close()
+        asked.close()
+        forked_ranks.take_from(asking)
+
+    command = fork_command(kind, words, folder, env, list(fds), prepare)
+    asking.close()
+    forked_ranks.serve(asked)  # until the command has ended
     _, status = os.waitpid(command, 0)
     connection.sendall(f"{os.waitstatus_to_exitcode(status) & 255}\n".encode())
 

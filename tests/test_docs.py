@@ -33,7 +33,9 @@ EXAMPLES = [
 
 @pytest.fixture(scope="module")
 def preloaded(tmp_path_factory):
-    process = Preloaded(tmp_path_factory.mktemp("tools"))
+    """The same of all processes of the session."""
+    session = tmp_path_factory.getbasetemp()
+    process = Preloaded((session.parent if "PYTEST_XDIST_WORKER" in os.environ else session) / "preloaded")
     yield process
     process.close()
 

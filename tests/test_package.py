@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -116,7 +115,8 @@ def installed(wheel: Path, folder: Path) -> Path:
     plain = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     subprocess.run(pip, check=True, env=plain)
     (site,) = folder.glob("lib/python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    ours = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]  # an environment may have two
+    (site / "dependencies.pth").write_text("\n".join(ours) + "\n")
     return python
 
 

@@ -137,7 +137,8 @@ def test_doctor_text(capsys):
 def test_doctor_shows_the_tile_table_and_what_is_wrong_with_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "gpus", lambda: (GPU, GPU))
-    monkeypatch.setattr(doctor, "cpu_choice", lambda measure: None)  # else it is measured for the empty folder
+    monkeypatch.setattr(doctor, "cpu_choice", lambda measure: None)  # these measure the machine for the empty folder
+    monkeypatch.setattr(doctor, "will_use", lambda: {"device": "cpu"})
     own = tiles_folder() / file_name(GPU.name)
     entries = {("gemv", "bfloat16", (64, 64)): Measured((2, 64, 4))}
     write_tiles(TileTable(device=GPU.name, entries=entries), own)

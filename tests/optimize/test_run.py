@@ -19,6 +19,7 @@ from slipstream.cli.optimize import _cells, _line
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
 from slipstream.evals.tasks import TaskResult
+from slipstream.hub import machine_folder
 from slipstream.optimize import run
 from slipstream.optimize.candidates import NOTHING, Candidate, Result, Space
 from slipstream.optimize.prior import bits_of, guessed_kl, simulated_prior
@@ -287,7 +288,7 @@ def test_forms_become_settings_and_do_not_change_what_quality_is_of(tmp_path):
 
 
 def test_what_several_ranks_cannot_do_is_left_out_in_the_engines_words(tiny_model, tmp_path, capsys):
-    description, info = read_spec(tiny_model), detect("cpu", tmp_path)
+    description, info = read_spec(tiny_model), detect("cpu", machine_folder())
     base = EngineArgs(str(tiny_model), device="cpu")
     assert run.check_parallel(["tp2", "pp2"], base, description, info) == ("tp2", "tp1pp2")
     drafts = (None, "suffix", f"eagle3:{tmp_path}")

@@ -91,8 +91,9 @@ def test_what_a_chain_covers(first, keeps, computed, num_drafts, num_seqs, cover
 @pytest.mark.parametrize(("kind", "num_seqs"), [("head", 1), ("head", 4), ("draft", 1), ("draft", 4)])
 def test_a_chain_hands_kernels_contiguous_inputs(models, monkeypatch, kind, num_seqs):
     """A GPU's kernels read rows and positions as they lie in memory; torch's ops would hide a view with stride 0."""
-    config = config_of(models, kind) | {"num_speculative_tokens": 5}
-    with LLM(str(models / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
+    model, config = config_of(models, kind)
+    config["num_speculative_tokens"] = 5
+    with LLM(model, speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
         runner = llm.core.executor.runner
         graphs, seen = ChainGraphs(runner.draft, runner.rows, (5,), max_model_len=128, max_num_seqs=4), []
         gather = runner.ops.gather_inputs
@@ -116,23 +117,25 @@ class Replayed(ChainGraphs):
         return self._captured.setdefault(size, types.SimpleNamespace(inputs=inputs, output=None, graph=graph))
 
 
-CONFIGS = {
-    "head": {"method": "eagle3", "model": "head"},
-    "draft": {"method": "draft", "model": "draft"},
-    "same": {"method": "draft", "model": "model"},
+CONFIGS = {  # a head reads states between layers, so its model has several
+    "head": ("model", {"method": "eagle3", "model": "head"}),
+    "draft": ("small", {"method": "draft", "model": "draft"}),
+    "same": ("small", {"method": "draft", "model": "small"}),
 }
 CLASSES = {"head": HeadChain, "draft": DraftModel, "same": DraftModel}
 KINDS = pytest.mark.parametrize("kind", CONFIGS)
 
 
 def config_of(folder, kind):
-    config = CONFIGS[kind]
-    return config | {"model": str(folder / config["model"]), "num_speculative_tokens": 3}
+    """The model's folder, and how it speculates."""
+    model, config = CONFIGS[kind]
+    return str(folder / model), config | {"model": str(folder / config["model"]), "num_speculative_tokens": 3}
 
 
 def proposals(folder, kind, prompts, lengths, *, graphs, ahead=True, temperature=0, chosen=None, **more):
     """The answers; of each request by its number of computed tokens the drafts; how many of them were proposed ahead."""
-    with LLM(str(folder / "model"), speculative_config=config_of(folder, kind), **{**SIZES, "kernels": "torch", **more}) as llm:
+    model, config = config_of(folder, kind)
+    with LLM(model, speculative_config=config, **{**SIZES, "kernels": "torch", **more}) as llm:
         if chosen is not None:
             choose = llm.core.scheduler.speculation.choose
             llm.core.scheduler.speculation.choose = lambda running: chosen(running) and choose(running)
@@ -165,10 +168,11 @@ def proposals(folder, kind, prompts, lengths, *, graphs, ahead=True, temperature
 
 @pytest.fixture
 def models(tmp_path):
-    """A model, and a head and a draft model that are right at times."""
+    """A model and a head, a smaller model and a draft model. Both are right at times."""
     tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
     draft_heads.eagle(tmp_path / "head", seed=1)
-    tiny_models.build_near(tmp_path / "draft", num_hidden_layers=6)
+    tiny_models.build(tmp_path / "small")
+    tiny_models.build_near(tmp_path / "draft")
     return tmp_path
 
 
@@ -289,8 +293,8 @@ def test_preempted_requests_and_shared_prefixes(models, kind, enable_prefix_cach
     prompts = [{"prompt_token_ids": common + [30 + i, 40, 50 + i][: 1 + i % 3]} for i in range(6)]
     lengths = (60, 9, 20, 40, 33, 70)
     small = {"enable_prefix_caching": enable_prefix_caching, "max_model_len": 96}
-    small["kv_cache_bytes"] = {"head": 160_000, "draft": 260_000}[kind]
-    with LLM(str(models / "model"), **{**SIZES, "kernels": "torch"}) as llm:
+    small["kv_cache_bytes"] = {"head": 160_000, "draft": 66_000}[kind]
+    with LLM(config_of(models, kind)[0], **{**SIZES, "kernels": "torch"}) as llm:
         sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
         expected = [o.outputs[0].token_ids for o in llm.generate(prompts, sampling)]
     by_ops, drafts, _, _ = proposals(models, kind, prompts, lengths, graphs=False, **small)
@@ -332,7 +336,8 @@ def test_no_prompt_is_seen_while_drafts_rest(models, monkeypatch):
 @pytest.mark.parametrize(("kind", "num_blocks", "has_room"), [("head", 4, True), ("draft", 4, False), ("draft", 5, True)])
 def test_a_chain_ahead_stays_in_its_blocks(models, kind, num_blocks, has_room):
     """Behind 11 tokens and 3 right drafts stand 3 more; a head has the last one's pair a position before."""
-    with LLM(str(models / "model"), speculative_config=config_of(models, kind), **{**SIZES, "kernels": "torch"}) as llm:
+    model, config = config_of(models, kind)
+    with LLM(model, speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
         runner = llm.core.executor.runner
         graphs = Replayed(runner.draft, runner.rows, (3,), max_model_len=128, max_num_seqs=4)
         row = Row(0, SamplingParams(temperature=0), num_prompt_tokens=2, seed=0, forbidden_early=())

@@ -8,6 +8,7 @@ count of each of the 125 answers follows from the probabilities of one token aft
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import Counter
@@ -89,6 +90,7 @@ def sampling_of(name: str, i: int) -> SamplingParams:
     return dataclasses.replace(made, seed=7919 * (i // 4) + i % 4) if name == "n" else made
 
 
+@functools.cache
 def expected_shares(name: str) -> dict[Answer, float]:
     """How often each answer should come."""
     shares: dict[Answer, float] = {(): 1.0}
