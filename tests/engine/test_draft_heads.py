@@ -17,7 +17,6 @@ from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.ops import OpSet
-from slipstream.kernels.triton import TritonOps
 from slipstream.model.draft_heads import target_ids
 from slipstream.spec.description import read_spec
 from slipstream.spec.head_readers import read_head
@@ -276,6 +275,8 @@ def test_eight_bits_of_a_head_by_rows(tmp_path):
 
 
 def test_op_sets_say_what_eight_bits_need(tmp_path, monkeypatch):
+    from slipstream.kernels.triton import TritonOps  # not above: tests/kernels imports it for its interpreter
+
     cpu = torch.device("cpu")
     assert [ops.eight_bits(cpu) for ops in (NativeOps(), CpuOps(), TritonOps())] == ["int8", None, None]
     assert (OpSet.output_multiple, TritonOps.output_multiple) == (1, 16)
