@@ -55,7 +55,7 @@ class NativeOps(CpuOps):
         return self.host.describe()
 
     def eight_bits(self, device: torch.device) -> str | None:
-        return "int8"
+        return self.host.eight_bits
 
     # --- Weights ----------------------------------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ class HostOps:
     has_host_experts = False
     rounded = HELD_PRODUCTS["cpu"]
     block_types = frozenset(CPU_BLOCK_BYTES)
+    eight_bits = "int8"  # `OpSet.eight_bits`
 
     def __init__(
         self, num_threads: int = 1, isa: str | None = None, sparse_from: float | None = None, *, dense_copies: bool = False

@@ -130,7 +130,6 @@ class HostStates:
         return self.kept[slots].astype(np.float32)
 
 
-
 def load_host_drafter(
     config: EngineConfig, description: HeadDescription, decoder: Decoder, ops: HostOps, sample: Sample
 ) -> HeadDrafter:
@@ -141,7 +140,7 @@ def load_host_drafter(
         decoder,
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,
-        scheme=head_scheme(config, description, "int8"),
+        scheme=head_scheme(config, description, ops.eight_bits),
         load_format="dummy" if config.model.load_format == "dummy" else "auto",
         seed=config.model.seed,
     )

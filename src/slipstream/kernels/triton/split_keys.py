@@ -60,9 +60,9 @@ class DecodeParts:
         """Of `meta`'s decodes, in tiles of `block_n` keys, each part being computed by `programs_each` thread blocks. Made once
         for all layers of a step."""
         num_extra = max(1, PARTS_PER_SM * num_processors // programs_each)
-        splits = num_splits(meta.num_decodes * programs_each, meta.max_seq_len, block_n, num_processors)
-        if meta.num_decodes > FEW_SEQUENCES:
-            splits = 0
+        splits = 0
+        if meta.num_decodes <= FEW_SEQUENCES:
+            splits = num_splits(meta.num_decodes * programs_each, meta.max_seq_len, block_n, num_processors)
         key = (cls, window, programs_each, block_n, num_extra, splits)
         return meta.once(key, lambda: cls.find(meta, window, programs_each, block_n, num_extra, splits))
 
