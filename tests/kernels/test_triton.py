@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -385,7 +386,8 @@ def test_rope_and_cache(data):
         caches[1].v.copy_(caches[0].v)
     if data.draw(st.booleans()):
         caches[0] = dataclasses.replace(caches[0], v=by_dim(caches[0].v))
-    ours = OURS.rope_and_cache(qkv, caches[0], step.meta, QKVLayout(**options))
+    with mock.patch.object(pointwise, "MANY_TOKENS", data.draw(st.sampled_from([1, 512]))):  # tiles of many tokens or of few
+        ours = OURS.rope_and_cache(qkv, caches[0], step.meta, QKVLayout(**options))
     theirs = REFERENCE.rope_and_cache(qkv, caches[1], step.meta, QKVLayout(**options))
     close(ours, theirs)
     for mine, other in ((caches[0].k, caches[1].k), (caches[0].v, caches[1].v)):

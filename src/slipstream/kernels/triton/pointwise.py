@@ -152,74 +152,103 @@ def _rope_kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, positions_ptr, slots_ptr, table_ptr, q_norm_ptr, k_norm_ptr,
     eps, offset, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_NORM: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Two kinds of thread blocks. The first T · ⌈(H + K) / BLOCK_H⌉ rotate heads of q and k of a token: pairs of the
-    first R numbers; the others pass through. Then ⌈T / BLOCK_T⌉ · V cache the values of BLOCK_T tokens (V = K, or 0:
-    none)."""
+    """Three kinds of thread blocks. Those of q and of k rotate STEPS times HEADS heads of TOKENS tokens: pairs of the first R
+    numbers; the others pass through. Then ⌈T / BLOCK_T⌉ · V cache the values of BLOCK_T tokens (V = K, or 0: none)."""
     if PDL:
         pdl_wait()
     pid = tl.program_id(0)
-    head_tiles: tl.constexpr = (H + K + BLOCK_H - 1) // BLOCK_H
-    if pid >= T * head_tiles:
-        pid -= T * head_tiles
+    q_tiles: tl.constexpr = (H + HEADS * STEPS - 1) // (HEADS * STEPS)
+    tiles: tl.constexpr = q_tiles + (K + HEADS * STEPS - 1) // (HEADS * STEPS)
+    turning = (T + TOKENS - 1) // TOKENS * tiles
+    if pid >= turning:
+        pid -= turning
         _store_values(
             qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, pid // K, pid % K, T, H, K, V, D, BLOCK_SIZE, BLOCK_T, BLOCK_D, SCALED,
             BY_DIM,
         )  # fmt: skip
-        return
-    token = (pid // head_tiles).to(tl.int64)
-    head = pid % head_tiles * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-    is_q, is_k, live = head < H, (head >= H) & (head < H + K), head < H + K
-    source = qkv_ptr + (token * (H + K + V) + head) * D
-    slot = tl.load(slots_ptr + token)
-    query = q_ptr + (token * H + head) * D
-    key = k_ptr + ((slot // BLOCK_SIZE * K + head - H) * BLOCK_SIZE + slot % BLOCK_SIZE) * D
-    norm = tl.full((BLOCK_H, 1), 1.0, tl.float32)
-    if HAS_NORM:
-        ds = tl.arange(0, BLOCK_D)[None, :]
-        wide = tl.load(source + ds, mask=live & (ds < D), other=0.0).to(tl.float32)
-        norm = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
-    scale = tl.full((BLOCK_H, 1), 1.0, tl.float32)
-    if SCALED:
-        scale = tl.load(k_scale_ptr + head - H, mask=is_k, other=1.0)
+    elif pid % tiles < q_tiles:
+        _turn_heads(
+            qkv_ptr, q_ptr, k_scale_ptr, positions_ptr, slots_ptr, table_ptr, q_norm_ptr, eps, offset, pid // tiles,
+            pid % tiles, T, H + K + V, 0, H, D, R, BLOCK_SIZE, TOKENS, HEADS, STEPS, BLOCK_D, BLOCK_R, INTERLEAVED, HAS_NORM,
+            SCALED, False,
+        )  # fmt: skip
+    else:
+        _turn_heads(
+            qkv_ptr, k_ptr, k_scale_ptr, positions_ptr, slots_ptr, table_ptr, k_norm_ptr, eps, offset, pid // tiles,
+            pid % tiles - q_tiles, T, H + K + V, H, K, D, R, BLOCK_SIZE, TOKENS, HEADS, STEPS, BLOCK_D, BLOCK_R, INTERLEAVED,
+            HAS_NORM, SCALED, True,
+        )  # fmt: skip
+
+
+@triton.jit
+def _turn_heads(
+    qkv_ptr, out_ptr, scale_ptr, positions_ptr, slots_ptr, table_ptr, norm_ptr, eps, offset, token_tile, head_tile, T,
+    ALL: tl.constexpr, BEFORE: tl.constexpr, N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, SCALED: tl.constexpr, CACHED: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate heads of TOKENS tokens, HEADS at a time. A token's row has ALL heads; these are N behind BEFORE. CACHED:
+    they are keys."""
+    row = tl.arange(0, TOKENS * HEADS)[:, None]
+    token = (token_tile * TOKENS + row // HEADS).to(tl.int64)
+    inside = token < T
+    head = head_tile * (HEADS * STEPS) + row % HEADS
+    source = qkv_ptr + (token * ALL + BEFORE + head) * D
+    target, pace = out_ptr + (token * N + head) * D, D
+    if CACHED:
+        slot = tl.load(slots_ptr + token, mask=inside, other=0)
+        target, pace = out_ptr + ((slot // BLOCK_SIZE * N + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * D, BLOCK_SIZE * D
+    ds = tl.arange(0, BLOCK_D)[None, :]
+    kept = (ds < D) if INTERLEAVED else (ds >= R) & (ds < D)  # what is read whole
     if R > 0:
         i = tl.arange(0, BLOCK_R)[None, :]
-        half = i < R // 2
-        first = 2 * i if INTERLEAVED else i
-        second = first + 1 if INTERLEAVED else i + R // 2
-        a = tl.load(source + first, mask=live & half, other=0.0).to(tl.float32)
-        b = tl.load(source + second, mask=live & half, other=0.0).to(tl.float32)
+        angles = table_ptr + tl.load(positions_ptr + token, mask=inside, other=0) * R + i
+        cos = tl.load(angles, mask=inside & (i < R // 2), other=1.0)
+        sin = tl.load(angles + R // 2, mask=inside & (i < R // 2), other=0.0)
+    if HAS_NORM:
+        weight = tl.load(norm_ptr + ds, mask=kept, other=0.0).to(tl.float32) + offset
+        if R > 0 and not INTERLEAVED:
+            first_weight = tl.load(norm_ptr + i, mask=i < R // 2, other=0.0).to(tl.float32) + offset
+            second_weight = tl.load(norm_ptr + R // 2 + i, mask=i < R // 2, other=0.0).to(tl.float32) + offset
+    for step in tl.static_range(STEPS):
+        live = inside & (head + step * HEADS < N)
+        x_ptr, y_ptr = source + step * HEADS * D, target + step * HEADS * pace
+        scale = 1.0
+        if CACHED and SCALED:
+            scale = tl.load(scale_ptr + head + step * HEADS, mask=live, other=1.0)
+        squares = 0.0
+        if INTERLEAVED or R < D:
+            x = tl.load(x_ptr + ds, mask=live & kept, other=0.0).to(tl.float32)
+            squares += tl.sum(x * x, 1) if HAS_NORM else 0.0
+        if R > 0 and not INTERLEAVED:
+            first = tl.load(x_ptr + i, mask=live & (i < R // 2), other=0.0).to(tl.float32)
+            second = tl.load(x_ptr + R // 2 + i, mask=live & (i < R // 2), other=0.0).to(tl.float32)
+            squares += tl.sum(first * first + second * second, 1) if HAS_NORM else 0.0
         if HAS_NORM:
-            a *= _norm_weight(q_norm_ptr, k_norm_ptr, norm, offset, first, is_q, is_k, half)
-            b *= _norm_weight(q_norm_ptr, k_norm_ptr, norm, offset, second, is_q, is_k, half)
-        row = table_ptr + tl.load(positions_ptr + token) * R
-        cos = tl.load(row + i, mask=half, other=0.0)
-        sin = tl.load(row + R // 2 + i, mask=half, other=0.0)
-        _store_heads(a * cos - b * sin, first, half, scale, query, key, q_ptr, k_ptr, is_q, is_k, SCALED)
-        _store_heads(b * cos + a * sin, second, half, scale, query, key, q_ptr, k_ptr, is_q, is_k, SCALED)
-    if R < D:
-        ds = tl.arange(0, BLOCK_D)[None, :]
-        rest = (ds >= R) & (ds < D)
-        x = tl.load(source + ds, mask=live & rest, other=0.0).to(tl.float32)
-        if HAS_NORM:
-            x *= _norm_weight(q_norm_ptr, k_norm_ptr, norm, offset, ds, is_q, is_k, rest)
-        _store_heads(x, ds, rest, scale, query, key, q_ptr, k_ptr, is_q, is_k, SCALED)
+            norm = tl.rsqrt(squares / D + eps)[:, None]
+            if INTERLEAVED or R < D:
+                x *= norm * weight
+            if R > 0 and not INTERLEAVED:
+                first *= norm * first_weight
+                second *= norm * second_weight
+        if R > 0 and INTERLEAVED:
+            first, second = tl.split(tl.reshape(x, (TOKENS * HEADS, BLOCK_R, 2)))
+            turned = tl.join(first * cos - second * sin, second * cos + first * sin)
+            x = tl.reshape(turned, (TOKENS * HEADS, BLOCK_D))
+        elif R > 0:
+            _store_head(first * cos - second * sin, y_ptr + i, live & (i < R // 2), scale, out_ptr, SCALED, CACHED)
+            _store_head(second * cos + first * sin, y_ptr + R // 2 + i, live & (i < R // 2), scale, out_ptr, SCALED, CACHED)
+        if INTERLEAVED or R < D:
+            _store_head(x, y_ptr + ds, live & kept, scale, out_ptr, SCALED, CACHED)
 
 
 @triton.jit
-def _norm_weight(q_norm_ptr, k_norm_ptr, norm, offset, ds, is_q, is_k, inside):
-    """The factor of q's or k's RMS norm."""
-    weight = tl.load(q_norm_ptr + ds, mask=is_q & inside, other=0.0).to(tl.float32)
-    weight += tl.load(k_norm_ptr + ds, mask=is_k & inside, other=0.0).to(tl.float32)
-    return norm * (weight + offset)
-
-
-@triton.jit
-def _store_heads(x, ds, inside, scale, query, key, q_ptr, k_ptr, is_q, is_k, SCALED: tl.constexpr):
-    tl.store(query + ds, x.to(q_ptr.dtype.element_ty), mask=is_q & inside)
-    tl.store(key + ds, _to_cache(x, scale, k_ptr, SCALED), mask=is_k & inside)
+def _store_head(x, at, mask, scale, out_ptr, SCALED: tl.constexpr, CACHED: tl.constexpr):
+    tl.store(at, _to_cache(x, scale, out_ptr, SCALED) if CACHED else x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -258,10 +287,11 @@ def _store_values(
         tl.store(v_ptr + (block + at * D)[:, None] + ds[None, :], x, mask=live)
 
 
-HEADS_PER_PROGRAM = 16
-"""Heads of one token that a thread block rotates."""
 TOKENS_PER_PROGRAM = 16
 """Tokens whose values a thread block caches."""
+MANY_TOKENS = 256
+"""From so many tokens on, a thread block turns heads of 16 of them, eight heads one after another; below, 16 heads of one. That
+it does at any number where a part of a head is turned as two halves: the heads of a token are read in one stretch then."""
 
 
 def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
@@ -269,21 +299,24 @@ def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKV
     h, num_tokens = heads, len(qkv)
     num_heads, num_kv_heads, head_dim = h.num_heads, h.num_kv_heads, h.head_dim
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    rotary = h.rotary_dim
     if num_tokens:
-        turned, num_values = num_heads + num_kv_heads, 0 if kv.latent else num_kv_heads
-        block = min(HEADS_PER_PROGRAM, 8192 // triton.next_power_of_2(head_dim), triton.next_power_of_2(turned))
-        grid = num_tokens * triton.cdiv(turned, block) + triton.cdiv(num_tokens, TOKENS_PER_PROGRAM) * num_values
+        width, num_values = triton.next_power_of_2(head_dim), 0 if kv.latent else num_kv_heads
+        most = triton.next_power_of_2(max(num_heads, num_kv_heads))
+        tokens, at_once, steps, warps = 1, min(16, 8192 // width, most), 1, 4
+        if num_tokens >= MANY_TOKENS and (h.interleaved or h.rotary_dim in (0, head_dim)):
+            tokens, at_once, steps, warps = 16, 1, min(8, most), 8
+        tiles = triton.cdiv(num_heads, at_once * steps) + triton.cdiv(num_kv_heads, at_once * steps)
+        grid = triton.cdiv(num_tokens, tokens) * tiles + triton.cdiv(num_tokens, TOKENS_PER_PROGRAM) * num_values
         _rope_kernel[(grid,)](
             qkv.contiguous(), q, kv.k, kv.v, qkv if kv.k_scale is None else kv.k_scale,
             qkv if kv.v_scale is None else kv.v_scale, meta.positions, meta.slot_mapping,
             qkv if h.cos_sin is None else h.cos_sin, qkv if h.q_norm is None else h.q_norm,
             qkv if h.k_norm is None else h.k_norm, h.norm_eps, h.norm_offset, num_tokens,
-            H=num_heads, K=num_kv_heads, V=num_values, D=head_dim, R=rotary, BLOCK_SIZE=kv.block_size, BLOCK_H=block,
-            BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_D=triton.next_power_of_2(head_dim),
-            BLOCK_R=triton.next_power_of_2(max(1, rotary // 2)), INTERLEAVED=h.interleaved, HAS_NORM=h.q_norm is not None,
-            SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1, num_warps=4 if block * head_dim >= 1024 else 1,
-            **pdl_options(qkv),
+            H=num_heads, K=num_kv_heads, V=num_values, D=head_dim, R=h.rotary_dim, BLOCK_SIZE=kv.block_size,
+            TOKENS=tokens, HEADS=at_once, STEPS=steps, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_D=width,
+            BLOCK_R=width // 2 if h.interleaved else triton.next_power_of_2(max(1, h.rotary_dim // 2)),
+            INTERLEAVED=h.interleaved, HAS_NORM=h.q_norm is not None, SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1,
+            num_warps=warps if tokens * at_once * head_dim >= 1024 else 1, **pdl_options(qkv),
         )  # fmt: skip
     return q
 
