@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import types
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slipstream.config import SpeculationConfig
 from slipstream.core.block_pool import NULL_BLOCK
+from slipstream.core.budget import FEW_REQUESTS, chunk_beside
 from slipstream.core.scheduler import Scheduler
 from slipstream.errors import ContextLengthError, EngineOverloadedError
 from slipstream.types import (
@@ -278,6 +280,39 @@ def test_a_step_with_decodes_is_bounded_apart():
     engine.run()
 
 
+def test_while_few_tokens_wait_prompts_come_beside_decodes_in_chunks():
+    """A chunk is 16 tokens here, or twice as many as there are decodes; few are 4 chunks."""
+    engine = Engine(config(max_model_len=256, num_blocks=300, max_num_seqs=16, max_num_batched_tokens=90, mixed_chunk=16))
+    engine.scheduler.add(request("first", range(20), max_tokens=200))
+    engine.step()
+    assert engine.plans[-1].num_tokens == 20  # nobody decodes
+
+    def prompt_tokens(*lengths):
+        for i, length in enumerate(lengths):
+            begin = 10_000 * len(engine.plans) + 100 * i
+            engine.scheduler.add(request(f"{begin}", range(begin, begin + length), max_tokens=100))
+        found = []
+        while not found or found[-1]:
+            num_decodes = sum(r.num_computed_tokens >= r.num_prompt_tokens for r in engine.scheduler.requests.running)
+            engine.step()
+            found.append(engine.plans[-1].num_tokens - num_decodes)
+        return found[:-1]
+
+    assert prompt_tokens(40) == [16, 16, 8]
+    assert prompt_tokens(20, 40) == [16, 16, 16, 12]
+    assert prompt_tokens(65) == [65]  # many wait
+    assert prompt_tokens(80) == [80]
+    assert prompt_tokens(*[8] * 7) == [16, 16, 20, 4]  # ten decode by then
+    assert prompt_tokens(50) == [26, 24]  # beside 13 decodes
+
+
+def test_many_requests_that_wait_are_many_however_short():
+    waiting = [types.SimpleNamespace(num_tokens=1, num_computed_tokens=0)] * (FEW_REQUESTS + 1)
+    assert chunk_beside(3, 512, waiting) is None
+    assert chunk_beside(3, 512, waiting[1:]) == 512
+    assert chunk_beside(700, 512, []) == 1400
+
+
 @settings(max_examples=150)
 @given(
     requests=st.lists(
@@ -500,6 +535,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         chunked=st.booleans(),
         mixed=st.integers(5, 24),
+        chunk=st.sampled_from([None, None, 2, 6]),
         policy=st.sampled_from(["inflight", "inflight", "static", "dynamic"]),
         encoder=st.sampled_from([False, False, True]),
         windows=st.sampled_from([(None,), (None,), (1,), (5,), (None, 3), (None, 4, 4), (None, 9), (2, 6)]),
@@ -511,7 +547,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ),
     )
     def start(
-        self, num_blocks, max_num_seqs, budget, depth, caching, chunked, mixed, policy, encoder, windows, speculation
+        self, num_blocks, max_num_seqs, budget, depth, caching, chunked, mixed, chunk, policy, encoder, windows, speculation
     ):
         self.encoder = encoder
         groups = [FULL if w is None else window(w) for w in windows] + [CROSS] * encoder
@@ -524,6 +560,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=budget if chunked else 64,
                 max_num_mixed_tokens=min(mixed, budget) if chunked else 64,
+                mixed_chunk=chunk if chunked and not encoder else None,
                 enable_prefix_caching=caching,
                 enable_chunked_prefill=chunked,
                 policy=policy,

@@ -83,13 +83,15 @@ def loads(draw):
     st.sampled_from(((FULL,), (FULL, window(6)))),
     st.integers(1, 6),
     st.integers(0, 20),
+    st.sampled_from((None, 2, 5)),
 )
-def test_steps_are_the_schedulers(arrivals, depth, block_size, more_blocks, caching, groups, seqs, more_tokens):
+def test_steps_are_the_schedulers(arrivals, depth, block_size, more_blocks, caching, groups, seqs, more_tokens, chunk):
     num_blocks = len(groups) * -(-62 // block_size) + 2 + more_blocks
     limits = {
         "max_num_seqs": seqs,
         "max_num_batched_tokens": seqs + more_tokens,
         "max_num_mixed_tokens": seqs + more_tokens // 2,
+        "mixed_chunk": chunk,
     }
     given = {"depth": depth, "num_blocks": num_blocks, "block_size": block_size, "caching": caching, "groups": groups, **limits}
     expected, found = (steps_of(kind, arrivals, **given) for kind in (Scheduler, SleepingScheduler))

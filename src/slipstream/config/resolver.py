@@ -14,6 +14,7 @@ from slipstream.config.settings import (
     BATCH_WINDOW_S,
     DTYPE_BYTES,
     GPU_MEMORY_SHARE,
+    MIXED_CHUNK,
     CacheConfig,
     DeviceConfig,
     DeviceInfo,
@@ -267,6 +268,8 @@ def _scheduling_section(
             f"token of each other sequence, {picture + seqs} in all; raise it, or lower max_num_seqs",
             field="max_num_batched_tokens",
         )
+    of_host = (args.weights_bytes, args.host_experts, args.cpu_layers)  # a step takes long with any number of tokens
+    cuts = chunked and not spec.needs_full_prompt and args.target_itl_ms is None and of_host == (None, None, None)
     window = chosen("batch_window_s", BATCH_WINDOW_S, "default", "long enough to gather a batch, too short to be noticed")
     if window < 0:
         raise ConfigError("batch_window_s must not be negative", field="batch_window_s")
@@ -281,6 +284,7 @@ def _scheduling_section(
         batch_window_s=window,
         max_queue=args.max_queue,
         target_itl_ms=args.target_itl_ms,
+        mixed_chunk=MIXED_CHUNK if cuts else None,
         pipeline_steps=pipeline_steps(args, device),
     )
     return config, chosen.origins

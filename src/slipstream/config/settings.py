@@ -26,6 +26,9 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8":
 
 GPU_MEMORY_SHARE = 0.9
 BATCH_WINDOW_S = 0.05
+MIXED_CHUNK = 512
+"""On GPUs the products of so many tokens take about three times as long as the weights take to be read, which a decode step
+does anyway; on CPUs no step has more."""
 
 T = TypeVar("T")
 
@@ -253,6 +256,7 @@ class SchedulingConfig:
     batch_window_s: float
     max_queue: int | None
     target_itl_ms: float | None = None
+    mixed_chunk: int | None = None  # prompt tokens of a step where some sequences decode, while few wait; None: not bounded
     pipeline_steps: int = 1  # of a pipeline: so many steps, of different requests, are in flight at once; 1: there is none
 
 

@@ -1,4 +1,6 @@
-"""How many prompt tokens a step may take beside decodes, so that it ends within an objective for the time between tokens.
+"""How many prompt tokens a step may take beside decodes.
+
+Without an objective for the time between tokens: `chunk_beside`. With one (`Pace`):
 
 1. The time of a step is predicted as a + b·decodes + c·prompt tokens + d·(prompt tokens × the context that each attends to).
    The four are learned from the steps that have ended, by Kalman filters: they drift as contexts grow, and old steps count
@@ -20,10 +22,12 @@ Nothing here reads a clock: the same times give the same budgets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Self
 
+from slipstream.core.request import Request
 from slipstream.plan.graph_sizes import Padding
 from slipstream.types import ScheduledRequest
 
@@ -31,6 +35,9 @@ MIN_CHUNK = 32
 PATIENCE_S = 0.5
 LEAST_SHARE = 0.25
 PROBE_EVERY = 64
+
+FEW_CHUNKS, FEW_REQUESTS = 4, 64
+"""Few prompt tokens wait: at most so many chunks, of at most so many requests."""
 
 Pair = tuple[float, float]
 
@@ -62,6 +69,18 @@ FORGOTTEN = 8192
 OUTLIER = 4.0
 """A step's time counts as at most this many times its prediction. A longer step compiled a kernel, or the machine did other
 work."""
+
+
+def chunk_beside(num_decodes: int, chunk: int, waiting: Iterable[Request]) -> int | None:
+    """The most prompt tokens of a step with `num_decodes`: a chunk, or twice as many as there are decodes, since a step of many
+    takes long anyway. None: more than a few tokens wait, so the sooner they are computed, the better for all. `waiting`: requests with
+    prompt tokens left."""
+    num_tokens = 0
+    for i, request in enumerate(islice(waiting, FEW_REQUESTS + 1)):
+        num_tokens += request.num_tokens - request.num_computed_tokens
+        if i == FEW_REQUESTS or num_tokens > FEW_CHUNKS * chunk:
+            return None
+    return max(chunk, 2 * num_decodes)
 
 
 class Filter:

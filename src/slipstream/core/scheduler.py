@@ -7,8 +7,8 @@ are all this one rule.
 Order within a step:
 
 1. Requests that need one token (decodes). A long prompt never delays them. A step with decodes has at most
-   `max_num_mixed_tokens` tokens, so that no request waits longer for its next token than such a step takes. With an objective
-   for that time (`target_itl_ms`) `core/budget.py` limits the prompts' tokens.
+   `max_num_mixed_tokens` tokens, so that no request waits longer for its next token than such a step takes. How many of them
+   prompts get is said by `core/budget.py`: a chunk while few tokens wait, or what an objective leaves (`target_itl_ms`).
 2. Prompts that are partly computed, in order. They get the tokens that the decodes leave, which is at least one.
 3. New requests, by priority; within one the owners take turns by their weights, each with its own in order of arrival
    (`core/queue.py`).
@@ -34,10 +34,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
 from slipstream.core.block_pool import BlockPool
-from slipstream.core.budget import Pace
+from slipstream.core.budget import Pace, chunk_beside
 from slipstream.core.in_flight import StepsInFlight
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import check_length
@@ -235,7 +236,7 @@ class Scheduler:
                     self._schedule_one(step, request)
         step.budget -= plain
         if step.scheduled:
-            step.budget -= scheduling.max_num_batched_tokens - scheduling.max_num_mixed_tokens
+            self._bound_prompts(step, len(step.scheduled), unfinished)
             first = unfinished[0] if unfinished else self.requests.waiting.first()
             if self._pace is not None and first is not None:
                 age = now - first.spec.arrival
@@ -248,6 +249,15 @@ class Scheduler:
         if not (step.scheduled or self.in_flight.by_id) and self.requests.make_way():
             self._admit(step, now)
         return self._plan(step, now) if step.scheduled else None
+
+    def _bound_prompts(self, step: StepBuilder, num_decodes: int, unfinished: list[Request]) -> None:
+        """Leave the prompts as many tokens as a step with so many decodes has for them."""
+        scheduling = self.scheduling
+        step.budget -= scheduling.max_num_batched_tokens - scheduling.max_num_mixed_tokens
+        if scheduling.mixed_chunk is not None:
+            waiting = chain(unfinished, (r for r in self.requests.waiting if r.status is Status.WAITING))
+            most = chunk_beside(num_decodes, scheduling.mixed_chunk, waiting)
+            step.budget = step.budget if most is None else min(step.budget, most)
 
     def _share_of_step(self) -> list[Request]:
         """Of a pipeline: the running requests that this step may compute, so that the other steps in flight have as many."""

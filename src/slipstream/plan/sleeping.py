@@ -110,10 +110,11 @@ class SleepingScheduler(Scheduler):
                 self._schedule_one(step, request)
         self._in_decodes = False
         step.budget -= self._next_asleep
+        num_decodes = self._next_asleep + len(step.scheduled)
         if self._next_asleep:  # one of them stands for all
             step.scheduled.add(next(r for r, sleep in self._asleep.items() if sleep.last >= this))
         if step.scheduled:
-            step.budget -= scheduling.max_num_batched_tokens - scheduling.max_num_mixed_tokens
+            self._bound_prompts(step, num_decodes, unfinished)
         for request in unfinished:
             if request.status is Status.RUNNING:
                 self._schedule_prompt(step, request)
