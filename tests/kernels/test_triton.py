@@ -38,6 +38,7 @@ from slipstream.spec.autotune_table import NO_TILES, Measured, TileTable
 from slipstream.spec.model import ClampedSwiglu
 from slipstream.spec.scheme import SCHEMES
 from tests.kernels import cases
+from tests.kernels.for_hopper import run_for_hopper
 from tests.plan.specs import make_spec
 
 OURS, REFERENCE = TritonOps(), ReferenceOps()
@@ -397,6 +398,35 @@ def test_rope_and_cache(data):
         else:  # a code may fall on the other side of a tie
             assert ((mine - other).abs() <= (1.0 if dtype == torch.int8 else other.abs() / 8 + 0.01)).all()
             assert (mine != other).float().mean() < 0.01
+
+
+ROPE_PROGRAM = """
+from slipstream.kernels.metadata import LayerKV, by_dim
+from slipstream.kernels.ops import QKVLayout
+from slipstream.kernels.triton import pointwise
+
+pointwise._rope_kernel = Compiled(pointwise._rope_kernel)
+num_tokens, interleaved, eight_bits = int(sys.argv[1]), sys.argv[2] == "interleaved", sys.argv[3] == "fp8"
+kind, tokens = torch.float8_e4m3fn if eight_bits else torch.bfloat16, torch.zeros(num_tokens, dtype=torch.int64)
+k, v = (torch.zeros(9, 4, 16, 128, dtype=kind) for _ in range(2))
+scales = (torch.ones(4), torch.ones(4)) if eight_bits else ()
+layout = QKVLayout(num_heads=8, num_kv_heads=4, head_dim=128, interleaved=interleaved, cos_sin=torch.zeros(9, 128))
+meta = types.SimpleNamespace(positions=tokens, slot_mapping=tokens)
+qkv = torch.zeros(num_tokens, 16 * 128, dtype=torch.bfloat16)
+pointwise.rope_and_cache(qkv, LayerKV(k, by_dim(v), *scales) if eight_bits else LayerKV(k, v), meta, layout)
+print(json.dumps(pointwise._rope_kernel.binaries[0].asm["ptx"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tokens", [3, 300])
+@pytest.mark.parametrize("pairs", ["halves", "interleaved"])
+@pytest.mark.parametrize("cache", ["fp8", "bfloat16"])
+def test_the_rope_kernel_compiles(num_tokens, pairs, cache):
+    """The interpreter is more lenient than the compiler. q is read and written 8 or 16 bytes at a time."""
+    found = run_for_hopper(ROPE_PROGRAM, str(num_tokens), pairs, cache)
+    assert "ld.global.v" in found
+    assert "st.global.v" in found
 
 
 @pytest.mark.parametrize("size", [5, 64, 576])

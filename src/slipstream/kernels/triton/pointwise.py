@@ -270,8 +270,8 @@ def _store_values(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr,
 ):  # fmt: skip
-    """The values of one head of BLOCK_T tokens. BY_DIM: the tile is transposed, so that consecutive tokens of
-    a KV block are written contiguously."""
+    """The values of one head of BLOCK_T tokens. BY_DIM: the tile is transposed, so that tokens of a KV block lie beside one
+    another."""
     tokens, ds = token_tile * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     live = (tokens < T)[:, None] & (ds < D)[None, :]
     source = qkv_ptr + (tokens.to(tl.int64) * (H + K + V) + H + K + head)[:, None] * D + ds[None, :]
@@ -279,19 +279,33 @@ def _store_values(
     if SCALED:
         scale = tl.load(v_scale_ptr + head)
     x = _to_cache(tl.load(source, mask=live, other=0.0).to(tl.float32), scale, v_ptr, SCALED)
-    slots = tl.load(slots_ptr + tokens, mask=tokens < T, other=0)
-    block, at = (slots // BLOCK_SIZE * K + head) * BLOCK_SIZE * D, slots % BLOCK_SIZE
     if BY_DIM:
-        tl.store(v_ptr + (block + at)[None, :] + (ds * BLOCK_SIZE)[:, None], tl.trans(x), mask=tl.trans(live))
+        # Decodes have a block each, so a warp had better write to many ds of a token: two of them share 32 bytes. Tokens of a
+        # prompt are neighbours. Then the tile is flat, and a warp writes two times 16 bytes.
+        start = token_tile * BLOCK_T
+        first = tl.load(slots_ptr + start, mask=start + BLOCK_T <= T, other=0)
+        last = tl.load(slots_ptr + start + BLOCK_T - 1, mask=start + BLOCK_T <= T, other=0)
+        if (last - first - BLOCK_T + 1) % BLOCK_SIZE == 0:
+            i = tl.arange(0, BLOCK_D * BLOCK_T)
+            slot = tl.load(slots_ptr + start + i % BLOCK_T)
+            place = ((slot // BLOCK_SIZE * K + head) * D + i // BLOCK_T) * BLOCK_SIZE + slot % BLOCK_SIZE
+            tl.store(v_ptr + place, tl.reshape(tl.trans(x), (BLOCK_D * BLOCK_T,)), mask=i // BLOCK_T < D)
+        else:
+            slots = tl.load(slots_ptr + tokens, mask=tokens < T, other=0)
+            at = (slots // BLOCK_SIZE * K + head) * BLOCK_SIZE * D + slots % BLOCK_SIZE
+            tl.store(v_ptr + at[None, :] + (ds * BLOCK_SIZE)[:, None], tl.trans(x), mask=tl.trans(live))
     else:
-        tl.store(v_ptr + (block + at * D)[:, None] + ds[None, :], x, mask=live)
+        slots = tl.load(slots_ptr + tokens, mask=tokens < T, other=0)
+        rows = (slots // BLOCK_SIZE * K + head) * BLOCK_SIZE + slots % BLOCK_SIZE
+        tl.store(v_ptr + (rows * D)[:, None] + ds[None, :], x, mask=live)
 
 
 TOKENS_PER_PROGRAM = 16
 """Tokens whose values a thread block caches."""
 MANY_TOKENS = 256
-"""From so many tokens on, a thread block turns heads of 16 of them, eight heads one after another; below, 16 heads of one. That
-it does at any number where a part of a head is turned as two halves: the heads of a token are read in one stretch then."""
+"""From so many tokens on, a thread block turns heads of 16 of them, four heads one after another, and eight from MANY_ROWS on;
+below, 16 heads of one. That it does at any number where a part of a head is turned as two halves: the heads of a token are
+read in one stretch then."""
 
 
 def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
@@ -304,7 +318,7 @@ def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKV
         most = triton.next_power_of_2(max(num_heads, num_kv_heads))
         tokens, at_once, steps, warps = 1, min(16, 8192 // width, most), 1, 4
         if num_tokens >= MANY_TOKENS and (h.interleaved or h.rotary_dim in (0, head_dim)):
-            tokens, at_once, steps, warps = 16, 1, min(8, most), 8
+            tokens, at_once, steps, warps = 16, 1, min(8 if num_tokens >= MANY_ROWS else 4, most), 8
         tiles = triton.cdiv(num_heads, at_once * steps) + triton.cdiv(num_kv_heads, at_once * steps)
         grid = triton.cdiv(num_tokens, tokens) * tiles + triton.cdiv(num_tokens, TOKENS_PER_PROGRAM) * num_values
         _rope_kernel[(grid,)](
