@@ -184,8 +184,10 @@ class KVCacheManager:
         whole, updates = beam.num_prompt_tokens // self.block_size, list[TableUpdate]()
         for g, theirs in enumerate(source.blocks):
             own = beam.blocks[g]
-            same = whole if own[:whole] == theirs[:whole] else 0
-            while same < min(len(own), len(theirs)) and own[same] == theirs[same]:
+            both = min(len(own), len(theirs))
+            # With the same last block of the prompt, all blocks before it are equal, too.
+            same = whole if 0 < whole <= both and own[whole - 1] == theirs[whole - 1] else 0
+            while same < both and own[same] == theirs[same]:
                 same += 1
             self.pool.hold(theirs[max(same, source.num_passed[g]) :])
             self.pool.release(own[max(same, beam.num_passed[g]) :])
@@ -193,7 +195,8 @@ class KVCacheManager:
             if same < len(theirs):
                 updates.append(TableUpdate(g, same, tuple(theirs[same:])))
         beam.num_computed_tokens = source.num_computed_tokens
-        beam.block_keys = source.block_keys[:whole]
+        if len(beam.block_keys) != min(whole, len(source.block_keys)):
+            beam.block_keys = source.block_keys[:whole]
         beam.num_registered = min(source.num_registered, whole)
         beam.needs_copy = source.needs_copy = True
         return updates

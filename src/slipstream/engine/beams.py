@@ -67,10 +67,24 @@ class BeamSearchOutput:
     num_cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Beam:
-    tokens: tuple[int, ...]  # new ones
+    """A token and the beam that it goes on from. A step makes one of each candidate that goes on, so it copies no tokens."""
+
+    parent: Beam | None  # None: the prompt
+    token: int
+    length: int  # new tokens
     logprob: float
+    request_id: str = ""  # of the core's request that computes it
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The new ones."""
+        found, beam = list[int](), self
+        while beam.parent is not None:
+            found.append(beam.token)
+            beam = beam.parent
+        return tuple(reversed(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +104,7 @@ class Group:
 
     params: BeamSearchParams
     ends: frozenset[int]  # end tokens
-    open: list[Beam] = field(default_factory=lambda: [Beam((), 0.0)])
+    open: list[Beam] = field(default_factory=lambda: [Beam(None, -1, 0, 0.0)])
     answers: list[Ended] = field(default_factory=list)  # the best first
 
     @property
@@ -99,7 +113,7 @@ class Group:
 
     def take(self, found: list[Candidate]) -> list[Beam]:
         """All candidates, the best first. Returns those that would go on if the search did."""
-        width, length = self.width, len(found[0][1].tokens) + 1
+        width, length = self.width, found[0][1].length + 1
         at_end = length >= self.params.max_tokens
         diverse = self.params.num_beam_groups > 1
         for candidate in found[:width]:
@@ -135,7 +149,7 @@ class Group:
 
 def _beam(candidate: Candidate) -> Beam:
     logprob, beam, token = candidate
-    return Beam((*beam.tokens, token), logprob)
+    return Beam(beam, token, beam.length + 1, logprob)
 
 
 class BeamSearch:
@@ -177,17 +191,17 @@ class BeamSearch:
             found.sort(key=itemgetter(0), reverse=True)  # of equals the first stays first
             going_on = group.take(found)
             if cost:
-                taken.update(beam.tokens[-1] for beam in going_on)
+                taken.update(beam.token for beam in going_on)
 
 
 @dataclass(slots=True)
 class _Running:
-    """A search in the core. `beams` are the requests of its open beams, by their tokens; `likeliest` is what came of those that
-    have had their step."""
+    """A search in the core. `names` are the requests of its open beams; `likeliest` is what came of those that have had their
+    step."""
 
     request: BeamsRequest
     search: BeamSearch
-    beams: dict[tuple[int, ...], str]
+    names: list[str]
     likeliest: dict[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
     num_cached_tokens: int = 0
 
@@ -217,7 +231,9 @@ class BeamSearches:
         """The first beam, which computes the prompt."""
         search = BeamSearch(request.params, frozenset(request.eos_token_ids))
         first = self._beam(request, None)
-        running = _Running(request, search, {(): first.request_id})
+        for beam in search.open:
+            beam.request_id = first.request_id
+        running = _Running(request, search, [first.request_id])
         self._running[request.request_id] = self._owners[first.request_id] = running
         return first
 
@@ -245,48 +261,56 @@ class BeamSearches:
             else:
                 running.likeliest[output.request_id] = output.logprobs[0].top
                 running.num_cached_tokens = max(running.num_cached_tokens, output.num_cached_tokens)
-                if len(running.likeliest) == len(running.beams):
+                if len(running.likeliest) == len(running.names):
                     self._advance(running, taken)
         return taken
 
     def _advance(self, running: _Running, taken: Taken) -> None:
         """All beams of a search have had their step."""
-        search, before = running.search, running.beams
-        search.take([running.likeliest[before[beam.tokens]] for beam in search.open])
-        running.beams, running.likeliest = {}, {}
-        unused = dict.fromkeys(before.values())
-        others: list[tuple[tuple[int, ...], str]] = []  # that need a request, and what they go on from
-        for tokens in dict.fromkeys([beam.tokens for beam in search.open]):
-            source = before[tokens[:-1]]
+        search, before, likeliest = running.search, running.names, running.likeliest
+        search.take([likeliest[beam.request_id] for beam in search.open])
+        running.names, running.likeliest = [], {}
+        unused = dict.fromkeys(before)
+        names: dict[tuple[str, int], str] = {}  # by what a beam goes on from, and its token: two groups may have the same
+        others: list[tuple[str, int]] = []  # that need a request
+        for beam in search.open:
+            assert beam.parent is not None
+            key = source, token = beam.parent.request_id, beam.token
+            if key in names:
+                continue
             if source in unused:
                 del unused[source]
-                running.beams[tokens] = source
-                taken.steps.append(BeamStep(source, source, tokens[-1]))
+                names[key] = source
+                taken.steps.append(BeamStep(source, source, token))
             else:
-                others.append((tokens, source))
-        for tokens, source in others:
+                names[key] = ""
+                others.append(key)
+        for source, token in others:
             if unused:
                 name = unused.popitem()[0]
             else:
-                new = self._beam(running.request, next(iter(before.values())))
+                new = self._beam(running.request, before[0])
                 taken.new.append(new)
                 name = new.request_id
                 self._owners[name] = running
-            running.beams[tokens] = name
-            taken.steps.append(BeamStep(name, source, tokens[-1]))
+            names[source, token] = name
+            taken.steps.append(BeamStep(name, source, token))
+        for beam in search.open:
+            assert beam.parent is not None
+            beam.request_id = names[beam.parent.request_id, beam.token]
+        running.names = list(names.values())
         for name in unused:
             del self._owners[name]
         taken.ended.extend(unused)
-        if not running.beams:
+        if not running.names:
             del self._running[running.request.request_id]
             answers = tuple([_answer(ended) for ended in search.answers])
             taken.outputs.append(BeamsOutput(running.request.request_id, answers, running.num_cached_tokens))
 
     def _forget_beams(self, running: _Running) -> list[str]:
-        names = list(running.beams.values())
-        for name in names:
+        for name in running.names:
             del self._owners[name]
-        return names
+        return running.names
 
     def _beam(self, request: BeamsRequest, first: str | None) -> EngineRequest:
         """One more beam of a search, or its first."""
@@ -308,8 +332,9 @@ class BeamSearches:
 
 def _answer(ended: Ended) -> BeamAnswer:
     stops = ended.reason == "stop"
-    tokens = ended.beam.tokens[:-1] if stops else ended.beam.tokens
-    return BeamAnswer(tokens, ended.beam.logprob, ended.score, FinishReason.STOP if stops else FinishReason.LENGTH)
+    tokens = ended.beam.tokens
+    reason = FinishReason.STOP if stops else FinishReason.LENGTH
+    return BeamAnswer(tokens[:-1] if stops else tokens, ended.beam.logprob, ended.score, reason)
 
 
 def check(params: BeamSearchParams, num_ends: int, spec: ModelSpec) -> None:
