@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from slipstream import LLM, BeamSearchParams
-from slipstream.engine.beams import BeamSearch
+from slipstream.engine.beams import BeamSearch, BeamSearches
 from slipstream.errors import RequestError
+from slipstream.types import BeamsRequest, BeamStep, TokenLogprobs, TokenOutput
 from tests import adapters, tiny_models
 
 PROMPTS = [[5, 9, 200, 31, 7], list(range(3, 43)), [17, 4]]
@@ -99,6 +100,27 @@ def test_the_search_by_hand():
     search.take([[(0, -0.1), (1, -3.0), (2, -4.0)], [(0, -0.2), (2, -3.0), (1, -4.0)]])
     assert [(a.beam.tokens, round(a.score, 3)) for a in search.answers] == [((1, 0), -0.6), ((2, 0), -1.7)]
     assert not search.open  # the best open beam, at -3.5, can't beat -1.7
+
+
+def test_groups_that_have_the_same_beam_share_its_request():
+    """One token is so likely that two groups take it, whatever its second use costs. Then they part."""
+    params = BeamSearchParams(beam_width=2, max_tokens=3, num_beam_groups=2, diversity_penalty=1.0)
+    searches = BeamSearches()
+    first = searches.begin(BeamsRequest(request_id="s", prompt_token_ids=(5, 6), params=params)).request_id
+
+    def take(**likeliest):
+        top = {name: TokenLogprobs(found[0][0], found[0][1], 1, found) for name, found in likeliest.items()}
+        return searches.take([TokenOutput(name, (t.token_id,), logprobs=(t,)) for name, t in top.items()])
+
+    taken = take(**{first: ((1, -0.1), (2, -9.0), (3, -9.5))})
+    assert (taken.steps, taken.new, taken.ended) == ([BeamStep(first, first, 1)], [], [])
+    taken = take(**{first: ((4, -0.5), (2, -0.9), (3, -9.5))})  # the second group is turned away from 4 by its penalty
+    (second,) = taken.new
+    assert taken.steps == [BeamStep(first, first, 4), BeamStep(second.request_id, first, 2)]
+    taken = take(**{first: ((7, -0.1), (8, -2.0), (9, -3.0)), second.request_id: ((8, -0.2), (7, -4.0), (9, -5.0))})
+    assert sorted(taken.ended) == sorted([first, second.request_id])
+    assert {answer.token_ids for answer in taken.outputs[0].answers} == {(1, 4, 7), (1, 2, 8)}
+    assert not searches
 
 
 @pytest.mark.parametrize(
