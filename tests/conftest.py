@@ -55,6 +55,15 @@ def keep_what_is_there():
     gc.collect()
     gc.freeze()
     NUM_MODULES = len(sys.modules)
+    pass_on_torchs_records()
+
+
+def pass_on_torchs_records():
+    """pytest adds its handlers to each logger that passes nothing on, and takes them off again, six times a test. Forty of
+    torch's are such."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.handlers, logger.propagate = [], True
 
 
 def share_authorities():
@@ -83,9 +92,12 @@ def pytest_runtest_setup(item):
     if len(sys.modules) > NUM_MODULES + 50:
         keep_what_is_there()
     random.seed(0)
-    for name, seed in (("numpy", lambda numpy: numpy.random.seed(0)), ("torch", lambda torch: torch.manual_seed(0))):
-        if (module := sys.modules.get(name)) is not None:
-            seed(module)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        # `torch.manual_seed` keeps where it was called, and the whole stack as text, for each kind of GPU that is not in use
+        seed = torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed
+        seed(0)
 
 
 @pytest.fixture(autouse=True)
