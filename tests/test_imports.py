@@ -116,7 +116,7 @@ def imported(path: Path) -> frozenset[str]:
             assert node.level == 0, f"{path} has a relative import"
             whole = [f"{node.module}.{alias.name}" for alias in node.names]
             found.update(name if name in FILES else PUBLIC.get(name, str(node.module)) for name in whole)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             children: list[ast.AST] = [*node.orelse]
         elif isinstance(node, ast.expr):
             return  # no statement is in an expression
