@@ -295,14 +295,6 @@ def test_a_report_needs_an_engine_only_for_speed_and_tasks():
     assert run_python(program) == "[]\n"
 
 
-def test_tests_of_a_gpu_leave_triton_to_the_interpreter():
-    """pytest reads them before tests/kernels, which must be the first to import Triton's kernels."""
-    names = [f"tests.gpu.{f.stem}" for f in sorted(Path(__file__).with_name("gpu").glob("test_*.py"))]
-    program = f"import sys, {', '.join(names)}; print('slipstream.kernels.triton' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=SRC.parent, check=True)
-    assert ran.stdout.strip() == "False"
-
-
 def test_public_names():
     import slipstream
 
