@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import sys
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -291,7 +293,11 @@ def test_from_folder_to_folder(files):
 
 def test_two_processes_do_the_same_steps(files, teacher, student, monkeypatch):
     """Sharded layer by layer (FSDP2), over gloo, interrupted and continued."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the two processes
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the two processes, which are forks of one that has imported all
+    multiprocessing.set_forkserver_preload(["slipstream.compress.distill", "torch.distributed.fsdp"])
+    spawn = sys.modules["torch.multiprocessing.spawn"]
+    start = spawn.start_processes
+    monkeypatch.setattr(spawn, "start_processes", lambda f, **how: start(f, **how | {"start_method": "forkserver"}))
     settings = replace(FAST, num_steps=4, state_weight=0.5, attention_weight=0.5, recompute=True, save_every=2)
     alone = distill(student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT)
     training = Training(student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT, work=files.work)
