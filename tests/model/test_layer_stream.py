@@ -79,26 +79,25 @@ def test_a_start_holds_one_layer_beside_what_stays(tmp_path):
     """The peak of a process that loads 270 MiB with a bound of 80 MiB is far below what it loads."""
     sizes = dict(hidden_size=768, intermediate_size=2048, num_attention_heads=12, num_key_value_heads=12, head_dim=64)
     tiny_models.build(tmp_path, "llama", num_hidden_layers=10, **sizes)
-    program = (
-        "import sys, torch\nfrom slipstream import LLM\nfrom slipstream.platform import platform_of\n"
+    program = (  # two forks of a process that has imported all, and has no threads yet
+        "import os, sys, torch\nfrom slipstream import LLM, SamplingParams\nfrom slipstream.platform import platform_of\n"
         "how = dict(device='cpu', dtype='float32', skip_tokenizer_init=True, max_model_len=64)\n"
-        "bound = int(sys.argv[2]) or None\n"
         "import slipstream.worker.model_runner\n"
-        "host = platform_of(torch.device('cpu'))\nbefore = host.start_peak()\n"
-        "llm = LLM(sys.argv[1], weights_bytes=bound, kv_cache_bytes=2**24, max_num_batched_tokens=64, **how)\n"
-        "from slipstream import SamplingParams\n"
-        "llm.generate([{'prompt_token_ids': [5, 6]}], SamplingParams(max_tokens=2), progress=False)\n"
-        "print(host.peak() - before, llm.core.ledger.weights_bytes)\n"
+        "for bound in sys.argv[2:]:\n"
+        "    if pid := os.fork():\n"
+        "        assert os.waitpid(pid, 0)[1] == 0\n"
+        "        continue\n"
+        "    host = platform_of(torch.device('cpu'))\n    before = host.start_peak()\n"
+        "    how |= dict(weights_bytes=int(bound) or None, kv_cache_bytes=2**24, max_num_batched_tokens=64)\n"
+        "    llm = LLM(sys.argv[1], **how)\n"
+        "    llm.generate([{'prompt_token_ids': [5, 6]}], SamplingParams(max_tokens=2), progress=False)\n"
+        "    print(host.peak() - before, llm.core.ledger.weights_bytes, flush=True)\n"
+        "    os._exit(0)\n"
     )
-
-    def peak(bound):
-        command = [sys.executable, "-c", program, str(tmp_path), str(bound)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
-        rss, weights = text.split()
-        return int(rss), int(weights)
-
     bound = 80 * MIB
-    (all_peak, all_weights), (own_peak, own_weights) = peak(0), peak(bound)
+    command = [sys.executable, "-c", program, str(tmp_path), "0", str(bound)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
+    (all_peak, all_weights), (own_peak, own_weights) = (map(int, line.split()) for line in text.splitlines())
     assert all_weights > 240 * MIB
     assert own_weights <= bound
     assert all_peak > all_weights
