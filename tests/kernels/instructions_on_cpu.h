@@ -178,7 +178,19 @@ inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 // --- numbers
-inline float of_half(u16 x) { _Float16 y; memcpy(&y, &x, 2); return (float)y; }
+inline float of_half(u16 x) {  // looked up: the conversion is a call
+    static const std::vector<float> all = [] {
+        std::vector<float> found(1 << 16);
+        for (int i = 0; i < 1 << 16; i++) {
+            const u16 bits = (u16)i;
+            _Float16 y;
+            memcpy(&y, &bits, 2);
+            found[i] = (float)y;
+        }
+        return found;
+    }();
+    return all.data()[x];
+}
 inline u16 to_half(float x) { const _Float16 y = (_Float16)x; u16 z; memcpy(&z, &y, 2); return z; }
 inline float of_bfloat(u16 x) { return __uint_as_float((u32)x << 16); }
 inline float to_float(u16 x) { return HALF ? of_half(x) : of_bfloat(x); }
@@ -227,7 +239,8 @@ inline void barrier_expect(u32 address, u32 bytes) {
     barrier_arrive(address);
 }
 inline void barrier_wait(u32 address, u32 parity) {
-    while ((barrier_at(address).phase & 1) == parity) yield();
+    const Barrier& barrier = barrier_at(address);
+    while ((barrier.phase & 1) == parity) yield();
 }
 inline void bulk_copy(u32 to, const void* from, u32 bytes, u32 address, u64) {
     Block* block = now->block;
@@ -261,15 +274,17 @@ struct Operands { u32 a[4], b[2]; };
 template <typename T, int WIDE, typename Number>  // WIDE numbers to a word
 inline void multiplied(T (&c)[4], const Operands& own, Number number_of) {
     const u8(*all)[32] = exchanged(own);
-    const int lane = now->index % 32;
-    auto at = [&](int l) { Operands o; memcpy(&o, all[l], sizeof o); return o; };
-    for (int i = 0; i < 4; i++) {
-        const int row = lane / 4, column = lane % 4 * 2 + i % 2;
-        for (int t = 0; t < 4; t++) {
-            const Operands a = at(row * 4 + t), b = at(column * 4 + t);
-            for (int half = 0; half < 2; half++)
-                for (int j = 0; j < WIDE; j++) c[i] += number_of(a.a[half * 2 + i / 2], j) * number_of(b.b[half], j);
-        }
+    const int row = now->index % 32 / 4, column = now->index % 4 * 2;
+    for (int t = 0; t < 4; t++) {
+        Operands a, b[2];
+        memcpy(&a, all[row * 4 + t], sizeof a);
+        for (int n = 0; n < 2; n++) memcpy(&b[n], all[(column + n) * 4 + t], sizeof b[n]);
+        for (int half = 0; half < 2; half++)
+            for (int j = 0; j < WIDE; j++) {
+                const T x[2] = {number_of(a.a[half * 2], j), number_of(a.a[half * 2 + 1], j)};
+                const T y[2] = {number_of(b[0].b[half], j), number_of(b[1].b[half], j)};
+                for (int i = 0; i < 4; i++) c[i] += x[i / 2] * y[i % 2];
+            }
     }
 }
 inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
