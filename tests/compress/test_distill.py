@@ -45,7 +45,7 @@ FAST = DistillSettings(
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     path = tmp_path_factory.mktemp("teacher")
-    tiny_models.build_with_tokenizer(path, num_hidden_layers=4, initializer_range=0.1)
+    tiny_models.write_with_tokenizer(path, num_hidden_layers=4, initializer_range=0.1)
     return load_dense(path, dtype=torch.float32, device=CPU)
 
 
@@ -207,7 +207,7 @@ def test_only_what_is_to_be_learnt_counts(teacher, student):
 @pytest.mark.parametrize(("family", "changes"), [("gemma2", {"attn_logit_softcapping": 5.0}), ("mistral", {}), ("bloom", {})])
 def test_attention_is_what_the_ops_compute(family, changes, tmp_path):
     """Its weights times the values are the op's result."""
-    tiny_models.build(tmp_path, family, **changes)
+    tiny_models.write(tmp_path, family, **changes)
     model = load_dense(tmp_path, dtype=torch.float32, device=CPU)
     ops, batch, count = TappedOps(), SequenceBatch.of([WINDOWS[0], WINDOWS[1][:9]], CPU), 0
 
@@ -260,7 +260,7 @@ def test_settings_are_checked(changes, match):
 
 
 def test_another_vocabulary_is_refused(teacher, tmp_path):
-    tiny_models.build(tmp_path, vocab_size=100)
+    tiny_models.write(tmp_path, vocab_size=100)
     with pytest.raises(ConfigError, match="share them"):
         distill(load_dense(tmp_path, dtype=torch.float32, device=CPU), teacher, EXAMPLES, FAST, device=CPU)
 

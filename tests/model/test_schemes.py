@@ -53,7 +53,7 @@ def build(folder, family):
     elif name in tiny_models.ENCODERS:
         tiny_models.build_encoder(folder, name, **sizes)
     else:
-        tiny_models.build(folder, name, **sizes)
+        tiny_models.write(folder, name, **sizes)
 
 
 @pytest.fixture(scope="module", params=EVERY)

@@ -25,7 +25,7 @@ from tests.engine.test_speculation import PROMPTS, SIZES
 )
 def test_a_chain_is_what_the_head_does_step_by_step(tmp_path, method, num_drafts, changes):
     """For several requests, behind runs of any length, beside padding, and where one wants fewer drafts."""
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     draft_heads.BY_METHOD[method](tmp_path / "head", **changes)
     config = {"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": num_drafts}
     with LLM(str(tmp_path / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
@@ -170,9 +170,9 @@ def proposals(folder, kind, prompts, lengths, *, graphs, ahead=True, temperature
 def models(tmp_path_factory):
     """A model and a head, a smaller model and a draft model. Both are right at times."""
     folder = tmp_path_factory.mktemp("models")
-    tiny_models.build(folder / "model", "llama", num_hidden_layers=4)
+    tiny_models.write(folder / "model", "llama", num_hidden_layers=4)
     draft_heads.eagle(folder / "head", seed=5, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
-    tiny_models.build(folder / "small")
+    tiny_models.write(folder / "small")
     tiny_models.build_near(folder / "draft")
     return folder
 
