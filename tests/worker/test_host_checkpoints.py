@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +25,7 @@ from tests import tiny_models
 from tests.model import test_block_scales, test_cache_scales
 from tests.model.test_compressed import GROUP, SIZES, compress
 from tests.model.test_sparse_checkpoints import leave_zeros_out, prune
-from tests.worker.test_host_runner import GREEDY, PROMPTS, SCORED, WITHOUT_TORCH, compared
+from tests.worker.test_host_runner import GREEDY, PROMPTS, SCORED, compared, told_without_torch
 from tests.worker.test_host_runner import SIZES as SETTINGS
 
 pytestmark = pytest.mark.skipif(not native.has_cpu_kernels(), reason="the C++ kernels are not built")
@@ -219,6 +217,4 @@ def test_no_torch_is_needed(tmp_path, kind):
             compress(tmp_path, "int8")
         leave_zeros_out(tmp_path, "sparse-24-bitmask", **({"format": "dense"} if kind == "sparse" else {}))
     given = ["run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu"]
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *given], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["text"] is not None
+    assert told_without_torch(*given)["text"] is not None

@@ -27,7 +27,7 @@ from slipstream.spec.description import read_spec
 from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.thread_governor import ThreadGovernor
-from tests import draft_heads, tiny_models, vision_models
+from tests import draft_heads, tiny_models, vision_models, without_torch
 from tests.model.test_compressed import AWQ_SIZES, compress, compress_awq, compress_gptq
 from tests.model.test_compressed import SIZES as ROUNDED_SIZES
 from tests.waiting import free_port
@@ -350,8 +350,8 @@ def test_encoder_decoders_give_torchs_answers(tmp_path, monkeypatch, family, set
 def test_an_encoder_decoder_needs_no_torch(tmp_path):
     tiny_models.build_t5(tmp_path)
     tiny_models.write_tokenizer(tmp_path)
-    answer = python(WITHOUT_TORCH, "run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu")
-    assert json.loads(answer)["text"] is not None
+    answer = told_without_torch("run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu")
+    assert answer["text"] is not None
 
 
 # --- Caches, grammars -----------------------------------------------------------------------------------------------------
@@ -394,19 +394,17 @@ def python(program, *arguments):
     return done.stdout
 
 
-WITHOUT_TORCH = """
-import sys
-sys.modules["torch"] = None  # an import of it fails, as where it is not installed
-from slipstream.cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
+def told_without_torch(*words):
+    done = without_torch.run(*words)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("more", [[], ["--speculative-model", "ngram"], ["--load-format", "dummy"], ["--quantization", "int4"]])
 def test_run_needs_no_torch(tmp_path, more):
     tiny_models.write_with_tokenizer(tmp_path, hidden_size=128, intermediate_size=128)
-    answer = python(WITHOUT_TORCH, "run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu", *more)
-    assert json.loads(answer)["text"] is not None
+    answer = told_without_torch("run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu", *more)
+    assert answer["text"] is not None
 
 
 def test_a_gpu_that_is_not_there_comes_before_torch_that_is_not(tmp_path):
@@ -422,20 +420,20 @@ def test_a_gpu_that_is_not_there_comes_before_torch_that_is_not(tmp_path):
 def test_gptqs_weights_need_no_torch(tmp_path):
     tiny_models.write_with_tokenizer(tmp_path, **ROUNDED_SIZES)
     compress_gptq(tmp_path)
-    answer = python(WITHOUT_TORCH, "run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu")
-    assert json.loads(answer)["text"] is not None
+    answer = told_without_torch("run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu")
+    assert answer["text"] is not None
 
 
 def test_an_encoder_needs_no_torch(tiny_encoder):
-    answer = python(WITHOUT_TORCH, "embed", str(tiny_encoder), "hello", "a b c", "--json", "--device", "cpu")
-    assert len(json.loads(answer)["embeddings"]) == 2
+    answer = told_without_torch("embed", str(tiny_encoder), "hello", "a b c", "--json", "--device", "cpu")
+    assert len(answer["embeddings"]) == 2
 
 
 def test_a_draft_model_needs_no_torch(tmp_path):
     tiny_models.write_with_tokenizer(tmp_path)
     more = ["--speculative-model", str(tmp_path), "--num-speculative-tokens", "2"]
-    answer = python(WITHOUT_TORCH, "run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu", *more)
-    assert json.loads(answer)["text"] is not None
+    answer = told_without_torch("run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu", *more)
+    assert answer["text"] is not None
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle31"])
@@ -445,8 +443,8 @@ def test_a_draft_head_needs_no_torch(tmp_path, kind):
     write(tmp_path / "head")
     given = json.dumps({"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": 2})
     more = ["--speculative-config", given, "--max-tokens", "4", "--json", "--device", "cpu"]
-    answer = python(WITHOUT_TORCH, "run", str(tmp_path / "model"), "hello", *more)
-    assert json.loads(answer)["text"] is not None
+    answer = told_without_torch("run", str(tmp_path / "model"), "hello", *more)
+    assert answer["text"] is not None
 
 
 @pytest.mark.parametrize("what", ["draft", "rounded", "family", "pictures"])
@@ -464,8 +462,7 @@ def test_what_needs_torch_says_how_to_get_it(tmp_path, what):
         config = json.loads((tmp_path / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "mxfp4"}
         (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-c", WITHOUT_TORCH, "run", str(tmp_path), "hello", "--device", "cpu", *more]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = without_torch.run("run", str(tmp_path), "hello", "--device", "cpu", *more)
     assert done.returncode != 0
     assert "slipstream[torch]" in done.stderr
     assert named in done.stderr
