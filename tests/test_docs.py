@@ -18,6 +18,7 @@ import pytest
 
 from slipstream.hub import DEFAULT_MODEL, MODELS
 from tests.preloaded import Preloaded
+from tests.test_imports import FILES, parsed
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
@@ -109,8 +110,8 @@ def test_links_lead_somewhere(path):
 def test_quoted_messages_are_the_codes():
     """The first column of the troubleshooting table quotes messages, with … for what varies: the code has each."""
     texts = []
-    for path in (ROOT / "src").rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+    for path in FILES.values():
+        nodes = list(ast.walk(parsed(path)))
         docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
         for node in nodes:
             if isinstance(node, ast.JoinedStr):
