@@ -38,9 +38,15 @@ LATENT = dict(
 )
 
 
+SPECS = {}
+
+
 def spec_of(path, family, **overrides):
-    tiny_models.write(path, family, **overrides)
-    return load_model(path, ops=ReferenceOps(), device=CPU, dtype=torch.float32).spec
+    """Read of a checkpoint at `path`, the first time."""
+    if (called := repr((family, overrides))) not in SPECS:
+        tiny_models.write(path, family, **overrides)
+        SPECS[called] = load_model(path, ops=ReferenceOps(), device=CPU, dtype=torch.float32).spec
+    return SPECS[called]
 
 
 def shape_of(spec, layers=None):
