@@ -9,6 +9,7 @@ one. `test_ranks.py` starts ranks as users do.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -174,4 +175,6 @@ if __name__ == "__main__":
     else:
         for name in IMPORTED:
             __import__(name)
+        gc.collect()
+        gc.freeze()  # forks have nothing to collect of it
         serve(end)

@@ -6,6 +6,7 @@ Each is a fork of one process that has imported the rest, since that takes a thi
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import subprocess
@@ -39,6 +40,8 @@ def serve() -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]
     for name in IMPORTED:
         __import__(name)
+    gc.collect()
+    gc.freeze()  # forks have nothing to collect of it
     while line := sys.stdin.readline():
         words, *files = json.loads(line)
         if not (pid := os.fork()):
