@@ -15,6 +15,9 @@ from hypothesis import HealthCheck, settings
 
 from slipstream.plan.hardware import bound_spinning, host_memory, import_numpy
 
+# What is imported stays: a tenth of the time of reading all tests went into looking for garbage among it.
+gc.disable()  # `pytest_runtestloop` enables it
+
 # Before anything loads torch or NumPy. There is a process of tests for each core: threads that spin while they wait hold the
 # cores that the others' work needs, and the busier the machine is, the longer.
 bound_spinning()
@@ -45,6 +48,11 @@ def pytest_xdist_auto_num_workers():
 def pytest_collection_finish():
     keep_what_is_there()
     share_authorities()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop():
+    gc.enable()
 
 
 def keep_what_is_there():
