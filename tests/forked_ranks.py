@@ -173,8 +173,10 @@ if __name__ == "__main__":
         sys.argv = sys.argv[2:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
+        gc.disable()
         for name in IMPORTED:
             __import__(name)
         gc.collect()
         gc.freeze()  # forks have nothing to collect of it
+        gc.enable()
         serve(end)

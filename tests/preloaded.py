@@ -81,6 +81,7 @@ class Preloaded:
 def load() -> None:
     """Import what commands import. The collection of garbage leaves it alone: it would take each fork a third of a second, and
     a copy of most pages."""
+    gc.disable()
     from slipstream.plan.hardware import bound_spinning
 
     bound_spinning()
@@ -98,6 +99,7 @@ def load() -> None:
 
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def serve(address: str) -> None:

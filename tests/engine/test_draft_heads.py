@@ -47,6 +47,10 @@ HEADS = {  # the method, and how a head is written
 }
 
 
+MODELS: dict[str, tuple[Any, dict[tuple[int, ...], list[Any]]]] = {}
+"""Of each family and size, which many heads share: the model as transformers has it, and the states that it gave."""
+
+
 class Setup:
     """A model, as transformers has it, and its head."""
 
@@ -54,12 +58,14 @@ class Setup:
         self.family = family = {"mtp": "deepseek_v3"}.get(kind, family)
         more |= {"num_hidden_layers": 6} if family == "llama" else {}
         self.path, self.kind = str(folder / "model"), kind
-        self.model = tiny_models.build(folder / "model", family, **more)
+        if (called := repr((family, more))) not in MODELS:
+            MODELS[called] = tiny_models.build(folder / "as transformers has it", family, **more), {}
+        self.model, self.states = MODELS[called]  # of the longest text that goes on from one
+        tiny_models.write(folder / "model", family, **more)
         method, write = HEADS[kind]
         self.config = {"method": method, "num_speculative_tokens": K}
         self.tensors = write(folder / ("model" if kind == "mtp" else "head"))
         self.head = json.loads((folder / "head" / "config.json").read_text()) if kind != "mtp" else {}
-        self.states: dict[tuple[int, ...], list[Any]] = {}  # transformers' of the longest text that goes on from one
         self.naive: dict[tuple[int, ...], list[int]] = {}  # drafts by the published maths behind tokens, and how many
         if kind != "mtp":
             self.config |= {"model": str(folder / "head"), "quantization": "none"}
