@@ -15,6 +15,9 @@ from hypothesis import HealthCheck, settings
 
 from slipstream.plan.hardware import bound_spinning, host_memory, import_numpy
 
+# What is imported stays: a tenth of the time of reading all tests went into looking for garbage among it.
+gc.disable()  # `pytest_runtestloop` enables it
+
 # Before anything loads torch or NumPy. There is a process of tests for each core: threads that spin while they wait hold the
 # cores that the others' work needs, and the busier the machine is, the longer.
 bound_spinning()
@@ -47,6 +50,11 @@ def pytest_collection_finish():
     share_authorities()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop():
+    gc.enable()
+
+
 def keep_what_is_there():
     """What is there now stays: thousands of tests and all that they import, also what the first test of a kind imports. The
     collection of garbage that a start of an engine asks for took a third of a second over them. What was kept before is not
@@ -55,6 +63,15 @@ def keep_what_is_there():
     gc.collect()
     gc.freeze()
     NUM_MODULES = len(sys.modules)
+    pass_on_torchs_records()
+
+
+def pass_on_torchs_records():
+    """pytest adds its handlers to each logger that passes nothing on, and takes them off again, six times a test. Forty of
+    torch's are such."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.handlers, logger.propagate = [], True
 
 
 def share_authorities():
@@ -83,9 +100,12 @@ def pytest_runtest_setup(item):
     if len(sys.modules) > NUM_MODULES + 50:
         keep_what_is_there()
     random.seed(0)
-    for name, seed in (("numpy", lambda numpy: numpy.random.seed(0)), ("torch", lambda torch: torch.manual_seed(0))):
-        if (module := sys.modules.get(name)) is not None:
-            seed(module)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        # `torch.manual_seed` keeps where it was called, and the whole stack as text, for each kind of GPU that is not in use
+        seed = torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed
+        seed(0)
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +129,7 @@ def tiny_model(tmp_path_factory):
     from tests import tiny_models  # here, since it takes torch and transformers
 
     folder = tmp_path_factory.mktemp("tiny-model")
-    tiny_models.build_with_tokenizer(folder, max_position_embeddings=1024)
+    tiny_models.write_with_tokenizer(folder, max_position_embeddings=1024)
     return folder
 
 

@@ -9,7 +9,7 @@ one. `test_ranks.py` starts ranks as users do.
 from __future__ import annotations
 
 import contextlib
-import functools
+import gc
 import json
 import os
 import runpy
@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from unittest import mock
 
 PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
@@ -36,8 +37,8 @@ class Popen:
         given = {"words": command[2:], "environment": env, "folder": os.getcwd(), "passed": pass_fds}
         with _asking:
             fds = [theirs, end, 1, 2, *pass_fds]
-            socket.send_fds(_parent(), [json.dumps(given).encode()], fds)
-            self.pid = int(_parent().recv(100))
+            socket.send_fds(parent(), [json.dumps(given).encode()], fds)
+            self.pid = int(parent().recv(100))
         os.close(theirs)
         os.close(end)
         self.stdin, self.returncode, self._lock = os.fdopen(ours, "wb"), None, threading.Lock()
@@ -72,23 +73,47 @@ def used():
         yield
 
 
-def take_from(parent: socket.socket) -> None:
+def take_from(end: socket.socket) -> None:
     """Engines that this process starts from now on have their ranks of the process that `serve`s the other end."""
     global _parent
-    _parent = lambda: parent
+    _parent = end
     mock.patch(PATCHED, sys.modules[__name__]).start()
 
 
 _asking = threading.Lock()
 
 
-@functools.cache
-def _parent():
-    """A socket to the process that forks. It ends when this closes."""
+def parent() -> socket.socket:
+    """To the process that forks."""
+    global _parent
+    _parent = _parent or start()[0]
+    return _parent
+
+
+_parent: socket.socket | None = None
+
+
+def start() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A process that forks, and a socket to it. It ends when this closes."""
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     with theirs:
-        subprocess.Popen([sys.executable, "-m", __name__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
-    return ours
+        return ours, subprocess.Popen([sys.executable, "-m", __name__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+
+
+@contextlib.contextmanager
+def used_by_engine_processes():
+    """Ranks of engines that `AsyncLLM` starts meanwhile, each in a process of its own, are forks of the one that is given. At
+    most one of them may start ranks at a time."""
+    ours, forking = start()
+
+    def popen(command, **how):
+        assert command[:2] == [sys.executable, "-m"]
+        words = [*command[:2], __name__, str(ours.fileno()), *command[2:]]
+        return subprocess.Popen(words, pass_fds=[ours.fileno()], **how)
+
+    patched = types.SimpleNamespace(PIPE=PIPE, TimeoutExpired=TimeoutExpired, Popen=popen)
+    with ours, mock.patch("slipstream.engine.core_client.subprocess", patched):
+        yield forking
 
 
 def serve(asked: socket.socket) -> None:
@@ -102,7 +127,8 @@ def serve(asked: socket.socket) -> None:
                 pid, end = ends.pop(fd)
                 poll.unregister(fd)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                os.write(end, str(code).encode())
+                with contextlib.suppress(BrokenPipeError):  # whoever had it started is dead
+                    os.write(end, str(code).encode())
                 os.close(end)
                 os.close(fd)
                 continue
@@ -141,6 +167,16 @@ def become(given: dict, stdin: int, end: int, stdout: int, stderr: int, *passed:
 
 
 if __name__ == "__main__":
-    for name in IMPORTED:
-        __import__(name)
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    end = socket.socket(fileno=int(sys.argv[1]))
+    if sys.argv[2:]:  # a module, whose ranks are forks of the process at the other end
+        take_from(end)
+        sys.argv = sys.argv[2:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        gc.disable()
+        for name in IMPORTED:
+            __import__(name)
+        gc.collect()
+        gc.freeze()  # forks have nothing to collect of it
+        gc.enable()
+        serve(end)

@@ -289,7 +289,7 @@ def good_files(scratch: Path) -> dict[str, Path]:
     from tests.engine.test_tokenizer import GOLDEN
     from tests.model.test_gguf_models import LEAST, write
 
-    tiny_models.build_with_tokenizer(scratch / GOOD["folder"])
+    tiny_models.write_with_tokenizer(scratch / GOOD["folder"])
     tokenizer = {f"tokenizer.ggml.{key}": value for key, value in GOLDEN["byte_level"].items() if "." not in key}
     metadata = {f"llama.{key}": value for key, value in LEAST.items()} | {"llama.rope.freq_base": 1e4, "a.text": "b"}
     template = {"tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import gc
 import json
 import os
 import select
@@ -78,7 +79,9 @@ class Preloaded:
 
 
 def load() -> None:
-    """Import what commands import."""
+    """Import what commands import. The collection of garbage leaves it alone: it would take each fork a third of a second, and
+    a copy of most pages."""
+    gc.disable()
     from slipstream.plan.hardware import bound_spinning
 
     bound_spinning()
@@ -93,6 +96,10 @@ def load() -> None:
     import slipstream.worker.model_runner
     import slipstream.worker.process_executor
     import slipstream.worker.rank_process  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def serve(address: str) -> None:

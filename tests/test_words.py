@@ -45,7 +45,9 @@ def texts() -> dict[str, str]:
 
 @pytest.mark.parametrize("pattern", OLD, ids=OLD.values())
 def test_the_old_name_is_gone(pattern, texts):
-    assert not [name for name, text in texts.items() if re.search(pattern, text)], f"it is called {OLD[pattern]}"
+    loose = pattern.replace(r"\b", "")  # found ten times as fast
+    found = [name for name, text in texts.items() if re.search(loose, text) and re.search(pattern, text)]
+    assert not found, f"it is called {OLD[pattern]}"
 
 
 def test_an_old_name_is_found():

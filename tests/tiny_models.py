@@ -153,12 +153,36 @@ def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
     return model
 
 
+_written: dict[str, tuple[dict[str, bytes], Any]] = {}
+"""Checkpoints that this process has made: their files, and the state that torch's random numbers were left in."""
+MOST_BYTES = 2**21
+"""Of a checkpoint that is kept."""
+
+
+def write(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> None:
+    """What `build` writes, for tests that have no use for the transformers model: the second time it is only copied."""
+    import torch
+
+    called = repr((family, seed, sorted(overrides.items())))
+    if called in _written:
+        files, state = _written[called]
+        path.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (path / name).write_bytes(content)
+        torch.set_rng_state(state)
+        return
+    is_alone = not path.exists() or not any(path.iterdir())
+    build(path, family, seed=seed, **overrides)
+    if is_alone and sum(file.stat().st_size for file in path.iterdir()) <= MOST_BYTES:
+        _written[called] = {file.name: file.read_bytes() for file in path.iterdir()}, torch.get_rng_state()
+
+
 def build_near(path: Path, family: str = "llama", *, noise: float = 0.1, **overrides: Any) -> None:
     """`build` with noise on its weights, a part of their spread: as a draft model it is right at times."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    build(path, family, **overrides)
+    write(path, family, **overrides)
     file, g = path / "model.safetensors", torch.Generator().manual_seed(0)
     tensors = {n: x + noise * x.std() * torch.randn(x.shape, generator=g) for n, x in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})
@@ -187,6 +211,12 @@ def build_with_tokenizer(path: Path, family: str = "llama", **overrides: Any) ->
     model = build(path, family, **overrides)
     write_tokenizer(path)
     return model
+
+
+def write_with_tokenizer(path: Path, family: str = "llama", **overrides: Any) -> None:
+    """What `build_with_tokenizer` writes."""
+    write(path, family, **overrides)
+    write_tokenizer(path)
 
 
 def write_tokenizer(path: Path) -> None:

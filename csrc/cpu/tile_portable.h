@@ -27,12 +27,18 @@ public:
     template <int C, int A, int B>
     static void add_bf16() {
         Tiles& t = *current();
+        float b[16][2][16];
+        for (int k = 0; k < t.bytes_ / 4; k++)
+            for (int n = 0; n < 16; n++)
+                for (int i = 0; i < 2; i++) b[k][i][n] = number(t.data_[B][k] + 4 * n + 2 * i);
         for (int m = 0; m < t.rows_; m++) {
             float c[16], sums[2][16] = {};
             memcpy(c, t.data_[C][m], 64);
             for (int k = 0; k < t.bytes_ / 4; k++)
-                for (int n = 0; n < 16; n++)
-                    for (int i = 0; i < 2; i++) sums[i][n] += number(t.data_[A][m] + 4 * k + 2 * i) * number(t.data_[B][k] + 4 * n + 2 * i);
+                for (int i = 0; i < 2; i++) {
+                    const float a = number(t.data_[A][m] + 4 * k + 2 * i);
+                    for (int n = 0; n < 16; n++) sums[i][n] += a * b[k][i][n];
+                }
             for (int n = 0; n < 16; n++) c[n] += sums[0][n] + sums[1][n];
             memcpy(t.data_[C][m], c, 64);
         }

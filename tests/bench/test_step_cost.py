@@ -12,7 +12,7 @@ from tests import tiny_models
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_dense_step_by_hand(tmp_path, family):
     """Of a config alone: two bytes a parameter. Mistral's tokens look at a window of those before."""
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     (tmp_path / "model.safetensors").unlink()
     description = read_spec(tmp_path)
     spec = description.spec

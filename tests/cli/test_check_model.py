@@ -108,7 +108,7 @@ def test_what_is_no_number_is_a_divergence(tmp_path):
 
 
 def test_the_command_says_where(tmp_path, capsys):
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     assert main(["check-model", str(tmp_path), "--kernels=reference"]) == 0
     assert "the same: no difference is more than 1e-04" in capsys.readouterr().out
     assert main(["check-model", str(tmp_path), "--tolerance=0"]) == 1
@@ -120,7 +120,7 @@ def test_the_command_says_where(tmp_path, capsys):
 
 
 def test_what_transformers_cannot_load(tmp_path, capsys):
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     (tmp_path / "model.safetensors").unlink()
     assert main(["check-model", str(tmp_path), "--json"]) == 2
     assert "transformers can't load" in json.loads(capsys.readouterr().out)["error"]["message"]
@@ -155,7 +155,7 @@ def test_without_transformers_it_says_what_to_install(tmp_path, monkeypatch, nam
 
 
 def test_a_checkpoint_that_is_not_its_configs_is_no_internal_error(tmp_path):
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
     with pytest.raises(ConfigError, match=r"transformers can't load") as error:

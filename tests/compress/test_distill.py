@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import sys
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -43,7 +45,7 @@ FAST = DistillSettings(
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     path = tmp_path_factory.mktemp("teacher")
-    tiny_models.build_with_tokenizer(path, num_hidden_layers=4, initializer_range=0.1)
+    tiny_models.write_with_tokenizer(path, num_hidden_layers=4, initializer_range=0.1)
     return load_dense(path, dtype=torch.float32, device=CPU)
 
 
@@ -205,7 +207,7 @@ def test_only_what_is_to_be_learnt_counts(teacher, student):
 @pytest.mark.parametrize(("family", "changes"), [("gemma2", {"attn_logit_softcapping": 5.0}), ("mistral", {}), ("bloom", {})])
 def test_attention_is_what_the_ops_compute(family, changes, tmp_path):
     """Its weights times the values are the op's result."""
-    tiny_models.build(tmp_path, family, **changes)
+    tiny_models.write(tmp_path, family, **changes)
     model = load_dense(tmp_path, dtype=torch.float32, device=CPU)
     ops, batch, count = TappedOps(), SequenceBatch.of([WINDOWS[0], WINDOWS[1][:9]], CPU), 0
 
@@ -258,7 +260,7 @@ def test_settings_are_checked(changes, match):
 
 
 def test_another_vocabulary_is_refused(teacher, tmp_path):
-    tiny_models.build(tmp_path, vocab_size=100)
+    tiny_models.write(tmp_path, vocab_size=100)
     with pytest.raises(ConfigError, match="share them"):
         distill(load_dense(tmp_path, dtype=torch.float32, device=CPU), teacher, EXAMPLES, FAST, device=CPU)
 
@@ -291,7 +293,11 @@ def test_from_folder_to_folder(files):
 
 def test_two_processes_do_the_same_steps(files, teacher, student, monkeypatch):
     """Sharded layer by layer (FSDP2), over gloo, interrupted and continued."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the two processes
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the two processes, which are forks of one that has imported all
+    multiprocessing.set_forkserver_preload(["slipstream.compress.distill", "torch.distributed.fsdp"])
+    spawn = sys.modules["torch.multiprocessing.spawn"]
+    start = spawn.start_processes
+    monkeypatch.setattr(spawn, "start_processes", lambda f, **how: start(f, **how | {"start_method": "forkserver"}))
     settings = replace(FAST, num_steps=4, state_weight=0.5, attention_weight=0.5, recompute=True, save_every=2)
     alone = distill(student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT)
     training = Training(student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT, work=files.work)

@@ -41,7 +41,7 @@ DRAFT_VOCAB = 60
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    tiny_models.build_with_tokenizer(folder, num_hidden_layers=6)
+    tiny_models.write_with_tokenizer(folder, num_hidden_layers=6)
     return folder
 
 

@@ -72,7 +72,7 @@ def test_learning_begins_at_gptqs_result(fmt, act_order):
 )
 def test_it_is_better_than_to_nearest(tmp_path, family, fmt):
     """Of what the layer gives; with inputs in 8 bits, when they are rounded."""
-    tiny_models.build(tmp_path, family, **SIZES)
+    tiny_models.write(tmp_path, family, **SIZES)
     source = read_spec(tmp_path)
     stream, values = Stream(source, WINDOWS, device=CPU, dtype=torch.float32), load_layer(source, 0, CPU)
     ends = tuple(f".{part}.weight" for part in ("qkv", "out", "up", "down"))
@@ -96,7 +96,7 @@ def test_it_is_better_than_to_nearest(tmp_path, family, fmt):
 @pytest.mark.parametrize("given", [{"bits": 3, "group_size": 32}, {"bits": 8, "kind": "float", "inputs": "fp8"}])
 def test_it_is_better_than_gptq(tmp_path, given, caplog):
     """Every layer, beginning at GPTQ's result, whose scales stay; what is left is written beside the weights."""
-    tiny_models.build(tmp_path / "model", "llama", **SIZES)
+    tiny_models.write(tmp_path / "model", "llama", **SIZES)
     step = {**given, "rounding": "learned", "begin": "gptq", "num_steps": 30, "step_tokens": 1024}
     where = {"device": CPU, "dtype": torch.float32, "windows": WINDOWS}
     source = read_spec(tmp_path / "model")
@@ -111,7 +111,7 @@ def test_it_is_better_than_gptq(tmp_path, given, caplog):
 
 
 def test_what_is_no_better_is_not_taken_and_said(tmp_path, caplog, monkeypatch):
-    tiny_models.build(tmp_path / "model", "llama", **SIZES)
+    tiny_models.write(tmp_path / "model", "llama", **SIZES)
     monkeypatch.setattr(Offsets, "step", lambda self, rate: None)
     step = {"bits": 4, "group_size": 32, "rounding": "learned", "num_steps": 1}
     where = {"device": CPU, "dtype": torch.float32, "windows": WINDOWS}

@@ -88,7 +88,7 @@ def test_targets_and_ranks(tmp_path, texts):
 
 
 def test_an_interrupted_run_goes_on(tmp_path, texts, monkeypatch):
-    tiny_models.build_with_tokenizer(tmp_path / "model", "llama")
+    tiny_models.write_with_tokenizer(tmp_path / "model", "llama")
     source, chosen = read_spec(tmp_path / "model"), settings(texts)
     whole = train_adapter(source, chosen, tmp_path / "whole", device=CPU)
     monkeypatch.setattr(lora, "SAVE_S", 0.0)
@@ -114,7 +114,7 @@ def test_an_interrupted_run_goes_on(tmp_path, texts, monkeypatch):
 
 
 def test_of_conversations_the_answers_are_learned(tmp_path):
-    tiny_models.build_with_tokenizer(tmp_path / "model", "llama")
+    tiny_models.write_with_tokenizer(tmp_path / "model", "llama")
     rows = [
         {
             "messages": [
@@ -144,7 +144,7 @@ def test_of_conversations_the_answers_are_learned(tmp_path):
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_on_a_base_that_is_rounded_at_load(tmp_path, texts, scheme):
     """The base is what an engine with this scheme computes with, and the adapter goes with it."""
-    tiny_models.build_with_tokenizer(tmp_path / "model", "llama", hidden_size=128, intermediate_size=256)
+    tiny_models.write_with_tokenizer(tmp_path / "model", "llama", hidden_size=128, intermediate_size=256)
     source = read_spec(tmp_path / "model")
     dense = frozen_base(source, settings(texts), torch.float32, CPU)
     rounded = frozen_base(source, settings(texts, quantization=scheme), torch.float32, CPU)
@@ -160,7 +160,7 @@ def test_on_a_base_that_is_rounded_at_load(tmp_path, texts, scheme):
 
 
 def test_the_command(tmp_path, texts, capsys):
-    tiny_models.build_with_tokenizer(tmp_path / "model", "llama")
+    tiny_models.write_with_tokenizer(tmp_path / "model", "llama")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps([{"lora": {**SMALL, "text": texts}}]))
     command = ["compress", str(tmp_path / "model"), "--recipe", str(recipe), "--device", "cpu"]

@@ -33,7 +33,7 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    tiny_models.build_with_tokenizer(folder, num_hidden_layers=4, initializer_range=0.1)
+    tiny_models.write_with_tokenizer(folder, num_hidden_layers=4, initializer_range=0.1)
     return folder
 
 
@@ -126,7 +126,7 @@ def test_short_conversations_are_learnt_from_and_too_few_refused(model, text, tm
 
 def test_a_draft_is_a_third(tmp_path):
     folder = tmp_path / "model"
-    tiny_models.build(folder, num_hidden_layers=12)
+    tiny_models.write(folder, num_hidden_layers=12)
     source, recipe = read_spec(folder), read_recipe("draft:1/3")
     small = reshaped_spec(source, recipe)
     assert small.num_parameters / source.spec.num_parameters == pytest.approx(1 / 3, abs=0.04)

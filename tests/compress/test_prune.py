@@ -45,7 +45,7 @@ def case(request, tmp_path_factory):
     """(name, checkpoint)"""
     family, overrides = CASES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    tiny_models.build(folder, family, **overrides)
+    tiny_models.write(folder, family, **overrides)
     return request.param, folder
 
 
@@ -83,7 +83,7 @@ def test_a_pruned_checkpoint_loads_in_transformers(case, part, tmp_path):
 def model(request, tmp_path_factory):
     family, overrides = CASES[request.param]
     path = tmp_path_factory.mktemp(request.param)
-    tiny_models.build(path, family, **overrides)
+    tiny_models.write(path, family, **overrides)
     return loaded(path)
 
 
@@ -126,7 +126,7 @@ def test_units_worth_nothing_go_without_a_trace(model, importance, kind, share, 
 @pytest.mark.parametrize("name", ["llama", "olmo2", "phi", "granite"])
 def test_layers_that_do_nothing_go_first(name, tmp_path):
     family, overrides = CASES[name]
-    tiny_models.build(tmp_path, family, **{**overrides, "num_hidden_layers": 5})
+    tiny_models.write(tmp_path, family, **{**overrides, "num_hidden_layers": 5})
     model = loaded(tmp_path)
     for i in (1, 3):
         for stem, values in model.parameters.items():
@@ -146,7 +146,7 @@ def test_layers_that_do_nothing_go_first(name, tmp_path):
 def trained(tmp_path_factory):
     """A model that has learnt some of a text."""
     path = tmp_path_factory.mktemp("trained")
-    tiny_models.build(path, "llama", num_attention_heads=8, num_key_value_heads=8, initializer_range=0.05)
+    tiny_models.write(path, "llama", num_attention_heads=8, num_key_value_heads=8, initializer_range=0.05)
     model = loaded(path)
     whole = WholeModel(model.spec, model.parameters, max_len=64)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
@@ -178,7 +178,7 @@ def test_the_important_matter_more(trained, kind, importance):
 
 
 def test_measured_energies_and_gradients_are_what_they_say(tmp_path):
-    tiny_models.build(tmp_path, "qwen3_moe")
+    tiny_models.write(tmp_path, "qwen3_moe")
     model = loaded(tmp_path)
     name = "layers.1.attention.out.weight"
     whole = WholeModel(model.spec, model.parameters, max_len=64)

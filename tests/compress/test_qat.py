@@ -50,7 +50,7 @@ def test_the_rate_rises_and_falls():
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_much_of_what_rounding_lost_comes_back(tmp_path, family):
     """On the text that was trained on, of a tiny random model with 3 bits."""
-    tiny_models.build(tmp_path / "model", family, **(SIZES if family == "llama" else {}))
+    tiny_models.write(tmp_path / "model", family, **(SIZES if family == "llama" else {}))
     source = read_spec(tmp_path / "model")
     exact = run(load(tmp_path / "model"), WINDOWS[0]).log_softmax(-1)
     kl = {}
@@ -71,7 +71,7 @@ def test_much_of_what_rounding_lost_comes_back(tmp_path, family):
 )
 def test_rounded_inputs_are_trained_with(tmp_path, quantize, steps):
     """In both, what the training meets is what the engine computes: the divergence falls, the format stays."""
-    tiny_models.build(tmp_path / "model", "llama", **SIZES)
+    tiny_models.write(tmp_path / "model", "llama", **SIZES)
     source = read_spec(tmp_path / "model")
     exact = run(load(tmp_path / "model"), WINDOWS[0]).log_softmax(-1)
     kl = {}
@@ -92,7 +92,7 @@ def _trained(source, grids, values, settings):
 @pytest.fixture
 def begun(tmp_path):
     """(description, grids, values) of a tiny model whose MLPs have 3 bits."""
-    tiny_models.build(tmp_path / "model", "llama", **SIZES)
+    tiny_models.write(tmp_path / "model", "llama", **SIZES)
     source = read_spec(tmp_path / "model")
     values = load_parameters(source, dtype=torch.float32, device=CPU)
     made = {
@@ -135,7 +135,7 @@ def test_a_loss_that_is_no_number_names_the_rate(begun):
 
 def test_training_has_windows_of_its_own(tmp_path, monkeypatch):
     """Rounding calibrates on the first, training learns from all of them."""
-    tiny_models.build(tmp_path / "model", "llama", **SIZES)
+    tiny_models.write(tmp_path / "model", "llama", **SIZES)
     met = {}
     original, learning = run_module.Stream, run_module.train
 

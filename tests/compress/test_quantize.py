@@ -79,7 +79,7 @@ def fake_logits(source, folder, formats, recipe_plan, tokens):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    tiny_models.build_with_tokenizer(folder, "llama", **SIZES)
+    tiny_models.write_with_tokenizer(folder, "llama", **SIZES)
     return read_spec(folder)
 
 
@@ -152,7 +152,7 @@ def test_products_catch_up_with_what_was_rounded_before(tmp_path, model, exact):
 ])  # fmt: skip
 def test_other_families(tmp_path, family, steps):
     """Experts, rows in another order, folded norms with an offset, biases, fused tensors."""
-    tiny_models.build(tmp_path / "model", family)
+    tiny_models.write(tmp_path / "model", family)
     source = read_spec(tmp_path / "model")
     done = written(source, tmp_path / "out", steps)
     found = run(load(tmp_path / "out"), WINDOWS[0])
@@ -229,7 +229,7 @@ def test_what_can_not_be_done_is_named(tmp_path, model):
         assert caught.value.field == field
     with pytest.raises(ConfigError, match="windows"):
         written(model, tmp_path / "out", preset("int4-gptq"), windows=[])
-    tiny_models.build(tmp_path / "gpt2", "gpt2")
+    tiny_models.write(tmp_path / "gpt2", "gpt2")
     with pytest.raises(UnsupportedModelError, match="c_attn"):
         plan(read_spec(tmp_path / "gpt2"), parse(preset("fp8")))
     written(model, tmp_path / "out", preset("fp8"), windows=[])
@@ -278,7 +278,7 @@ def test_the_command(tmp_path, model, capsys):
 
 def test_text_is_cut_to_the_models_context(tmp_path, capsys):
     """Also where positions are a table, which ends there."""
-    tiny_models.build_with_tokenizer(tmp_path / "model", "opt", max_position_embeddings=16)
+    tiny_models.write_with_tokenizer(tmp_path / "model", "opt", max_position_embeddings=16)
     source, steps = read_spec(tmp_path / "model"), [{"quantize": {"group_size": 32, "rounding": "gptq"}}]
     written(source, tmp_path / "long", steps)
     written(source, tmp_path / "cut", steps, windows=[w[:16] for w in WINDOWS])

@@ -51,7 +51,7 @@ CASES = [("llama", True), ("llama", False), ("qwen2", True), ("gemma", True), ("
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
 def test_layers_and_ends_compute_the_same(tmp_path, family, tied):
-    tiny_models.build(tmp_path, family, tie_word_embeddings=tied)
+    tiny_models.write(tmp_path, family, tie_word_embeddings=tied)
     source = read_spec(tmp_path)
     q = rotation(32, 0, CPU)
     stream = Stream(source, WINDOWS[:2], device=CPU, dtype=torch.float32)
@@ -79,7 +79,7 @@ def test_layers_and_ends_compute_the_same(tmp_path, family, tied):
 @pytest.mark.parametrize(("family", "tied"), CASES)
 def test_the_model_is_nearly_the_same(tmp_path, family, tied):
     """With 8 bits by groups of 32: the rest of the difference is rounding's."""
-    tiny_models.build(tmp_path / "model", family, tie_word_embeddings=tied)
+    tiny_models.write(tmp_path / "model", family, tie_word_embeddings=tied)
     steps = ["rotate", {"quantize": {"bits": 8, "group_size": 32, "rounding": "gptq"}}]
     source = read_spec(tmp_path / "model")
     done = compress(source, parse(steps), tmp_path / "out", windows=WINDOWS[:2], device=CPU, dtype=torch.float32)
@@ -94,7 +94,7 @@ def test_the_model_is_nearly_the_same(tmp_path, family, tied):
 
 def test_what_can_not_be_rotated(tmp_path):
     for family in ("gpt_neox", "gemma2", "olmo2"):
-        tiny_models.build(tmp_path / family, family)
+        tiny_models.write(tmp_path / family, family)
         with pytest.raises(ConfigError, match="can't be rotated"):
             check(read_spec(tmp_path / family).spec)
     with pytest.raises(ConfigError) as caught:

@@ -30,7 +30,7 @@ EXPECTED = {  # what can be scaled there
 @pytest.mark.parametrize("family", EXPECTED)
 def test_folding_changes_nothing(tmp_path, family):
     """Every product's inputs are divided by something between a quarter and four; the layers compute the same."""
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     source = read_spec(tmp_path)
     stream, rng = Stream(source, WINDOWS, device=CPU, dtype=torch.float32), torch.Generator().manual_seed(0)
     assert set(folds(source.spec.layers[0])) == EXPECTED[family]
@@ -50,7 +50,7 @@ def test_folding_changes_nothing(tmp_path, family):
 
 def test_norms_are_rounded_to_what_is_written(tmp_path):
     """The weight is multiplied by what the written norm divides by, so that not even 16 bits of norm change the model."""
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     source = read_spec(tmp_path)
     stream, values = Stream(source, WINDOWS, device=CPU, dtype=torch.float32), load_layer(source, 0, CPU)
     values = {n: v.bfloat16().float() for n, v in values.items()}
@@ -67,7 +67,7 @@ def test_norms_are_rounded_to_what_is_written(tmp_path):
 @pytest.mark.parametrize(("scaling", "inputs", "bits"), [("awq", None, 3), ("smoothquant", "int8", 8)])
 def test_uneven_inputs_are_found(tmp_path, scaling, inputs, bits):
     """With a few inputs that are thirty times the others, the searched scale lowers the error of the product's output."""
-    tiny_models.build(tmp_path, "llama", hidden_size=64, head_dim=16)
+    tiny_models.write(tmp_path, "llama", hidden_size=64, head_dim=16)
     source = read_spec(tmp_path)
     values = load_layer(source, 0, CPU)
     values["pre_mlp.weight"][::16] *= 30

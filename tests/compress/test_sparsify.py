@@ -132,7 +132,7 @@ WINDOWS = torch.randint(4, tiny_models.VOCAB, (6, 32), generator=torch.Generator
 
 
 def carried_out(tmp_path, recipe, family="llama", **overrides):
-    tiny_models.build(tmp_path / "model", family, **overrides)
+    tiny_models.write(tmp_path / "model", family, **overrides)
     source = read_spec(tmp_path / "model")
     compress(source, recipe, tmp_path / "out", windows=WINDOWS, device=CPU, dtype=torch.float32)
     return read_spec(tmp_path / "out")
@@ -177,7 +177,7 @@ def test_layers_get_ratios_of_their_own(tmp_path):
     ids=str,
 )
 def test_rounded_zeros_stay(steps, tmp_path):
-    tiny_models.build(tmp_path / "model", hidden_size=64)
+    tiny_models.write(tmp_path / "model", hidden_size=64)
     source = read_spec(tmp_path / "model")
     compress(source, parse(steps), tmp_path / "out", windows=WINDOWS, device=CPU, dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -192,7 +192,7 @@ def test_rounded_zeros_stay(steps, tmp_path):
 
 
 def test_presets_and_what_does_not_go_together(tmp_path):
-    tiny_models.build(tmp_path)
+    tiny_models.write(tmp_path)
     source = read_spec(tmp_path)
     assert plan(source, read_recipe("2:4")).needs_text
     assert all(p.sparse and p.fmt is not None for p in plan(source, read_recipe("2:4-int8")).weights if p.name != "head")

@@ -90,7 +90,7 @@ def test_an_input_that_was_rounded_before_is_named(tmp_path, kind, told):
 
 
 def test_a_dense_folder_is_its_own_measure(tmp_path):
-    tiny_models.build(tmp_path / "model")
+    tiny_models.write(tmp_path / "model")
     source = read_spec(tmp_path / "model")
     assert rounded_before(source) is None
     assert input_bytes(source) is None
@@ -99,7 +99,7 @@ def test_a_dense_folder_is_its_own_measure(tmp_path):
 @pytest.fixture
 def command(tmp_path):
     """Two bits for random weights: nothing is left of them."""
-    tiny_models.build_with_tokenizer(tmp_path / "model", hidden_size=64)
+    tiny_models.write_with_tokenizer(tmp_path / "model", hidden_size=64)
     (tmp_path / "text.txt").write_text("".join(f"{i} words of a text that goes on for a while\n\n" for i in range(600)))
     (tmp_path / "r.yaml").write_text("- quantize: {bits: 2, clip: false}\n")
     words = ["compress", str(tmp_path / "model"), "--recipe", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "out")]

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    tiny_models.build_with_tokenizer(folder, max_position_embeddings=16_384)
+    tiny_models.write_with_tokenizer(folder, max_position_embeddings=16_384)
     return folder
 
 

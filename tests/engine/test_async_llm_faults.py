@@ -145,7 +145,7 @@ def output(key, *tokens, finish=None):
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    tiny_models.build_with_tokenizer(folder, max_position_embeddings=64)
+    tiny_models.write_with_tokenizer(folder, max_position_embeddings=64)
     return folder
 
 

@@ -84,7 +84,7 @@ def test_ignore_eos_and_text(tmp_path):
 def test_a_beam_of_one_is_greedy(tmp_path):
     from slipstream import SamplingParams
 
-    tiny_models.build_with_tokenizer(tmp_path)
+    tiny_models.write_with_tokenizer(tmp_path)
     llm = LLM(str(tmp_path), **SETTINGS)
     (beam,) = llm.beam_search("hello", BeamSearchParams(beam_width=1, max_tokens=6, ignore_eos=True))
     (greedy,) = llm.generate("hello", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), progress=False)

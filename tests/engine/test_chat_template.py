@@ -83,12 +83,12 @@ BAD = {
 }
 
 ONLY_SLOW = {"loops", "loops over nothing", "select", "count", "in"}
-"""They take all the time that they get, and no memory: a quarter of the time shows as much."""
+"""They take all the time that they get, and no memory."""
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_hostile_template_is_stopped(monkeypatch, name):
-    seconds = MAX_SECONDS / 4 if name in ONLY_SLOW else MAX_SECONDS
+    seconds = MAX_SECONDS / 4  # a template that pays makes little in it; one that does not makes too much at once
     monkeypatch.setattr(chat_template, "MAX_SECONDS", seconds)
     begin, before = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(RequestError, match=f"longer than {seconds:g} s" if name in ONLY_SLOW else None) as caught:

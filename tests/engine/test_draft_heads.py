@@ -47,6 +47,10 @@ HEADS = {  # the method, and how a head is written
 }
 
 
+MODELS: dict[str, tuple[Any, dict[tuple[int, ...], list[Any]]]] = {}
+"""Of each family and size, which many heads share: the model as transformers has it, and the states that it gave."""
+
+
 class Setup:
     """A model, as transformers has it, and its head."""
 
@@ -54,12 +58,14 @@ class Setup:
         self.family = family = {"mtp": "deepseek_v3"}.get(kind, family)
         more |= {"num_hidden_layers": 6} if family == "llama" else {}
         self.path, self.kind = str(folder / "model"), kind
-        self.model = tiny_models.build(folder / "model", family, **more)
+        if (called := repr((family, more))) not in MODELS:
+            MODELS[called] = tiny_models.build(folder / "as transformers has it", family, **more), {}
+        self.model, self.states = MODELS[called]  # of the longest text that goes on from one
+        tiny_models.write(folder / "model", family, **more)
         method, write = HEADS[kind]
         self.config = {"method": method, "num_speculative_tokens": K}
         self.tensors = write(folder / ("model" if kind == "mtp" else "head"))
         self.head = json.loads((folder / "head" / "config.json").read_text()) if kind != "mtp" else {}
-        self.states: dict[tuple[int, ...], list[Any]] = {}  # transformers' of the longest text that goes on from one
         self.naive: dict[tuple[int, ...], list[int]] = {}  # drafts by the published maths behind tokens, and how many
         if kind != "mtp":
             self.config |= {"model": str(folder / "head"), "quantization": "none"}
@@ -261,7 +267,7 @@ def test_a_scheme_that_does_not_fit_a_head(tmp_path, quantization, message):
 
 def test_eight_bits_of_a_head_by_rows(tmp_path):
     """Only a GPU's library wants multiples of some number."""
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     draft_heads.eagle(tmp_path / "head")
     head = read_head("eagle3", tmp_path / "head", read_spec(tmp_path / "model"))
 
@@ -431,7 +437,7 @@ def refused(path, head, match, method="eagle3", **more):
     ids=str,
 )
 def test_an_eagle_head_that_does_not_fit(tmp_path, changes, message):
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     if message is None:
         draft_heads.eagle(tmp_path / "head", drop="self_attn.o_proj.weight")
         message = "lacks midlayer.self_attn.o_proj.weight"
@@ -441,7 +447,7 @@ def test_an_eagle_head_that_does_not_fit(tmp_path, changes, message):
 
 
 def test_other_heads_that_do_not_fit(tmp_path):
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     path = str(tmp_path / "model")
     draft_heads.medusa(tmp_path / "medusa", medusa_choices=[[0]], num_experts=2)
     refused(path, tmp_path / "medusa", "num_experts = 2", "medusa")
@@ -505,7 +511,7 @@ def test_maps_of_tokens():
     ids=str,
 )
 def test_heads_of_other_layouts_are_refused(tmp_path, write, changes, message):
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     getattr(draft_heads, write)(tmp_path / "head", **changes)
     method = {"eagle1": "eagle", "eagle": "peagle", "dflash": "dflash"}[write]
     refused(str(tmp_path / "model"), tmp_path / "head", message, method)
@@ -514,21 +520,21 @@ def test_heads_of_other_layouts_are_refused(tmp_path, write, changes, message):
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "dflash", "medusa"])
 def test_a_head_of_another_kind_is_named(tmp_path, kind):
     """By its config and the names of its tensors."""
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     draft_heads.BY_METHOD[kind](tmp_path / "head")
     other = "medusa" if kind == "eagle3" else "eagle3"
     refused(str(tmp_path / "model"), tmp_path / "head", f"a head of .*take method '{kind}'", other)
 
 
 def test_a_head_that_is_a_pickle_is_refused(tmp_path):
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     draft_heads.eagle1(tmp_path / "head")
     (tmp_path / "head" / "model.safetensors").rename(tmp_path / "head" / "pytorch_model.bin")
     refused(str(tmp_path / "model"), tmp_path / "head", "safetensors", "eagle")
 
 
 def test_a_config_as_vllm_wraps_it(tmp_path):
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     draft_heads.eagle1(tmp_path / "head")
     target = read_spec(tmp_path / "model")
     expected = read_head("eagle", tmp_path / "head", target)
@@ -543,7 +549,7 @@ def test_a_config_as_vllm_wraps_it(tmp_path):
 
 def test_layers_that_draft_are_left_out_without_the_method(tmp_path):
     """And a model without them says so."""
-    tiny_models.build(tmp_path, "glm4_moe")
+    tiny_models.write(tmp_path, "glm4_moe")
     with pytest.raises(ConfigError, match="num_nextn_predict_layers = 0"):
         LLM(str(tmp_path), speculative_config={"method": "mtp"}, **SIZES)
     with LLM(str(tmp_path), **SIZES) as llm:
@@ -558,7 +564,7 @@ def test_layers_that_draft_are_left_out_without_the_method(tmp_path):
 
 def test_layers_by_their_other_names(tmp_path):
     """`eagle_config` counts the states behind layers; default layers are a low, a middle and a high one."""
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=8)
+    tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=8)
     target = read_spec(tmp_path / "model")
     for name, changes, expected in (
         ("plain", {"eagle_aux_hidden_state_layer_ids": None}, (2, 4, 5)),
@@ -583,7 +589,7 @@ MODELOPT = {
 
 def test_fields_of_eagle_config(tmp_path):
     """Are read as those beside it, or refused by name."""
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=8)
+    tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=8)
     target, numbers = read_spec(tmp_path / "model"), "eagle_aux_hidden_state_layer_ids"
 
     def read(**eagle_config):
@@ -614,7 +620,7 @@ SPECULATORS = {
 
 def test_fields_of_speculators(tmp_path):
     """Each is honoured, has no effect here, or is refused by name with a value that is not computed."""
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     target = read_spec(tmp_path / "model")
 
     def read(change=lambda config, tensors: None, **changes):
@@ -654,7 +660,7 @@ def test_fields_of_speculators(tmp_path):
 
 @pytest.mark.parametrize("name", ["fc.bias", "input_norm.weight", "fc_norm.0.weight"])
 def test_tensors_that_the_config_does_not_promise(tmp_path, name):
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     tensors = draft_heads.eagle(tmp_path / "head")
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     draft_heads.write(tmp_path / "head", config, {**tensors, name: torch.zeros(32)}, "midlayer.")

@@ -310,7 +310,7 @@ def test_a_decoder_gives_the_state_of_the_last_token(tmp_path):
 
 
 def test_only_a_decoders_last_token_stands_for_a_text(tmp_path):
-    tiny_models.build_with_tokenizer(tmp_path)
+    tiny_models.write_with_tokenizer(tmp_path)
     tiny_models.write_sentence_transformers(tmp_path)
     with LLM(str(tmp_path), **SETTINGS, kv_cache_bytes=2**20) as llm, pytest.raises(RequestError, match="last token"):
         llm.embed("hello")

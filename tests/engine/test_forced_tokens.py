@@ -132,7 +132,7 @@ def test_guesses_keep_to_the_grammar(tiny_model, llm, monkeypatch, method, name)
 
 def test_a_draft_model_in_flight(tiny_model, tmp_path, llm, monkeypatch):
     """Another model's guesses, of which most are wrong, while two steps are in flight."""
-    tiny_models.build(tmp_path, "llama", seed=1, num_hidden_layers=1, vocab_size=288, max_position_embeddings=512)
+    tiny_models.write(tmp_path, "llama", seed=1, num_hidden_layers=1, vocab_size=288, max_position_embeddings=512)
     expected, _ = without(llm, BASE, monkeypatch)
     monkeypatch.setattr(ModelRunner, "max_in_flight", lambda self, plan: 2)
     monkeypatch.setattr(InFlightStep, "is_done", False)

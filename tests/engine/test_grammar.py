@@ -41,6 +41,7 @@ def begin(grammars, *args, **kwargs):
     asked = request(*args, **kwargs)
     if not grammars.begin(asked):
         while grammars.is_compiling:
+            time.sleep(0.001)
             for request_id, error in grammars.compiled():
                 if error is not None:
                     raise GrammarError(error)
@@ -286,6 +287,7 @@ def test_compilations_that_are_stuck_hold_nobody_for_ever(tokenizer, monkeypatch
         with contextlib.suppress(EngineOverloadedError):
             grammars.begin(request(StructuredOutputsParams(regex="zzz+"), "6"))
             break
+        time.sleep(0.001)
     assert compiled(grammars, 1) == [("6", None)]
     grammars.clear()
 
@@ -295,6 +297,7 @@ def compiled(grammars, count):
     until = time.monotonic() + PATIENCE_S
     while len(found) < count:
         assert time.monotonic() < until
+        time.sleep(0.001)  # the thread that compiles has the interpreter meanwhile
         found += grammars.compiled()
     return found
 
@@ -311,6 +314,7 @@ def test_one_compilation_for_all_who_ask_for_it(tokenizer):
     assert [grammars.begin(request(params, str(i))) for i in range(3)] == [False] * 3
     found = []
     while grammars.is_compiling:
+        time.sleep(0.001)
         found += grammars.compiled()
     assert sorted(found) == [("0", None), ("1", None), ("2", None)]
     assert grammars.begin(request(params, "3"))  # kept

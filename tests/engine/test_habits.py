@@ -17,7 +17,7 @@ from tests import tiny_models
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
-    tiny_models.build_with_tokenizer(path)
+    tiny_models.write_with_tokenizer(path)
     with LLM(str(path), device="cpu", dtype="float32", max_model_len=64, kv_cache_bytes=2**20) as llm:
         yield llm
 

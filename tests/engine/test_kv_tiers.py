@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiers") / "model"
-    tiny_models.build(path, "llama")
+    tiny_models.write(path, "llama")
     return path
 
 
@@ -64,7 +64,7 @@ def test_a_later_engine_finds_the_blocks(made, tmp_path, monkeypatch, torchless)
 
 
 def test_window_groups_and_an_8_bit_cache(tmp_path):
-    tiny_models.build(tmp_path / "model", "gemma3_text")
+    tiny_models.write(tmp_path / "model", "gemma3_text")
     for settings in ({}, {"kv_cache_dtype": "int8"}):
         with LLM(str(tmp_path / "model"), **SIZES, **settings) as llm:
             expected = answers(llm)
@@ -77,10 +77,10 @@ def test_window_groups_and_an_8_bit_cache(tmp_path):
 
 def test_a_changed_model_is_another(tmp_path):
     model = tmp_path / "model"
-    tiny_models.build(model, "llama", seed=1)
+    tiny_models.write(model, "llama", seed=1)
     with engine(model, tmp_path / "kv") as llm:
         first = answers(llm)
-    tiny_models.build(model, "llama", seed=2)
+    tiny_models.write(model, "llama", seed=2)
     with engine(model, tmp_path / "kv") as llm:
         assert answers(llm) != first
         assert llm.stats().tiers.disk_hit_tokens == 0
@@ -175,7 +175,7 @@ def metric(url, name):
 
 
 def test_a_conversation_survives_kill_9_of_the_server(tmp_path):
-    tiny_models.build_with_tokenizer(tmp_path / "model", "llama")
+    tiny_models.write_with_tokenizer(tmp_path / "model", "llama")
     body = {"model": "model", "prompt": PROMPTS[2]["prompt_token_ids"], "max_tokens": 20, "temperature": 0}
     found = []
     for expected in (0, 128):

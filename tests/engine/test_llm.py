@@ -37,7 +37,7 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    tiny_models.build_with_tokenizer(folder)
+    tiny_models.write_with_tokenizer(folder)
     return folder
 
 
@@ -474,7 +474,7 @@ def test_a_form_that_needs_a_gpu_names_those_of_a_cpu(path, settings, there_is):
 
 
 def test_sizes_that_a_scheme_can_not_cut_are_refused(tmp_path):
-    tiny_models.build(tmp_path, "llama", vocab_size=250, tie_word_embeddings=False)
+    tiny_models.write(tmp_path, "llama", vocab_size=250, tie_word_embeddings=False)
     for name, why in (("fp8-head", "vocab_size is 250"), ("int4", "multiples of 128")):
         with pytest.raises(ConfigError, match=why) as caught:
             make(tmp_path, quantization=name, kernels="reference", skip_tokenizer_init=True)
@@ -535,7 +535,7 @@ def test_a_gpu_that_has_a_part_of_the_weights(path, tmp_path):
 
 def rounded_but_for_one(folder, **group):
     """A checkpoint's config whose products are rounded by `group`, but for one of its layers."""
-    tiny_models.build(folder, "llama", hidden_size=64, intermediate_size=192, head_dim=16)
+    tiny_models.write(folder, "llama", hidden_size=64, intermediate_size=192, head_dim=16)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
@@ -694,7 +694,7 @@ def test_prompt_log_probabilities_survive_preemption(path, llm):
 )
 def test_rounded_weights_and_caches_change_little_and_something(tmp_path, family, settings, least, most):
     sizes = dict(n_embd=64) if family.startswith("gpt") else dict(hidden_size=64, intermediate_size=192)
-    tiny_models.build(tmp_path, family, initializer_range=0.1, **sizes)
+    tiny_models.write(tmp_path, family, initializer_range=0.1, **sizes)
 
     def logprobs(**given):
         sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -738,7 +738,7 @@ USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama
     ids=str,
 )
 def test_the_generation_config_gives_the_defaults(tmp_path, config, expected):
-    tiny_models.build_with_tokenizer(tmp_path)
+    tiny_models.write_with_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **config}))
     with make(tmp_path) as llm:
         default = llm.get_default_sampling_params()
@@ -749,7 +749,7 @@ def test_the_generation_config_gives_the_defaults(tmp_path, config, expected):
 
 
 def test_a_wrong_generation_config_is_refused_at_the_start(tmp_path):
-    tiny_models.build_with_tokenizer(tmp_path)
+    tiny_models.write_with_tokenizer(tmp_path)
     for value in (-1.0, "warm"):
         (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": value}))
         with pytest.raises(UnsupportedModelError, match=r"generation_config\.json: temperature"):

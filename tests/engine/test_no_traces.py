@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE_S, wait_for
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
-    tiny_models.build_with_tokenizer(path)
+    tiny_models.write_with_tokenizer(path)
     return path
 
 

@@ -24,7 +24,7 @@ def held(llm):
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_memory_is_given_back_and_taken_again(tmp_path, level, kernels):
-    tiny_models.build_with_tokenizer(tmp_path)
+    tiny_models.write_with_tokenizer(tmp_path)
     with LLM(str(tmp_path), kernels=kernels, **SIZES) as llm:
         before = llm.generate("hello", GREEDY, progress=False)[0].outputs[0].token_ids
         cache, model = held(llm)
@@ -54,7 +54,7 @@ def test_memory_is_given_back_and_taken_again(tmp_path, level, kernels):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_draft_model_and_grammars_wake_up_too(tmp_path, level):
-    tiny_models.build_with_tokenizer(tmp_path)
+    tiny_models.write_with_tokenizer(tmp_path)
     drafts = {"method": "draft", "model": str(tmp_path), "num_speculative_tokens": 2}
     grammar = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(regex="[ab]{3}"))
     with LLM(str(tmp_path), speculative_config=drafts, **SIZES) as llm:
@@ -78,7 +78,7 @@ def test_an_encoder_sleeps(tiny_encoder):
 
 
 def test_what_cannot_be_had(tmp_path):
-    tiny_models.build_with_tokenizer(tmp_path)
+    tiny_models.write_with_tokenizer(tmp_path)
     with LLM(str(tmp_path), **SIZES) as llm:
         with pytest.raises(RequestError, match="level"):
             llm.sleep(3)

@@ -54,7 +54,7 @@ class Told(LookUp):
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    tiny_models.build(folder, "llama")
+    tiny_models.write(folder, "llama")
     return folder
 
 
@@ -131,7 +131,7 @@ def test_long_accepted_runs(path, monkeypatch, name, more):
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "deepseek_v3"])
 def test_other_models(tmp_path, monkeypatch, family):
     """Windows, experts, latents."""
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     sizes = {**SIZES, "max_model_len": 64, "max_num_batched_tokens": 80}
     prompts = [p for p in PROMPTS if len(p["prompt_token_ids"]) < 30]
@@ -163,7 +163,7 @@ def test_an_encoder_decoder(tmp_path):
 @pytest.fixture(scope="module")
 def draft_path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("draft")
-    tiny_models.build(folder, "llama", seed=1, num_hidden_layers=1)
+    tiny_models.write(folder, "llama", seed=1, num_hidden_layers=1)
     return folder
 
 
@@ -262,7 +262,7 @@ def test_a_draft_model_forgets_wrong_drafts(path, draft_path, monkeypatch):
 )
 def test_a_draft_model_that_does_not_fit(path, tmp_path, changes, message):
     family = changes.get("model_type", "llama")
-    tiny_models.build(tmp_path, family, **{k: v for k, v in changes.items() if k != "model_type"})
+    tiny_models.write(tmp_path, family, **{k: v for k, v in changes.items() if k != "model_type"})
     with pytest.raises(ConfigError, match=message) as caught:
         LLM(str(path), speculative_model=str(tmp_path), **SIZES)
     assert caught.value.field == "speculative_config"
@@ -339,7 +339,7 @@ def small(tmp_path_factory):
     """Two models with a vocabulary of ten tokens, and what the first draws without drafts."""
     folders = [str(tmp_path_factory.mktemp("small")) for _ in range(2)]
     for seed, folder in enumerate(folders):
-        tiny_models.build(Path(folder), "llama", seed=seed, vocab_size=10, bos_token_id=0, eos_token_id=1)
+        tiny_models.write(Path(folder), "llama", seed=seed, vocab_size=10, bos_token_id=0, eos_token_id=1)
     return folders, drawn(folders[0], seed=1)[0]
 
 

@@ -26,7 +26,7 @@ BATCH = [
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("together")
-    tiny_models.build_with_tokenizer(folder)
+    tiny_models.write_with_tokenizer(folder)
     return folder
 
 

@@ -35,6 +35,17 @@ def summary(tokenizer: Tokenizer) -> list[list[object]]:
     return [[len(i), digest(i)] for i in ids]
 
 
+SUMMARIES: dict[tuple[str, str], list[list[object]]] = {}
+
+
+def summary_of_equals(tokenizer: Tokenizer) -> list[list[object]]:
+    """Tokenizers of several names are the same one."""
+    known = tokenizer._backend.to_str(), repr(tokenizer._special)
+    if known not in SUMMARIES:
+        SUMMARIES[known] = summary(tokenizer)
+    return SUMMARIES[known]
+
+
 # --- GGUF -----------------------------------------------------------------------------------------------------------
 
 
@@ -43,7 +54,7 @@ def test_every_pre_tokenizer_gives_llama_cpps_ids(pre, tmp_path):
     fields = GOLDEN["byte_level"] | ({} if pre == "(none)" else {"pre": pre})
     tokenizer = Tokenizer.from_pretrained(write_gguf(tmp_path / "x.gguf", fields))
     checked = 2 if pre in APPROXIMATED else None
-    assert summary(tokenizer)[:checked] == GOLDEN["pre"][pre][:checked]
+    assert summary_of_equals(tokenizer)[:checked] == GOLDEN["pre"][pre][:checked]
 
 
 def test_modernberts_words_are_gpt_2s(tmp_path):

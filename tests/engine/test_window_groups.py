@@ -115,7 +115,7 @@ def test_groups_of_real_models():
 
 
 def test_groups_are_as_large_as_the_rarest_kind(tmp_path):
-    tiny_models.build(tmp_path, "gemma3_text", num_hidden_layers=8, layer_types=None, sliding_window_pattern=3)
+    tiny_models.write(tmp_path, "gemma3_text", num_hidden_layers=8, layer_types=None, sliding_window_pattern=3)
     spec = read_spec(tmp_path).spec
     kinds = [layer.attention.window for layer in spec.layers]
     assert [(g.kind, len(g.layers)) for g in spec.cache_groups] == [

@@ -168,7 +168,7 @@ def test_impossible_tokens_add_nothing():
 
 
 def test_other_depths_have_no_layers(scorers, tmp_path):
-    tiny_models.build_with_tokenizer(tmp_path, num_hidden_layers=2)
+    tiny_models.write_with_tokenizer(tmp_path, num_hidden_layers=2)
     a, b = scorers[0], load(tmp_path)
     found = compare(a, b, windows(a))
     assert found.layers == ()
@@ -186,7 +186,7 @@ def test_errors_say_what_to_do(models, scorers, tmp_path):
         load(models[0], context=512)
     with pytest.raises(ConfigError, match="more than the context"):
         a.hidden([1] * (CONTEXT + 1))
-    tiny_models.build_with_tokenizer(tmp_path / "wide", vocab_size=320)
+    tiny_models.write_with_tokenizer(tmp_path / "wide", vocab_size=320)
     with pytest.raises(ConfigError, match=r"vocabulary of 288 tokens and .* of 320"):
         compare(a, load(tmp_path / "wide"), windows(a))
     shutil.copytree(models[0], tmp_path / "other")

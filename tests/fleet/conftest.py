@@ -9,5 +9,5 @@ def tiny(tmp_path_factory):
     from tests import tiny_models
 
     folder = tmp_path_factory.mktemp("tiny-model")
-    tiny_models.build_with_tokenizer(folder, max_position_embeddings=1024)
+    tiny_models.write_with_tokenizer(folder, max_position_embeddings=1024)
     return folder

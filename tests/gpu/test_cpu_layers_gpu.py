@@ -21,7 +21,7 @@ PROMPTS = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gptj"])
 def test_answers_are_those_of_the_gpu_alone(tmp_path, family):
     shapes = {"llama": dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2), "gemma3_text": dict(head_dim=64)}
-    tiny_models.build(tmp_path, family, initializer_range=0.1, **shapes.get(family, {}))
+    tiny_models.write(tmp_path, family, initializer_range=0.1, **shapes.get(family, {}))
     sizes = dict(dtype="float32", max_model_len=192, max_num_seqs=8, max_num_batched_tokens=64, kv_cache_bytes=2**26)
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     found = []

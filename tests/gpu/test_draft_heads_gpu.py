@@ -30,10 +30,10 @@ def build(folder, kind):
     model, head, config = folder / "model", folder / "head", {"method": method, "num_speculative_tokens": 3}
     if kind == "mtp":
         dense = tiny_models.FAMILIES["glm4_moe"]["num_hidden_layers"]  # `deterministic` covers no experts
-        tiny_models.build(model, "glm4_moe", hidden_size=256, head_dim=64, first_k_dense_replace=dense)
+        tiny_models.write(model, "glm4_moe", hidden_size=256, head_dim=64, first_k_dense_replace=dense)
         draft_heads.mtp(model)
         return str(model), config
-    tiny_models.build(model, "llama", num_hidden_layers=6, initializer_range=0.1, **SHAPE)
+    tiny_models.write(model, "llama", num_hidden_layers=6, initializer_range=0.1, **SHAPE)
     if kind == "smaller":
         tiny_models.build_near(head, num_hidden_layers=6, initializer_range=0.1, noise=0.05, **SHAPE)
         return str(model), {**config, "method": "draft", "model": str(head)}
@@ -165,7 +165,7 @@ def test_requests_that_join_are_preempted_or_hit_a_prefix(tmp_path, kind):
 def test_passes_over_one_sequence_run_in_the_one_token_kernel(tmp_path):
     """Of the model as its own draft, whose drafts are right but where another kernel's sums let a near tie fall otherwise."""
     shape = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1024}
-    tiny_models.build(tmp_path, "llama", initializer_range=0.1, **shape)
+    tiny_models.write(tmp_path, "llama", initializer_range=0.1, **shape)
     config = {"method": "draft", "model": str(tmp_path), "num_speculative_tokens": 3}
     with LLM(str(tmp_path), speculative_config=config, **SIZES) as llm:
         refused = llm.core.executor.runner.draft.forwards.refused

@@ -47,7 +47,7 @@ def first_logprobs(llm):
 
 def test_an_engine_that_ended_leaves_its_memory_to_the_next(tmp_path):
     """Also while a variable still names it, and if it was dropped without a word."""
-    tiny_models.build(tmp_path, "llama", **SHAPES["llama"])
+    tiny_models.write(tmp_path, "llama", **SHAPES["llama"])
     with make(tmp_path, kv_cache_bytes=None, gpu_memory_utilization=0.6) as first:
         pass
     second = make(tmp_path, kv_cache_bytes=None, gpu_memory_utilization=0.6)
@@ -58,7 +58,7 @@ def test_an_engine_that_ended_leaves_its_memory_to_the_next(tmp_path):
 
 
 def test_a_folder_that_was_built_leaves_the_memory_to_who_measures_it(tmp_path):
-    tiny_models.build(tmp_path / "model", "llama", **SHAPES["llama"])
+    tiny_models.write(tmp_path / "model", "llama", **SHAPES["llama"])
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
@@ -70,7 +70,7 @@ def test_a_folder_that_was_built_leaves_the_memory_to_who_measures_it(tmp_path):
 
 @pytest.mark.parametrize("family", SHAPES)
 def test_log_probabilities_equal_the_reference(family, tmp_path):
-    tiny_models.build(tmp_path, family, initializer_range=0.1, **SHAPES[family])
+    tiny_models.write(tmp_path, family, initializer_range=0.1, **SHAPES[family])
     ours = first_logprobs(make(tmp_path))
     theirs = first_logprobs(make(tmp_path, kernels="reference", enforce_eager=True))
     exact = first_logprobs(make(tmp_path, kernels="reference", dtype="float32", device="cpu"))
@@ -87,7 +87,7 @@ def test_log_probabilities_equal_the_reference(family, tmp_path):
     ids=lambda s: "+".join(s.values()),
 )
 def test_quantised_models_equal_the_reference_of_the_same_rounding(family, settings, tmp_path):
-    tiny_models.build(tmp_path, family, initializer_range=0.1, **SHAPES[family])
+    tiny_models.write(tmp_path, family, initializer_range=0.1, **SHAPES[family])
     ours = first_logprobs(make(tmp_path, **settings))
     theirs = first_logprobs(make(tmp_path, kernels="reference", enforce_eager=True, **settings))
     exact = first_logprobs(make(tmp_path, kernels="reference", dtype="float32", device="cpu"))
@@ -98,7 +98,7 @@ def test_quantised_models_equal_the_reference_of_the_same_rounding(family, setti
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v2"])
 def test_mixtures_with_many_sequences(family, tmp_path):
     """Through graphs as without, and mostly as the reference: a near tie may part them."""
-    tiny_models.build(tmp_path, family, initializer_range=0.2)
+    tiny_models.write(tmp_path, family, initializer_range=0.2)
     prompts = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(16)]} for n in range(200)]
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     found = []
@@ -113,7 +113,7 @@ def test_mixtures_with_many_sequences(family, tmp_path):
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    tiny_models.build(folder, initializer_range=0.1, **SHAPES["llama"])  # few near ties
+    tiny_models.write(folder, initializer_range=0.1, **SHAPES["llama"])  # few near ties
     return folder
 
 
@@ -153,7 +153,7 @@ def test_graphs_prefixes_preemption_and_choices(path):
 @pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4-g32"])
 def test_deterministic(tmp_path, quantization):
     """The same log-probabilities, bit for bit, alone and among others, in chunks, after preemption, from the prefix cache."""
-    tiny_models.build(tmp_path, "llama", initializer_range=0.1, **SHAPES["llama"])
+    tiny_models.write(tmp_path, "llama", initializer_range=0.1, **SHAPES["llama"])
     kv = "auto" if quantization is None else "fp8"
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
 

@@ -26,7 +26,7 @@ CONTEXT = 96
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    tiny_models.build_with_tokenizer(
+    tiny_models.write_with_tokenizer(
         folder,
         hidden_size=256,
         num_attention_heads=4,

@@ -37,7 +37,7 @@ def answers(llm):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_the_gpu_alone(tmp_path, family):
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     path = str(tmp_path)
     with LLM(path, **SETTINGS) as llm:
         wanted = answers(llm)
@@ -63,7 +63,7 @@ def test_answers_are_those_of_the_gpu_alone(tmp_path, family):
 def test_rounded_experts(tmp_path, scheme):
     """Rounded at load on both sides, but inputs in another way: the first tokens' log-probabilities are near."""
     sizes = dict(hidden_size=128, moe_intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
-    tiny_models.build(tmp_path, "qwen3_moe", **sizes, initializer_range=0.05)
+    tiny_models.write(tmp_path, "qwen3_moe", **sizes, initializer_range=0.05)
     settings = {**SETTINGS, "dtype": "bfloat16", "quantization": scheme}
     one = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
 
@@ -92,7 +92,7 @@ def test_packed_numbers_are_unpacked_in_a_graph(scheme):
 
 
 def test_the_experts_take_no_memory_of_the_gpu(tmp_path):
-    tiny_models.build(tmp_path, "qwen3_moe", hidden_size=256, moe_intermediate_size=512, num_experts=32)
+    tiny_models.write(tmp_path, "qwen3_moe", hidden_size=256, moe_intermediate_size=512, num_experts=32)
     ledgers = []
     for how in ({}, dict(host_experts="all"), dict(host_experts=1)):
         with LLM(str(tmp_path), **{**SETTINGS, "dtype": "bfloat16"}, **how) as llm:

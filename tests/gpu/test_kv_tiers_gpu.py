@@ -28,7 +28,7 @@ def test_copies_beside_the_steps(tmp_path, odd):
 
 @pytest.mark.parametrize("disk", [False, True])
 def test_answers_from_host_and_disk(tmp_path, disk):
-    tiny_models.build(tmp_path / "model", "llama", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    tiny_models.write(tmp_path / "model", "llama", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
     tiers = {"kv_host_bytes": 2**26}
     if disk:
         tiers |= {"kv_disk_bytes": 2**28, "kv_disk_path": str(tmp_path / "kv")}

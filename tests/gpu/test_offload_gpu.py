@@ -96,7 +96,7 @@ def check(path, scheme=None, share=0.85, **more):
 @pytest.mark.parametrize("scheme", [None, "fp8", "fp8-head", "fp8-block", "int8", "int8-head", "int4", "int4-g32"])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_the_same_bits_in_every_scheme(tmp_path, scheme, load_format):
-    tiny_models.build(tmp_path, "llama", **SHAPE)
+    tiny_models.write(tmp_path, "llama", **SHAPE)
     check(tmp_path, scheme, load_format=load_format)
 
 
@@ -109,7 +109,7 @@ def test_the_same_bits_in_every_kind_of_layer(tmp_path, family):
         "qwen3_moe": dict(num_hidden_layers=6),
         "deepseek_v2": dict(num_hidden_layers=6),
     }
-    tiny_models.build(tmp_path, family, **shapes[family])
+    tiny_models.write(tmp_path, family, **shapes[family])
     check(tmp_path)
 
 
@@ -126,7 +126,7 @@ def test_copies_that_take_longer_than_computing(tmp_path):
 def test_a_checkpoint_that_is_rounded(tmp_path):
     from tests.model.test_compressed import compress
 
-    tiny_models.build(tmp_path, "llama", **SHAPE)
+    tiny_models.write(tmp_path, "llama", **SHAPE)
     compress(tmp_path, "fp8")
     check(tmp_path)
 
@@ -150,7 +150,7 @@ def test_the_start_holds_one_layer_beside_what_stays(tmp_path):
 
 @pytest.mark.parametrize("quantization", [None, "fp8", "int4-g32"])
 def test_an_engine_answers_as_with_all_weights(tmp_path, quantization):
-    tiny_models.build(tmp_path, "llama", initializer_range=0.1, **SHAPE)
+    tiny_models.write(tmp_path, "llama", initializer_range=0.1, **SHAPE)
     prompts = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (1, 5, 16, 45, 100, 17, 33, 64)]
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
     how = dict(max_model_len=192, max_num_seqs=8, max_num_batched_tokens=64, kv_cache_bytes=2**26, skip_tokenizer_init=True)
@@ -172,7 +172,7 @@ def test_an_engine_answers_as_with_all_weights(tmp_path, quantization):
 def test_a_host_without_the_memory_is_refused_before_loading(tmp_path, monkeypatch):
     from slipstream.plan import fit
 
-    tiny_models.build(tmp_path, "llama", **SHAPE)
+    tiny_models.write(tmp_path, "llama", **SHAPE)
     monkeypatch.setattr(fit, "host_memory", lambda: (2**20, 2**18))
     with pytest.raises(OutOfMemoryError, match="of the host's memory") as error:
         LLM(str(tmp_path), weights_bytes=2**22, skip_tokenizer_init=True, kv_cache_bytes=2**26)

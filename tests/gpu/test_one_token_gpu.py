@@ -63,7 +63,7 @@ def test_a_step(tmp_path, monkeypatch, family, kind, scheme):
 def test_answers_of_an_engine(tmp_path, monkeypatch):
     """Through graphs, after steps of many sequences."""
     monkeypatch.setattr("slipstream.worker.graphs.PATIENCE", 1)  # a prompt runs from a graph the first time, too
-    tiny_models.build(tmp_path, "llama", **steps.SIZES, num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    tiny_models.write(tmp_path, "llama", **steps.SIZES, num_attention_heads=8, num_key_value_heads=2, head_dim=128)
     prompts = [{"prompt_token_ids": [(7 * i + n) % 250 for i in range(n)]} for n in (5, 40, 200)]
     greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     sizes = dict(max_model_len=512, max_num_seqs=4, kv_cache_bytes=2**26, skip_tokenizer_init=True)

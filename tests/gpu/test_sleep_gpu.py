@@ -25,7 +25,7 @@ def free_bytes():
 
 
 def test_level_two_gives_memory_back_and_answers_stay(tmp_path):
-    tiny_models.build(tmp_path, "llama", hidden_size=256, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1)
+    tiny_models.write(tmp_path, "llama", hidden_size=256, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1)
     greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     with LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=128, kv_cache_bytes=CACHE_BYTES) as llm:
         before = llm.generate([PROMPT], greedy)[0].outputs[0].token_ids
@@ -39,7 +39,7 @@ def test_level_two_gives_memory_back_and_answers_stay(tmp_path):
 
 
 def test_level_one_is_refused(tmp_path):
-    tiny_models.build(tmp_path, "llama", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    tiny_models.write(tmp_path, "llama", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
     with LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=128, kv_cache_bytes=2**26) as llm:
         with pytest.raises(SlipstreamError, match="level"):
             llm.sleep(1)

@@ -32,7 +32,7 @@ def answers(llm):
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft", "auto"])
 def test_answers_are_the_same(tmp_path, method, eager):
-    tiny_models.build(tmp_path, "llama", initializer_range=0.1, **SHAPE)
+    tiny_models.write(tmp_path, "llama", initializer_range=0.1, **SHAPE)
     config = {"method": method, "num_speculative_tokens": 4}
     if method == "auto":
         config = {"method": "suffix"}
@@ -51,7 +51,7 @@ def test_answers_are_the_same(tmp_path, method, eager):
 
 def test_drafts_run_from_graphs(tmp_path, monkeypatch):
     monkeypatch.setattr("slipstream.worker.graphs.PATIENCE", 1)
-    tiny_models.build(tmp_path, "llama", initializer_range=0.1, **SHAPE)
+    tiny_models.write(tmp_path, "llama", initializer_range=0.1, **SHAPE)
     with LLM(str(tmp_path), speculative_config={"method": "suffix", "num_speculative_tokens": 4}, **SIZES) as llm:
         graphs = llm.core.executor.runner.graphs
         reasons = []

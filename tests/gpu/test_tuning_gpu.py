@@ -24,7 +24,7 @@ pytestmark = [
     "words", [[], ["--quantization=fp8", "--kv-cache-dtype=fp8"], ["--quantization=int4-g32"]], ids=str
 )
 def test_tune_and_start(words, tmp_path, monkeypatch, capsys):
-    tiny_models.build(tmp_path / "model", "llama", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    tiny_models.write(tmp_path / "model", "llama", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
     table = tmp_path / "table.json"
     options = [*words, "--max-num-seqs=16", "--max-model-len=192", "--seconds=60", f"--out={table}", "--json"]
     assert main(["tune", str(tmp_path / "model"), *options]) == 0

@@ -2,7 +2,6 @@
 // a fiber that runs until it has to wait for others. Memory is sequentially consistent: races are not seen. Without a
 // seed, warps run in turn and copies arrive at once. With a seed, some warps sleep, their order changes each round, and
 // copies arrive late.
-#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -34,6 +33,46 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 constexpr int THREADS = WARPS * 32;
 
 // --- fibers
+constexpr size_t STACK = 1 << 17;
+#ifdef __x86_64__  // a twentieth of the time that swapcontext takes, which makes a system call each time
+typedef void* Place;  // its stack's top, where the registers lie that a call keeps
+extern "C" void go_to_place(Place* from, Place to);
+asm(R"(
+    .text
+go_to_place:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+static void go(Place& from, Place& to) { go_to_place(&from, to); }
+static void prepare(Place& place, char* stack, void (*function)()) {
+    void** top = (void**)(((uintptr_t)stack + STACK) / 16 * 16) - 2;
+    *top = (void*)function;  // where the last instruction returns to
+    place = top - 6;
+}
+#else
+typedef ucontext_t Place;
+static void go(Place& from, Place& to) { swapcontext(&from, &to); }
+static void prepare(Place& place, char* stack, void (*function)()) {
+    getcontext(&place);
+    place.uc_stack.ss_sp = stack;
+    place.uc_stack.ss_size = STACK;
+    place.uc_link = nullptr;
+    makecontext(&place, function, 0);
+}
+#endif
 struct Barrier {
     int count = 0, pending = 0;
     long long bytes = 0;
@@ -57,28 +96,22 @@ struct Block {
     u8* base() { return (u8*)(((uintptr_t)memory.data() + 127) / 128 * 128); }
 };
 struct Fiber {
-    ucontext_t context;  // where it starts; from then on `saved`: swapcontext would make a system call each time
-    jmp_buf saved;
+    Place place;
     std::unique_ptr<char[]> stack;
     Block* block;
     int index, program;
-    bool started = false, done = false;
+    bool done = false;
 };
 static Fiber* volatile now;
-static jmp_buf scheduler;
+static Place scheduler;
 static int block_size;
 static std::function<void()> body;
 static bool copies_are_late;
 static std::vector<std::function<void()>> late;
-__attribute__((noinline)) static void yield() {
-    if (!_setjmp(now->saved)) _longjmp(scheduler, 1);
-}
-__attribute__((noinline)) static void resume(Fiber& fiber) {
+static void yield() { go(now->place, scheduler); }
+static void resume(Fiber& fiber) {
     now = &fiber;
-    if (_setjmp(scheduler)) return;
-    if (now->started) _longjmp(now->saved, 1);
-    now->started = true;
-    setcontext(&now->context);
+    go(scheduler, fiber.place);
 }
 inline void pass(Gate& gate, int threads) {
     const u32 mine = gate.generation;
@@ -100,15 +133,11 @@ static int on_cpu(int programs, int threads, unsigned seed, std::function<void()
     std::vector<Fiber> fibers(programs * threads);
     for (int i = 0; i < programs * threads; i++) {
         Fiber& fiber = fibers[i];
-        fiber.stack.reset(new char[1 << 17]);
+        fiber.stack.reset(new char[STACK]);
         fiber.block = &blocks[i / threads];
         fiber.index = i % threads;
         fiber.program = i / threads;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.get();
-        fiber.context.uc_stack.ss_size = 1 << 17;
-        fiber.context.uc_link = nullptr;
-        makecontext(&fiber.context, begin, 0);
+        prepare(fiber.place, fiber.stack.get(), begin);
     }
     std::mt19937 random(seed);
     std::vector<int> order(programs * threads / 32), sleep(order.size());
@@ -178,7 +207,19 @@ inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 // --- numbers
-inline float of_half(u16 x) { _Float16 y; memcpy(&y, &x, 2); return (float)y; }
+inline float of_half(u16 x) {  // looked up: the conversion is a call
+    static const std::vector<float> all = [] {
+        std::vector<float> found(1 << 16);
+        for (int i = 0; i < 1 << 16; i++) {
+            const u16 bits = (u16)i;
+            _Float16 y;
+            memcpy(&y, &bits, 2);
+            found[i] = (float)y;
+        }
+        return found;
+    }();
+    return all.data()[x];
+}
 inline u16 to_half(float x) { const _Float16 y = (_Float16)x; u16 z; memcpy(&z, &y, 2); return z; }
 inline float of_bfloat(u16 x) { return __uint_as_float((u32)x << 16); }
 inline float to_float(u16 x) { return HALF ? of_half(x) : of_bfloat(x); }
@@ -227,7 +268,8 @@ inline void barrier_expect(u32 address, u32 bytes) {
     barrier_arrive(address);
 }
 inline void barrier_wait(u32 address, u32 parity) {
-    while ((barrier_at(address).phase & 1) == parity) yield();
+    const Barrier& barrier = barrier_at(address);
+    while ((barrier.phase & 1) == parity) yield();
 }
 inline void bulk_copy(u32 to, const void* from, u32 bytes, u32 address, u64) {
     Block* block = now->block;
@@ -261,15 +303,17 @@ struct Operands { u32 a[4], b[2]; };
 template <typename T, int WIDE, typename Number>  // WIDE numbers to a word
 inline void multiplied(T (&c)[4], const Operands& own, Number number_of) {
     const u8(*all)[32] = exchanged(own);
-    const int lane = now->index % 32;
-    auto at = [&](int l) { Operands o; memcpy(&o, all[l], sizeof o); return o; };
-    for (int i = 0; i < 4; i++) {
-        const int row = lane / 4, column = lane % 4 * 2 + i % 2;
-        for (int t = 0; t < 4; t++) {
-            const Operands a = at(row * 4 + t), b = at(column * 4 + t);
-            for (int half = 0; half < 2; half++)
-                for (int j = 0; j < WIDE; j++) c[i] += number_of(a.a[half * 2 + i / 2], j) * number_of(b.b[half], j);
-        }
+    const int row = now->index % 32 / 4, column = now->index % 4 * 2;
+    for (int t = 0; t < 4; t++) {
+        Operands a, b[2];
+        memcpy(&a, all[row * 4 + t], sizeof a);
+        for (int n = 0; n < 2; n++) memcpy(&b[n], all[(column + n) * 4 + t], sizeof b[n]);
+        for (int half = 0; half < 2; half++)
+            for (int j = 0; j < WIDE; j++) {
+                const T x[2] = {number_of(a.a[half * 2], j), number_of(a.a[half * 2 + 1], j)};
+                const T y[2] = {number_of(b[0].b[half], j), number_of(b[1].b[half], j)};
+                for (int i = 0; i < 4; i++) c[i] += x[i / 2] * y[i % 2];
+            }
     }
 }
 inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

@@ -177,7 +177,7 @@ def test_a_step_is_one_program(name, tmp_path):
     """In one piece, in chunks and token by token it has the numbers of the decoder's own loop over the reference, and the same
     counts of experts."""
     family, overrides = MODELS[name]
-    tiny_models.build(tmp_path, family, **overrides)
+    tiny_models.write(tmp_path, family, **overrides)
     ours, exact = load(tmp_path, kernels="cpu"), load(tmp_path)
     assert is_program(ours.decoder)
     assert not is_program(exact.decoder)
@@ -193,7 +193,7 @@ def test_a_step_is_one_program(name, tmp_path):
 def test_in_bfloat16(isa, tmp_path):
     """Nearer to float32 over the same numbers than torch's operators, which round between products. All experts are chosen,
     since rounding may choose another one of two that are near."""
-    tiny_models.build(tmp_path, "deepseek_v3", num_experts_per_tok=8, n_group=1, topk_group=1)
+    tiny_models.write(tmp_path, "deepseek_v3", num_experts_per_tok=8, n_group=1, topk_group=1)
     ours = load_model(tmp_path, ops=NativeOps(1, isa), device=CPU, dtype=torch.bfloat16)
     assert is_program(ours.decoder)
     a, torchs = run(ours, TOKENS, (7, 1)).float(), load(tmp_path, kernels="torch", dtype=torch.bfloat16)
@@ -205,7 +205,7 @@ def test_in_bfloat16(isa, tmp_path):
 
 def test_products_of_different_forms_read_one_norm(tmp_path):
     """A checkpoint may hold one of them rounded and another not: the loop over the same kernels has the same numbers."""
-    tiny_models.build(tmp_path, "deepseek_v2", num_experts_per_tok=8, first_k_dense_replace=2)
+    tiny_models.write(tmp_path, "deepseek_v2", num_experts_per_tok=8, first_k_dense_replace=2)
     model = load_model(tmp_path, ops=NativeOps(1), device=CPU, dtype=torch.float32, scheme=SCHEMES["int8"])
     decoder = model.decoder
     for i, layer in enumerate(decoder.layers):
@@ -219,7 +219,7 @@ def test_products_of_different_forms_read_one_norm(tmp_path):
 
 def test_what_latents_hold_is_counted_once(tmp_path):
     """What makes keys and values is packed, and not held beside that."""
-    tiny_models.build(tmp_path, "deepseek_v2")
+    tiny_models.write(tmp_path, "deepseek_v2")
     model = load(tmp_path, kernels="cpu")
     a = model.decoder.layers[0].attention
     assert [t.weight.device.type for t in (a.params.keys, a.params.values)] == ["meta"] * 2

@@ -234,7 +234,7 @@ MODELS = {
 def test_a_step_is_one_program(name, tmp_path):
     """With the numbers of the decoder's own loop, and the same counts."""
     family, overrides = MODELS[name]
-    tiny_models.build(tmp_path, family, **overrides)
+    tiny_models.write(tmp_path, family, **overrides)
     ours, exact = load(tmp_path, kernels="cpu"), load(tmp_path)
     assert is_program(ours.decoder)
     assert isinstance(ours.decoder.layers[-1].mlp.up, NativeExperts)
@@ -250,7 +250,7 @@ def test_rounded_at_load(scheme, dtype, tmp_path):
     """Against the loop of the decoder over the same numbers: only the inputs' 8 bits differ (and bfloat16's
     rounding between products)."""
     # All experts are chosen, since inputs of 8 bits may choose another one of two that are near.
-    tiny_models.build(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=128, num_experts_per_tok=8, num_experts=8)
+    tiny_models.write(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=128, num_experts_per_tok=8, num_experts=8)
     ops = OPS[ISAS[-1]]
     ours, theirs = (
         load_model(tmp_path, ops=o, device=CPU, dtype=dtype, scheme=SCHEMES[scheme]) for o in (ops, reference)
@@ -267,7 +267,7 @@ def test_rounded_at_load(scheme, dtype, tmp_path):
 
 
 def test_a_batch_of_a_mixture_changes_no_token(tmp_path):
-    tiny_models.build(tmp_path, "qwen2_moe", hidden_size=64, initializer_range=0.1)
+    tiny_models.write(tmp_path, "qwen2_moe", hidden_size=64, initializer_range=0.1)
     model = load(tmp_path, kernels="cpu", dtype=torch.bfloat16)
     prompts = [[(7 * i + j) % 280 for j in range(n)] for i, n in enumerate((1, 9, 90, 2))]
     batch = Paged(model, len(prompts), 120)

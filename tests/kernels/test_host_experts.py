@@ -45,7 +45,7 @@ def on_host(path, num_layers=99, **how):
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("num_layers", [1, 99])
 def test_the_numbers_are_the_plain_models(tmp_path, family, num_layers):
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     plain, model = load(tmp_path, kernels="cpu"), on_host(tmp_path, num_layers)
     wanted = run(plain, TOKENS)
     for chunks in ([], [7, 1, 4]):
@@ -58,7 +58,7 @@ def test_the_numbers_are_the_plain_models(tmp_path, family, num_layers):
 
 
 def test_longer_steps_than_the_shared_memory_holds_are_cut(tmp_path, monkeypatch):
-    tiny_models.build(tmp_path, "qwen3_moe")
+    tiny_models.write(tmp_path, "qwen3_moe")
     wanted = run(load(tmp_path, kernels="cpu"), TOKENS)
     monkeypatch.setattr("slipstream.kernels.host_experts.SLICE", 8)
     torch.testing.assert_close(run(on_host(tmp_path), TOKENS), wanted, rtol=0, atol=5e-5 * float(wanted.abs().max()))
@@ -66,7 +66,7 @@ def test_longer_steps_than_the_shared_memory_holds_are_cut(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_steps_of_many_tokens_copy_the_experts_to_the_device(tmp_path, family):
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     wanted, model = run(load(tmp_path, kernels="cpu"), TOKENS), on_host(tmp_path)
     model.decoder.ops.copy_from = 5
     for chunks in ([], [7, 1, 4]):
@@ -77,7 +77,7 @@ def test_steps_of_many_tokens_copy_the_experts_to_the_device(tmp_path, family):
 @pytest.mark.parametrize(("scheme", "sizes"), [("int8", 64), ("int4-g32", 128), ("int4", 128), ("mxfp4", 128)])
 def test_experts_rounded_at_load(tmp_path, scheme, sizes):
     """The device's ops here have no products but dense ones, so only the experts are rounded: as the plain model's are."""
-    tiny_models.build(tmp_path, "qwen3_moe", hidden_size=sizes, moe_intermediate_size=sizes)
+    tiny_models.write(tmp_path, "qwen3_moe", hidden_size=sizes, moe_intermediate_size=sizes)
     only = dataclasses.replace(SCHEMES[scheme], experts_only=True)
     plain = load_model(tmp_path, ops=NativeOps(2), device=CPU, dtype=torch.float32, scheme=only)
     model = on_host(tmp_path, scheme=only)
@@ -90,7 +90,7 @@ def test_experts_rounded_at_load(tmp_path, scheme, sizes):
 @pytest.mark.parametrize("kind", ["int8", "int4-g32"])
 def test_experts_that_a_checkpoint_holds_rounded(tmp_path, kind):
     """The host holds the checkpoint's numbers; the device's ops here have no such products, and get them expanded."""
-    tiny_models.build(tmp_path, "qwen3_moe", **SIZES, num_experts=2)  # each token passes all experts
+    tiny_models.write(tmp_path, "qwen3_moe", **SIZES, num_experts=2)  # each token passes all experts
     compress(tmp_path, kind)
     plain, model = load(tmp_path, kernels="reference"), on_host(tmp_path)
     forms = {form.name for form in model.forms}
@@ -172,7 +172,7 @@ def test_the_choice_between_host_and_device_is_measured(monkeypatch):
 
 
 def test_a_batch_computes_each_sequence_as_alone(tmp_path):
-    tiny_models.build(tmp_path, "deepseek_v3")
+    tiny_models.write(tmp_path, "deepseek_v3")
     model = on_host(tmp_path)
     alone = [run(model, part) for part in (TOKENS, TOKENS[3:9])]
     together = Paged(model, 2, len(TOKENS)).step([(0, TOKENS), (1, TOKENS[3:9])])
@@ -185,7 +185,7 @@ def test_a_batch_computes_each_sequence_as_alone(tmp_path):
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_experts_that_the_device_holds_as_well(tmp_path, family):
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     wanted, model = run(load(tmp_path, kernels="cpu"), TOKENS), on_host(tmp_path)
     ops, layers = model.decoder.ops, model.decoder.layers
     own = {i: layer.mlp.experts for i, layer in enumerate(layers) if hasattr(layer.mlp, "experts")}

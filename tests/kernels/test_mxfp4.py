@@ -156,8 +156,8 @@ def test_rounding_is_to_the_nearest_code():
 
 
 def test_only_mixtures_are_rounded(tmp_path):
-    tiny_models.build(tmp_path / "dense", "llama", hidden_size=64)
-    tiny_models.build(tmp_path / "mixture", "mixtral", hidden_size=64)
+    tiny_models.write(tmp_path / "dense", "llama", hidden_size=64)
+    tiny_models.write(tmp_path / "mixture", "mixtral", hidden_size=64)
     with pytest.raises(ConfigError, match="mixtures"):
         load_model(tmp_path / "dense", ops=TritonOps(), device=CPU, dtype=torch.float32, scheme=SCHEMES["mxfp4"])
     model = load_model(tmp_path / "mixture", ops=TritonOps(), device=CPU, dtype=torch.float32, scheme=SCHEMES["mxfp4"])

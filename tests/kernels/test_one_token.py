@@ -38,9 +38,15 @@ LATENT = dict(
 )
 
 
+SPECS = {}
+
+
 def spec_of(path, family, **overrides):
-    tiny_models.build(path, family, **overrides)
-    return load_model(path, ops=ReferenceOps(), device=CPU, dtype=torch.float32).spec
+    """Read of a checkpoint at `path`, the first time."""
+    if (called := repr((family, overrides))) not in SPECS:
+        tiny_models.write(path, family, **overrides)
+        SPECS[called] = load_model(path, ops=ReferenceOps(), device=CPU, dtype=torch.float32).spec
+    return SPECS[called]
 
 
 def shape_of(spec, layers=None):
@@ -161,7 +167,7 @@ def test_norms_of_two_kinds(tmp_path):
 
 
 def test_not_on_a_cpu(tmp_path):
-    tiny_models.build(tmp_path, **WIDE)
+    tiny_models.write(tmp_path, **WIDE)
     decoder = load_model(tmp_path, ops=TritonOps(), device=CPU, dtype=torch.float32).decoder
     assert "Hopper" in compile_one_token(decoder)
 
@@ -348,7 +354,7 @@ def eight_bits(layer, dtype, turned):
 )
 def test_steps_equal_the_reference(tmp_path, family, overrides, scheme, cache):
     """As near to float32 as the reference in bfloat16 is."""
-    tiny_models.build(tmp_path, family, **overrides)
+    tiny_models.write(tmp_path, family, **overrides)
     named = SCHEMES[scheme] if scheme else None
     exact, theirs, ours = (
         load_model(tmp_path, ops=ops, device=CPU, dtype=dtype, scheme=named)
@@ -384,7 +390,7 @@ def answered(model):
 )
 def test_several_ranks(tmp_path, family, overrides, scheme, size, seed):
     """As near to float32 as the reference of one rank is, and all ranks the same."""
-    tiny_models.build(tmp_path, family, **overrides)
+    tiny_models.write(tmp_path, family, **overrides)
     named = SCHEMES[scheme] if scheme else None
     exact, theirs = (
         load_model(tmp_path, ops=ReferenceOps(), device=CPU, dtype=dtype, scheme=named)
@@ -454,7 +460,7 @@ def test_experts_as_judged(tmp_path):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_the_choice_of_experts(tmp_path):
     """Of equals the first, counted as the reference counts them; padding is not."""
-    tiny_models.build(tmp_path, "qwen3_moe", **SMALL, **MANY)
+    tiny_models.write(tmp_path, "qwen3_moe", **SMALL, **MANY)
     theirs, ours = (
         load_model(tmp_path, ops=ops, device=CPU, dtype=torch.bfloat16) for ops in (ReferenceOps(), OnCpuOps(tmp_path))
     )

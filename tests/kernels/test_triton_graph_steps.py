@@ -16,7 +16,7 @@ from tests.worker.test_graph_steps import answers, captured_at_once, kinds  # no
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2"])
 def test_padded_steps_say_the_same(tmp_path, monkeypatch, family):
     """With sinks, windows, experts and latents, beside the reference's steps as they are."""
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1)
     expected, _ = answers(str(tmp_path), False, sampling, (3, 12), max_model_len=40)
     monkeypatch.setattr(model_runner, "select_ops", lambda *_, **__: TritonOps())
@@ -31,7 +31,7 @@ def test_padded_steps_say_the_same(tmp_path, monkeypatch, family):
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_whole_prompts_of_latents_say_the_same(tmp_path, monkeypatch, family):
     """With keys and values of their own, then in chunks, behind a prefix, and as decodes over what that left in the cache."""
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
     settings, lengths = dict(max_model_len=80, max_num_batched_tokens=40), (9, 31, 30, 50)
     expected, _ = answers(str(tmp_path), False, sampling, lengths, **settings)

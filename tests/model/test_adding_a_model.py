@@ -41,7 +41,7 @@ def check(monkeypatch, capsys):
 @pytest.mark.parametrize("beside", [False, True])
 def test_the_guide(tmp_path, monkeypatch, check, beside):
     monkeypatch.setitem(tiny_models.FAMILIES, "stablelm", {**STABLELM, "use_parallel_residual": beside})
-    tiny_models.build(tmp_path / "model", "stablelm")
+    tiny_models.write(tmp_path / "model", "stablelm")
     package = tmp_path / "package"
     (package / "slipstream_stablelm-1.dist-info").mkdir(parents=True)
     (package / "slipstream_stablelm.py").write_text(MODULE)

@@ -258,13 +258,13 @@ def test_where_it_runs(tmp_path):
     config, ledger = estimate(EngineArgs(model=str(tmp_path), device="cpu", dtype="bfloat16"), description)
     assert config.model.quantization is None
     assert ledger.weights_bytes == sum(weights_bytes(description.spec, 2).values())
-    tiny_models.build(tmp_path / "dense", "qwen3", **DENSE)
+    tiny_models.write(tmp_path / "dense", "qwen3", **DENSE)
     with pytest.raises(ConfigError, match="needs a GPU"):
         resolve(EngineArgs(model="x", quantization="fp8-block"), read_spec(tmp_path / "dense"), config.device.info)
 
 
 def test_experts_must_be_whole_blocks(tmp_path):
-    tiny_models.build(tmp_path, "qwen3_moe", **{**DENSE, "moe_intermediate_size": 64})
+    tiny_models.write(tmp_path, "qwen3_moe", **{**DENSE, "moe_intermediate_size": 64})
     with pytest.raises(ConfigError, match="128") as caught:
         load(tmp_path, scheme=SCHEMES["fp8-block"])
     assert caught.value.field == "quantization"

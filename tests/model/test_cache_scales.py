@@ -26,7 +26,7 @@ NUM_LAYERS, HEADS = 2, 2
 
 def build(folder, family="llama", **config):
     """A tiny model in its own type whose checkpoint says `config` of its quantisation."""
-    tiny_models.build(folder, family, **SIZES)
+    tiny_models.write(folder, family, **SIZES)
     configure(folder, **config)
 
 
@@ -99,7 +99,7 @@ def test_the_checkpoint_decides_what_auto_is(tmp_path, scheme, kind):
 
 def test_with_rounded_weights_and_with_a_group_of_attentions(tmp_path):
     """The two ways in which the tools say it, beside int8 weights: the same scales, the same answer."""
-    tiny_models.build(tmp_path, "llama", **SIZES)
+    tiny_models.write(tmp_path, "llama", **SIZES)
     compress(tmp_path, "int8", kv_cache_scheme=SCHEME)
     put(tmp_path, scales())
     expected = log_probabilities(tmp_path)

@@ -109,7 +109,7 @@ def check_cpu_holds(folder, form, scheme=None):
 
 
 def test_routers_are_left_out(tmp_path):
-    tiny_models.build(tmp_path, "qwen2_moe", hidden_size=64, intermediate_size=192, shared_expert_intermediate_size=64)
+    tiny_models.write(tmp_path, "qwen2_moe", hidden_size=64, intermediate_size=192, shared_expert_intermediate_size=64)
     expected = log_probabilities(tmp_path, quantization="int8")
     routers = ["re:.*mlp.gate$", "model.layers.0.mlp.shared_expert_gate"]
     compress(tmp_path, "int8", ignore=["lm_head", *routers])
@@ -119,7 +119,7 @@ def test_routers_are_left_out(tmp_path):
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_the_same_as_rounding_at_load(tmp_path, kind, family):
-    tiny_models.build(tmp_path, family, **SIZES)
+    tiny_models.write(tmp_path, family, **SIZES)
     expected = log_probabilities(tmp_path, quantization=kind)
     assert expected != log_probabilities(tmp_path)
     compress(tmp_path, kind)
@@ -146,7 +146,7 @@ def compress_gptq(folder, **config):
 
 
 def test_gptq_is_the_same_as_rounding_at_load(tmp_path):
-    tiny_models.build(tmp_path, "llama", **SIZES)
+    tiny_models.write(tmp_path, "llama", **SIZES)
     expected = log_probabilities(tmp_path, quantization="int4-g32")
     compress_gptq(tmp_path)
     assert log_probabilities(tmp_path) == expected
@@ -212,7 +212,7 @@ def compress_awq(folder, size):
 @pytest.mark.parametrize("size", [32, 128])
 def test_awq_computes_what_its_definition_says(tmp_path, size):
     """(code − zero) · scale, of codes packed by the columns' order 0 2 4 6 1 3 5 7: against the same numbers unrounded."""
-    tiny_models.build(tmp_path, "llama", **AWQ_SIZES)
+    tiny_models.write(tmp_path, "llama", **AWQ_SIZES)
     file, path = tmp_path / "model.safetensors", tmp_path / "config.json"
     written = json.loads(path.read_text())
     dense = compress_awq(tmp_path, size)
@@ -238,7 +238,7 @@ def test_awq_computes_what_its_definition_says(tmp_path, size):
 
 @pytest.mark.parametrize(("name", "value"), [("bits", 8), ("sym", False), ("desc_act", True), ("group_size", -1)])
 def test_other_kinds_of_gptq_are_refused_by_name(tmp_path, name, value):
-    tiny_models.build(tmp_path, "llama", **SIZES)
+    tiny_models.write(tmp_path, "llama", **SIZES)
     compress_gptq(tmp_path, **{name: value})
     with pytest.raises(UnsupportedModelError) as caught:
         log_probabilities(tmp_path)
@@ -246,7 +246,7 @@ def test_other_kinds_of_gptq_are_refused_by_name(tmp_path, name, value):
 
 
 def test_one_scale_for_a_whole_tensor(tmp_path):
-    tiny_models.build(tmp_path, "llama", **SIZES)
+    tiny_models.write(tmp_path, "llama", **SIZES)
     compress(tmp_path, "int8")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -260,7 +260,7 @@ def test_one_scale_for_a_whole_tensor(tmp_path):
 
 
 def test_what_is_missing_or_misshapen_is_named(tmp_path):
-    tiny_models.build(tmp_path, "llama", **SIZES)
+    tiny_models.write(tmp_path, "llama", **SIZES)
     compress(tmp_path, "int8")
     file, stem = tmp_path / "model.safetensors", "model.layers.1.self_attn.k_proj"
     tensors = load_file(file)
@@ -298,7 +298,7 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path):
     ids=str,
 )
 def test_other_schemes_are_refused_by_name(tmp_path, change, field):
-    tiny_models.build(tmp_path, "llama", **SIZES)
+    tiny_models.write(tmp_path, "llama", **SIZES)
     compress(tmp_path, "int8", **change)
     with pytest.raises(UnsupportedModelError) as caught:
         log_probabilities(tmp_path)
@@ -308,7 +308,7 @@ def test_other_schemes_are_refused_by_name(tmp_path, change, field):
 @pytest.mark.skipif(native.library_path() is None, reason="the C++ kernels are not built")
 @pytest.mark.parametrize("kind", ["int8", "int4", "int4-g32"])
 def test_bytes_on_a_cpu_are_what_is_planned(tmp_path, kind):
-    tiny_models.build(tmp_path, "llama", hidden_size=128, intermediate_size=256, head_dim=32)
+    tiny_models.write(tmp_path, "llama", hidden_size=128, intermediate_size=256, head_dim=32)
     settings = dict(device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=1, scheme=SCHEMES[kind])
     model = load_model(tmp_path, ops=NativeOps(1), **settings)
     tables = {id(layer.attention.heads.cos_sin): layer.attention.heads.cos_sin.nbytes for layer in model.decoder.layers}
@@ -322,7 +322,7 @@ def test_bytes_are_what_is_planned_also_where_a_layer_was_left_out(tmp_path, kin
     """What a checkpoint holds by weights, and `info` says: some products rounded, one as it was, or all expanded."""
     if ops is NativeOps and native.library_path() is None:
         pytest.skip("the C++ kernels are not built")
-    tiny_models.build(tmp_path, "llama", hidden_size=64, intermediate_size=192, head_dim=16, tie_word_embeddings=False)
+    tiny_models.write(tmp_path, "llama", hidden_size=64, intermediate_size=192, head_dim=16, tie_word_embeddings=False)
     left_out, name = "model.layers.1.mlp.down_proj", tmp_path / "model.safetensors"
     weight = load_file(name)[f"{left_out}.weight"].clone()
     compress(tmp_path, kind, ignore=["lm_head", left_out])
@@ -346,7 +346,7 @@ def test_bytes_are_what_is_planned_also_where_a_layer_was_left_out(tmp_path, kin
 def test_bytes_are_what_is_planned(tmp_path, kind, tied):
     """What a loaded model holds is what `plan.memory` says, position tables apart."""
     sizes = dict(hidden_size=128, intermediate_size=384, head_dim=48, num_attention_heads=8) if kind == "fp8-block" else SIZES
-    tiny_models.build(tmp_path, "llama", **sizes, tie_word_embeddings=tied)
+    tiny_models.write(tmp_path, "llama", **sizes, tie_word_embeddings=tied)
     ops = ReferenceOps()
     scheme = SCHEMES[kind] if kind else None
     model = load_model(
@@ -358,7 +358,7 @@ def test_bytes_are_what_is_planned(tmp_path, kind, tied):
 
 
 def test_settings_that_do_not_go_with_it(tmp_path):
-    tiny_models.build(tmp_path, "llama", **SIZES)
+    tiny_models.write(tmp_path, "llama", **SIZES)
     compress(tmp_path, "int4-g32")
     with pytest.raises(ConfigError) as caught:
         log_probabilities(tmp_path, quantization="fp8")
@@ -368,7 +368,7 @@ def test_settings_that_do_not_go_with_it(tmp_path):
 @pytest.mark.parametrize(("kind", "kernels"), [("fp8", "auto"), ("fp8", "torch"), ("int4-g32", "torch"), ("int4-g32", "auto")])
 def test_what_a_cpu_has_no_product_for_is_expanded(tmp_path, kind, kernels):
     """4-bit weights are the same numbers there, which torch's ops have no product with; of fp8 the inputs stay as they are."""
-    tiny_models.build(tmp_path, "llama", initializer_range=0.1, **SIZES)
+    tiny_models.write(tmp_path, "llama", initializer_range=0.1, **SIZES)
     compress(tmp_path, kind)
     exact, expanded = (torch.tensor(log_probabilities(tmp_path, kernels=k)) for k in ("reference", kernels))
     atol = 1e-4 if (kind, kernels) == ("int4-g32", "torch") else 0.3
@@ -378,7 +378,7 @@ def test_what_a_cpu_has_no_product_for_is_expanded(tmp_path, kind, kernels):
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_dummy_weights_are_held_as_the_checkpoints_are(tmp_path, kind):
     """Also where not all are: that is refused, and where the ops expand the checkpoint's weights nothing is rounded."""
-    tiny_models.build(tmp_path, "llama", **SIZES)
+    tiny_models.write(tmp_path, "llama", **SIZES)
     compress(tmp_path, kind)
     settings = dict(device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=64)
     real, dummy = (load_model(tmp_path, ops=ReferenceOps(), load_format=f, **settings) for f in ("auto", "dummy"))
@@ -393,7 +393,7 @@ def test_dummy_weights_are_held_as_the_checkpoints_are(tmp_path, kind):
 
 def test_int8_codes_on_the_kernels_of_a_cpu(tmp_path):
     """The same codes, and inputs rounded in finer groups than the reference's whole tokens."""
-    tiny_models.build(tmp_path, "llama", initializer_range=0.1, **SIZES)
+    tiny_models.write(tmp_path, "llama", initializer_range=0.1, **SIZES)
     compress(tmp_path, "int8")
     ours, theirs = (torch.tensor(log_probabilities(tmp_path, kernels=kernels)) for kernels in ("cpu", "reference"))
     assert 0 < (ours - theirs).abs().max() < 0.05

@@ -26,7 +26,7 @@ def build(path, family, num_layers, *, wide=False):
     sizes = {}
     if wide:
         sizes = {"n_embd": 128} if family in LAYERS else dict(hidden_size=128, intermediate_size=256)
-    tiny_models.build(path, family, **{LAYERS.get(family, "num_hidden_layers"): num_layers}, **sizes)
+    tiny_models.write(path, family, **{LAYERS.get(family, "num_hidden_layers"): num_layers}, **sizes)
 
 
 def pair(path, share=0.85, **more):

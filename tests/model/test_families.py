@@ -228,7 +228,7 @@ def test_the_spec_counts_what_is_there(case):
 
 @pytest.fixture
 def tiny(tmp_path):
-    tiny_models.build(tmp_path)
+    tiny_models.write(tmp_path)
     return tmp_path
 
 

@@ -188,7 +188,7 @@ HUB = {  # keys as hubs have them, which change nothing at these values
 
 @pytest.mark.parametrize("family", HUB)
 def test_keys_of_hubs_that_change_nothing(tmp_path, family):
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     plain, path = read_spec(tmp_path).spec, tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **HUB[family]}))
     assert read_spec(tmp_path).spec == plain
@@ -257,7 +257,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("family", "changes", "field"), REFUSED, ids=str)
 def test_what_is_not_supported_is_refused_by_name(tmp_path, family, changes, field):
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(UnsupportedModelError) as caught:
@@ -348,7 +348,7 @@ def test_longrope_follows_the_longest_context_that_is_served(tmp_path):
 
 
 def test_rounded_weights_in_another_order_of_rows_are_refused(tmp_path):
-    tiny_models.build(tmp_path, "gpt_neox", hidden_size=64, intermediate_size=64)
+    tiny_models.write(tmp_path, "gpt_neox", hidden_size=64, intermediate_size=64)
     path = tmp_path / "config.json"
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": gptq}))

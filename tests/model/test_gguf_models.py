@@ -622,7 +622,7 @@ def test_an_unknown_architecture_is_named(tmp_path):
 def test_blocks_are_used_as_they_are(tmp_path, kinds):
     """Products in a file's own precision against the same numbers blown up to float32: only the inputs' 8 bits differ. Of a
     product that another type fills in part, nothing is taken."""
-    tiny_models.build(tmp_path / "hf", "llama", hidden_size=64, intermediate_size=96, tie_word_embeddings=True)
+    tiny_models.write(tmp_path / "hf", "llama", hidden_size=64, intermediate_size=96, tie_word_embeddings=True)
     spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
     shapes = parameters(spec)
     for name, place in find_gguf_family("llama").gguf.names(spec).items():
@@ -654,7 +654,7 @@ def test_blocks_are_used_as_they_are(tmp_path, kinds):
 def test_superblocks_are_used_as_they_are(tmp_path, kinds):
     """As llama.cpp's Q4_K_M, Q5_K_M, Q2_K and Q3_K_M mix them. What they take is what `info` says beforehand."""
     sizes = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
-    tiny_models.build(tmp_path / "hf", "llama", tie_word_embeddings=True, **sizes)
+    tiny_models.write(tmp_path / "hf", "llama", tie_word_embeddings=True, **sizes)
     spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
     shapes = parameters(spec)
     for name, place in find_gguf_family("llama").gguf.names(spec).items():
@@ -681,7 +681,7 @@ def test_superblocks_are_used_as_they_are(tmp_path, kinds):
 def test_experts_are_used_as_they_are(tmp_path, kinds):
     """Each token passes all experts, since inputs of 8 bits may choose another one of two that are near."""
     sizes = dict(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
-    tiny_models.build(tmp_path / "hf", "mixtral", num_local_experts=3, num_experts_per_tok=3, **sizes)
+    tiny_models.write(tmp_path / "hf", "mixtral", num_local_experts=3, num_experts_per_tok=3, **sizes)
     spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
     shapes = parameters(spec)
     for name, place in find_gguf_family("llama").gguf.names(spec).items():
@@ -715,7 +715,7 @@ def test_experts_are_used_as_they_are(tmp_path, kinds):
 
 
 def test_a_token_does_not_depend_on_what_else_is_in_the_batch(tmp_path):
-    tiny_models.build(tmp_path, "llama", initializer_range=0.1)
+    tiny_models.write(tmp_path, "llama", initializer_range=0.1)
     model = load(tmp_path, kernels="cpu", dtype=torch.bfloat16)
     prompts = [[(7 * i + j) % 280 for j in range(n)] for i, n in enumerate((1, 9, 150, 20, 3, 2, 1, 70))]
     batch = Paged(model, len(prompts), 200)
@@ -737,7 +737,7 @@ def test_an_engine_reads_the_header_once(tmp_path, monkeypatch):
 
     tokens = json.loads((ROOT / "tests" / "data" / "small_vocabularies.json").read_text())["byte_level"]
     sizes = dict(hidden_size=32, intermediate_size=64, vocab_size=len(tokens["tokens"]))
-    tiny_models.build(tmp_path / "hf", "llama", **sizes)
+    tiny_models.write(tmp_path / "hf", "llama", **sizes)
     spec = read_spec(tmp_path / "hf").spec
     shapes = parameters(spec)
     tensors = {

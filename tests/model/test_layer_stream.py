@@ -35,7 +35,7 @@ def streamed(path, share, *, scheme=None):
 @pytest.mark.parametrize("num_layers", [5, 6])
 def test_the_numbers_are_the_same(tmp_path, family, num_layers):
     sizes = {"n_layer": num_layers} if family in ("gpt2", "gptj") else {"num_hidden_layers": num_layers}
-    tiny_models.build(tmp_path, family, **sizes)
+    tiny_models.write(tmp_path, family, **sizes)
     wanted = run(load(tmp_path, kernels="cpu"), TOKENS)
     whole, model = streamed(tmp_path, 0.8)
     assert model.decoder.stream is not None
@@ -46,18 +46,18 @@ def test_the_numbers_are_the_same(tmp_path, family, num_layers):
 
 
 def test_weights_that_are_rounded_at_load(tmp_path):
-    tiny_models.build(tmp_path, "llama", num_hidden_layers=5, hidden_size=128, intermediate_size=256)
+    tiny_models.write(tmp_path, "llama", num_hidden_layers=5, hidden_size=128, intermediate_size=256)
     whole, model = streamed(tmp_path, 0.9, scheme=SCHEMES["int8"])
     torch.testing.assert_close(run(model, TOKENS), run(whole, TOKENS), rtol=0, atol=1e-4)
 
 
 def test_a_bound_that_holds_all_changes_nothing(tmp_path):
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     assert streamed(tmp_path, 1.5)[1].decoder.stream is None
 
 
 def test_an_engine_answers_as_with_all_weights(tmp_path):
-    tiny_models.build_with_tokenizer(tmp_path, num_hidden_layers=6, max_position_embeddings=256)
+    tiny_models.write_with_tokenizer(tmp_path, num_hidden_layers=6, max_position_embeddings=256)
     how = dict(device="cpu", dtype="float32", kernels="cpu", max_model_len=128, kv_cache_bytes=MIB)
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     prompts = ["The capital of France is", "hello", "in the hour " * 9]
@@ -78,27 +78,26 @@ def test_an_engine_answers_as_with_all_weights(tmp_path):
 def test_a_start_holds_one_layer_beside_what_stays(tmp_path):
     """The peak of a process that loads 270 MiB with a bound of 80 MiB is far below what it loads."""
     sizes = dict(hidden_size=768, intermediate_size=2048, num_attention_heads=12, num_key_value_heads=12, head_dim=64)
-    tiny_models.build(tmp_path, "llama", num_hidden_layers=10, **sizes)
-    program = (
-        "import sys, torch\nfrom slipstream import LLM\nfrom slipstream.platform import platform_of\n"
+    tiny_models.write(tmp_path, "llama", num_hidden_layers=10, **sizes)
+    program = (  # two forks of a process that has imported all, and has no threads yet
+        "import os, sys, torch\nfrom slipstream import LLM, SamplingParams\nfrom slipstream.platform import platform_of\n"
         "how = dict(device='cpu', dtype='float32', skip_tokenizer_init=True, max_model_len=64)\n"
-        "bound = int(sys.argv[2]) or None\n"
         "import slipstream.worker.model_runner\n"
-        "host = platform_of(torch.device('cpu'))\nbefore = host.start_peak()\n"
-        "llm = LLM(sys.argv[1], weights_bytes=bound, kv_cache_bytes=2**24, max_num_batched_tokens=64, **how)\n"
-        "from slipstream import SamplingParams\n"
-        "llm.generate([{'prompt_token_ids': [5, 6]}], SamplingParams(max_tokens=2), progress=False)\n"
-        "print(host.peak() - before, llm.core.ledger.weights_bytes)\n"
+        "for bound in sys.argv[2:]:\n"
+        "    if pid := os.fork():\n"
+        "        assert os.waitpid(pid, 0)[1] == 0\n"
+        "        continue\n"
+        "    host = platform_of(torch.device('cpu'))\n    before = host.start_peak()\n"
+        "    how |= dict(weights_bytes=int(bound) or None, kv_cache_bytes=2**24, max_num_batched_tokens=64)\n"
+        "    llm = LLM(sys.argv[1], **how)\n"
+        "    llm.generate([{'prompt_token_ids': [5, 6]}], SamplingParams(max_tokens=2), progress=False)\n"
+        "    print(host.peak() - before, llm.core.ledger.weights_bytes, flush=True)\n"
+        "    os._exit(0)\n"
     )
-
-    def peak(bound):
-        command = [sys.executable, "-c", program, str(tmp_path), str(bound)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
-        rss, weights = text.split()
-        return int(rss), int(weights)
-
     bound = 80 * MIB
-    (all_peak, all_weights), (own_peak, own_weights) = peak(0), peak(bound)
+    command = [sys.executable, "-c", program, str(tmp_path), "0", str(bound)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
+    (all_peak, all_weights), (own_peak, own_weights) = (map(int, line.split()) for line in text.splitlines())
     assert all_weights > 240 * MIB
     assert own_weights <= bound
     assert all_peak > all_weights

@@ -68,7 +68,7 @@ def rounded(monkeypatch):
     [("llama", "int8", 1), ("qwen2", "int4-g32", 1), ("gpt2", "int8", 1), ("mixtral", "int8", 3)],
 )
 def test_the_next_start_reads_what_the_first_rounded(tmp_path, rounded, family, scheme, dense):
-    tiny_models.build(tmp_path / "m", family, **(SIZES if family in ("llama", "qwen2") else {}))
+    tiny_models.write(tmp_path / "m", family, **(SIZES if family in ("llama", "qwen2") else {}))
     first = load(tmp_path / "m", tmp_path / "kept", scheme)
     (file,) = (tmp_path / "kept").iterdir()
     assert file.name.startswith("m-")
@@ -82,7 +82,7 @@ def test_the_next_start_reads_what_the_first_rounded(tmp_path, rounded, family, 
 
 @pytest.mark.parametrize("kind", ["int8", "int4-g32"])
 def test_checkpoints_that_are_repacked(tmp_path, rounded, kind):
-    tiny_models.build(tmp_path / "m", "qwen2", **SIZES)  # with biases
+    tiny_models.write(tmp_path / "m", "qwen2", **SIZES)  # with biases
     compress(tmp_path / "m", kind)
     first = load(tmp_path / "m", tmp_path / "kept", None)
     rounded.num = 0
@@ -92,7 +92,7 @@ def test_checkpoints_that_are_repacked(tmp_path, rounded, kind):
 
 
 def test_the_file_is_a_safetensors_file(tmp_path):
-    tiny_models.build(tmp_path / "m", **SIZES)
+    tiny_models.write(tmp_path / "m", **SIZES)
     load(tmp_path / "m", tmp_path / "kept")
     (file,) = (tmp_path / "kept").iterdir()
     with safe_open(file, framework="pt") as opened:
@@ -102,7 +102,7 @@ def test_the_file_is_a_safetensors_file(tmp_path):
 
 def test_what_differs_is_made_anew(tmp_path, rounded):
     path, folder = tmp_path / "m", tmp_path / "kept"
-    tiny_models.build(path, **SIZES)
+    tiny_models.write(path, **SIZES)
     load(path, folder)
     (first,) = folder.iterdir()
     changed = load_file(path / "model.safetensors")
@@ -127,7 +127,7 @@ def test_what_differs_is_made_anew(tmp_path, rounded):
 
 @pytest.mark.parametrize("harm", ["cut", "header", "empty", "type", "span"])
 def test_a_damaged_file_is_made_anew(tmp_path, caplog, harm):
-    tiny_models.build(tmp_path / "m", **SIZES)
+    tiny_models.write(tmp_path / "m", **SIZES)
     first = load(tmp_path / "m", tmp_path / "kept")
     (file,) = (tmp_path / "kept").iterdir()
     whole = file.read_bytes()
@@ -148,7 +148,7 @@ def test_a_damaged_file_is_made_anew(tmp_path, caplog, harm):
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, caplog, monkeypatch):
-    tiny_models.build(tmp_path / "m", **SIZES)
+    tiny_models.write(tmp_path / "m", **SIZES)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         load(tmp_path / "m", tmp_path / "kept")
@@ -166,7 +166,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, caplog, monkeypatch):
 
 def test_what_cannot_be_read_is_rounded(tmp_path, caplog, monkeypatch):
     """Another user's file, say; it is left alone."""
-    tiny_models.build(tmp_path / "m", **SIZES)
+    tiny_models.write(tmp_path / "m", **SIZES)
     first = load(tmp_path / "m", tmp_path / "kept")
     (file,) = (tmp_path / "kept").iterdir()
     assert file.stat().st_mode & 0o777 == 0o666 & ~umask()
@@ -188,7 +188,7 @@ def umask():
 
 
 def test_what_a_killed_start_left_behind_goes(tmp_path):
-    tiny_models.build(tmp_path / "m", **SIZES)
+    tiny_models.write(tmp_path / "m", **SIZES)
     load(tmp_path / "m", tmp_path / "kept")
     (file,) = (tmp_path / "kept").iterdir()
     old, new = (file.with_name(f".{file.name}.{number}") for number in (1, 2))
@@ -202,7 +202,7 @@ def test_what_a_killed_start_left_behind_goes(tmp_path):
 
 def test_scales_that_nobody_uses_are_passed_over_again(tmp_path, rounded):
     """One part of qkv is left out, so that it is expanded, and the others' input scales remain."""
-    tiny_models.build(tmp_path / "m", **SIZES)
+    tiny_models.write(tmp_path / "m", **SIZES)
     weights = load_file(tmp_path / "m" / "model.safetensors")
     name = "model.layers.0.self_attn.v_proj"
     compress(tmp_path / "m", "int8", ignore=["lm_head", name])
@@ -217,14 +217,14 @@ def test_scales_that_nobody_uses_are_passed_over_again(tmp_path, rounded):
 
 
 def test_nothing_is_kept_where_nothing_is_gained(tmp_path):
-    tiny_models.build(tmp_path / "m", **SIZES)
+    tiny_models.write(tmp_path / "m", **SIZES)
     load(tmp_path / "m", tmp_path / "kept", None)  # packed as fast as it is read
     load(tmp_path / "m", tmp_path / "kept", None, ops=CpuOps())  # without a layout
     assert not (tmp_path / "kept").exists()
 
 
 def test_of_a_small_model_nothing_is_kept(tmp_path, monkeypatch):
-    tiny_models.build(tmp_path / "m", **SIZES)
+    tiny_models.write(tmp_path / "m", **SIZES)
     monkeypatch.undo()
     assert packed_cache.LEAST_BYTES > 0
     load(tmp_path / "m", tmp_path / "kept")
@@ -232,7 +232,7 @@ def test_of_a_small_model_nothing_is_kept(tmp_path, monkeypatch):
 
 
 def test_an_engine_keeps_and_reads(tmp_path, rounded, caplog):
-    tiny_models.build_with_tokenizer(tmp_path / "m", **SIZES)
+    tiny_models.write_with_tokenizer(tmp_path / "m", **SIZES)
     asked = dict(device="cpu", quantization="int8-head", kernels="cpu", max_model_len=64, download_dir=str(tmp_path / "cache"))
     texts = []
     for cache, expected in (("off", 0), ("auto", 1), ("auto", 1)):
@@ -264,7 +264,7 @@ def test_a_gguf_file_rounded_keeps_its_head_as_stored(tmp_path):
 
 
 def test_int8_head(tmp_path):
-    tiny_models.build(tmp_path / "m", vocab_size=256, **SIZES)
+    tiny_models.write(tmp_path / "m", vocab_size=256, **SIZES)
     model = load(tmp_path / "m", None, "int8-head")
     (form,) = model.forms
     assert form.name == "int8"

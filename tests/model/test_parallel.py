@@ -34,7 +34,7 @@ def build(path, family, **more):
     elif name in tiny_models.ENCODERS:
         tiny_models.build_encoder(path, name)
     else:
-        tiny_models.build(path, name, **{**SPECIAL.get(family, {}), **more})
+        tiny_models.write(path, name, **{**SPECIAL.get(family, {}), **more})
 
 
 def close(ours, theirs):

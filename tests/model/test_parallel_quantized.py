@@ -60,13 +60,13 @@ def check_parts(path, kind=None, **how):
 @pytest.mark.parametrize(("family", "experts"), [("llama", False), ("qwen3_moe", False), ("qwen3_moe", True)])
 def test_compressed_tensors(tmp_path, kind, family, experts):
     more = dict(moe_intermediate_size=128) if family == "qwen3_moe" else {}
-    tiny_models.build(tmp_path, family, **SIZES, **more)
+    tiny_models.write(tmp_path, family, **SIZES, **more)
     compress(tmp_path, kind)
     check_parts(tmp_path, experts=experts)
 
 
 def test_gptq(tmp_path):
-    tiny_models.build(tmp_path, "llama", **SIZES)
+    tiny_models.write(tmp_path, "llama", **SIZES)
     compress_gptq(tmp_path)
     check_parts(tmp_path)
 
@@ -77,7 +77,7 @@ UNEVEN = dict(hidden_size=192, intermediate_size=192, num_attention_heads=3, num
 @pytest.mark.parametrize("kind", ["int4-g32", "int8", "gptq"])
 def test_groups_that_do_not_divide_end_in_zeros(tmp_path, kind):
     """A rank has 128 of 192 inputs, of which the second rank's last 64 are zeros."""
-    tiny_models.build(tmp_path, "llama", **UNEVEN)
+    tiny_models.write(tmp_path, "llama", **UNEVEN)
     (compress_gptq if kind == "gptq" else compress)(tmp_path, *([] if kind == "gptq" else [kind]))
     units = Units(64, 64) if kind != "int8" else Units(16, 128)
     check_parts(tmp_path, units=units)
@@ -124,7 +124,7 @@ def test_a_part_of_too_few_inputs_is_refused(tmp_path):
 def test_gguf(tmp_path, kernels, width):
     """On the CPU's kernels blocks stay as they are, and inputs are rounded by the same 32."""
     kinds = "Q4_0", "Q8_0"
-    tiny_models.build(tmp_path / "hf", "llama", hidden_size=64, intermediate_size=width, tie_word_embeddings=True)
+    tiny_models.write(tmp_path / "hf", "llama", hidden_size=64, intermediate_size=width, tie_word_embeddings=True)
     spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
     shapes = parameters(spec)
     for name, place in find_gguf_family("llama").gguf.names(spec).items():

@@ -47,7 +47,7 @@ def test_what_is_read_is_written_again(name, tmp_path):
 
 
 def test_what_makes_vectors_goes_along(tmp_path):
-    tiny_models.build_with_tokenizer(tmp_path / "model", "qwen3")
+    tiny_models.write_with_tokenizer(tmp_path / "model", "qwen3")
     tiny_models.write_sentence_transformers(tmp_path / "model", mode="lasttoken")
     others = ("config_sentence_transformers.json", "vocab.txt", "spiece.model")
     for name in others:
@@ -79,7 +79,7 @@ def test_what_is_no_decoder_is_refused_before_any_work(kind, build, recipe, tmp_
 
 
 def test_shards_have_an_index(tmp_path):
-    tiny_models.build_with_tokenizer(tmp_path / "model")
+    tiny_models.write_with_tokenizer(tmp_path / "model")
     save(tmp_path / "model", tmp_path / "again", shard_bytes=40_000)
     shards = sorted((tmp_path / "again").glob("*.safetensors"))
     assert len(shards) > 2

@@ -53,7 +53,7 @@ def build(folder, family):
     elif name in tiny_models.ENCODERS:
         tiny_models.build_encoder(folder, name, **sizes)
     else:
-        tiny_models.build(folder, name, **sizes)
+        tiny_models.write(folder, name, **sizes)
 
 
 @pytest.fixture(scope="module", params=EVERY)
@@ -85,11 +85,17 @@ def is_mixture(spec):
     return any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
 
 
-@pytest.mark.parametrize("scheme", list(SCHEMES))
-def test_every_scheme_loads_on_every_family(folder, scheme):
-    """What comes out is near the unrounded, and the ledger says what is held."""
+@pytest.fixture(scope="module")
+def unrounded(folder):
+    """The spec of the model in bfloat16, and what it gives."""
     dense = load(folder, ReferenceOps(), None, torch.bfloat16)
-    spec = dense.spec
+    return dense.spec, outputs(dense)
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
+    """What comes out is near the unrounded, and the ledger says what is held."""
+    spec, dense = unrounded
     if SCHEMES[scheme].experts_only and not is_mixture(spec):
         with pytest.raises(ConfigError, match="experts"):
             load(folder, ReferenceOps(), scheme, torch.bfloat16)
@@ -99,7 +105,7 @@ def test_every_scheme_loads_on_every_family(folder, scheme):
             load(folder, ReferenceOps(), scheme, torch.bfloat16)
         return
     rounded = load(folder, ReferenceOps(), scheme, torch.bfloat16)
-    assert near(outputs(rounded), outputs(dense), scheme)
+    assert near(outputs(rounded), dense, scheme)
     layers = [*rounded.decoder.layers, *(rounded.decoder.encoder.layers if rounded.decoder.encoder else ())]
     kept: list[torch.Tensor | None] = []
     for a in (x.attention for x in layers):
@@ -115,13 +121,19 @@ def test_every_scheme_loads_on_every_family(folder, scheme):
     assert sum(weights_bytes(spec, 2).values()) == spec.num_parameters * 2 + corrections * 2
 
 
+@pytest.fixture(scope="module")
+def unrounded_on_cpu(folder):
+    dense = load(folder, NativeOps(1), None, torch.float32)
+    return dense.spec, outputs(dense)
+
+
 @pytest.mark.skipif(native.library_path() is None, reason="the C++ kernels are not built")
 @pytest.mark.parametrize("scheme", ["int8", "int4", "int4-g32", "mxfp4"])
-def test_what_a_cpu_has_loads_on_every_family(folder, scheme):
+def test_what_a_cpu_has_loads_on_every_family(folder, unrounded_on_cpu, scheme):
     """Experts as well; MXFP4 is for experts alone."""
-    dense = load(folder, NativeOps(1), None, torch.float32)
-    if SCHEMES[scheme].experts_only and not is_mixture(dense.spec):
+    spec, dense = unrounded_on_cpu
+    if SCHEMES[scheme].experts_only and not is_mixture(spec):
         with pytest.raises(ConfigError, match="experts"):
             load(folder, NativeOps(1), scheme, torch.float32)
         return
-    assert near(outputs(load(folder, NativeOps(1), scheme, torch.float32)), outputs(dense), scheme)
+    assert near(outputs(load(folder, NativeOps(1), scheme, torch.float32)), dense, scheme)

@@ -68,7 +68,7 @@ def test_gradients_equal_transformers(name, tmp_path):
 
 
 def test_recomputed_blocks_give_the_same_gradients(tmp_path):
-    tiny_models.build(tmp_path, "gemma2", attn_logit_softcapping=5.0)
+    tiny_models.write(tmp_path, "gemma2", attn_logit_softcapping=5.0)
     grads = []
     for recompute in (False, True):
         model = whole(tmp_path, recompute=recompute)
@@ -79,7 +79,7 @@ def test_recomputed_blocks_give_the_same_gradients(tmp_path):
 
 
 def test_a_sequence_does_not_see_its_neighbours(tmp_path):
-    tiny_models.build(tmp_path, "qwen3")
+    tiny_models.write(tmp_path, "qwen3")
     model = whole(tmp_path)
     with torch.no_grad():
         together = model(SequenceBatch.of(SEQUENCES, CPU)).split([len(s) for s in SEQUENCES])
@@ -89,7 +89,7 @@ def test_a_sequence_does_not_see_its_neighbours(tmp_path):
 
 def test_bfloat16_and_autocast(tmp_path):
     """Weights in float32 and products in bfloat16, as training has them, and all in bfloat16: near the exact loss."""
-    tiny_models.build(tmp_path)
+    tiny_models.write(tmp_path)
     model = whole(tmp_path)
     exact = loss_of(model, SEQUENCES).item()
     with torch.autocast("cpu", torch.bfloat16):
@@ -101,7 +101,7 @@ def test_bfloat16_and_autocast(tmp_path):
 
 
 def test_states_of_each_layer_are_told(tmp_path):
-    tiny_models.build(tmp_path)
+    tiny_models.write(tmp_path)
     model, found = whole(tmp_path), []
     batch = SequenceBatch.of(SEQUENCES, CPU)
     hidden = model.hidden(batch, lambda i, state: found.append((i, state)))

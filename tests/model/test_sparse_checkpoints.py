@@ -69,7 +69,7 @@ def leave_zeros_out(folder, form, stem=lambda name: name.removesuffix(".weight")
 @pytest.mark.parametrize("form", ["sparse-bitmask", "sparse-24-bitmask"])
 @pytest.mark.parametrize("rounded", [False, True])
 def test_without_zeros_is_the_same(tmp_path, form, rounded):
-    tiny_models.build(tmp_path, "llama", **SIZES)
+    tiny_models.write(tmp_path, "llama", **SIZES)
     prune(tmp_path)
     if rounded:
         compress(tmp_path, "int8")
@@ -81,7 +81,7 @@ def test_without_zeros_is_the_same(tmp_path, form, rounded):
 
 
 def test_older_names_are_read_too(tmp_path):
-    tiny_models.build(tmp_path, "llama", **SIZES)
+    tiny_models.write(tmp_path, "llama", **SIZES)
     prune(tmp_path)
     expected = log_probabilities(tmp_path)
     leave_zeros_out(tmp_path, "sparse-bitmask", stem=lambda name: name)
@@ -102,7 +102,7 @@ def test_float8_without_zeros():
 
 
 def test_what_does_not_fit_is_named(tmp_path):
-    tiny_models.build(tmp_path, "llama", **SIZES)
+    tiny_models.write(tmp_path, "llama", **SIZES)
     prune(tmp_path)
     leave_zeros_out(tmp_path, "sparse-bitmask")
     file, stem = tmp_path / "model.safetensors", "model.layers.1.self_attn.k_proj"
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_named(tmp_path):
 def test_zeros_are_found_at_load_and_left_out(tmp_path, dtype):
     """With quantization='int8' the products become sparse, the ledger says so and counts what
     they take."""
-    tiny_models.build(tmp_path, "llama", **{**SIZES, "hidden_size": 128, "intermediate_size": 256})
+    tiny_models.write(tmp_path, "llama", **{**SIZES, "hidden_size": 128, "intermediate_size": 256})
     settings = dict(kernels="cpu", dtype=dtype, quantization="int8", max_num_seqs=8)  # with more they are held dense, too
     with LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, max_model_len=64, **settings) as llm:
         dense = {form.name: form for form in llm.ledger.forms}
@@ -154,7 +154,7 @@ def load_with(folder, dtype, **options):
 
 @pytest.mark.skipif(native.library_path() is None, reason="the C++ kernels are not built")
 def test_both_forms_give_the_same_logits(tmp_path):
-    tiny_models.build(tmp_path, "qwen2", **SIZES)
+    tiny_models.write(tmp_path, "qwen2", **SIZES)
     prune(tmp_path, "90 %")
     ours, theirs = (load_with(tmp_path, torch.float32, sparse_from=share) for share in (0.5, 2.0))
     assert [{f.name for f in m.forms} for m in (ours, theirs)] == [{"sparse int8", "float32"}, {"int8", "float32"}]

@@ -68,7 +68,7 @@ def specs(tmp_path_factory):
     found = {}
     for family in ("llama", "mixtral"):
         path = tmp_path_factory.mktemp(family)
-        tiny_models.build(path, family, head_dim=32)
+        tiny_models.write(path, family, head_dim=32)
         found[family] = load(path).spec
     return found
 
@@ -130,7 +130,7 @@ def test_ends_that_the_program_lacks_are_said(specs):
 
 
 def test_fast_ways_of_other_kernels_are_refused(tmp_path):
-    tiny_models.build(tmp_path)
+    tiny_models.write(tmp_path)
     decoder = load(tmp_path).decoder
     assert "kernels='cpu'" in compile_program(decoder)
     assert "reference" in compile_one_token(decoder)

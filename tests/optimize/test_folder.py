@@ -176,7 +176,7 @@ def wide_model(tmp_path_factory):
     """Half of its products is wide enough for int8."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
     path = tmp_path_factory.mktemp("wide")
-    tiny_models.build_with_tokenizer(path, **sizes)
+    tiny_models.write_with_tokenizer(path, **sizes)
     return path
 
 

@@ -120,7 +120,7 @@ def tiny_path(tmp_path_factory):
     from tests import tiny_models  # here, since it takes torch and transformers
 
     folder = tmp_path_factory.mktemp("tiny-model")
-    tiny_models.build_with_tokenizer(folder, max_position_embeddings=1024)
+    tiny_models.write_with_tokenizer(folder, max_position_embeddings=1024)
     return folder
 
 

@@ -47,6 +47,7 @@ class Served:
         self.folder = tempfile.TemporaryDirectory()  # a socket's path must be short
         home = Path(self.folder.name)
         (home / "keys").write_text(KEY)
+        self.grpc_port = 0
         self.temporary, self._log = home / "tmp", home / "log"
         self.temporary.mkdir()
         command = [sys.executable, "-m", "slipstream", "serve", str(model), "--port=0", "--json", "--api-servers=2"]
@@ -183,8 +184,13 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tiny_path):
-    with contextlib.closing(Served(tiny_path)) as server:
-        yield server
+    with socket.socket() as ours:  # which keeps a port for gRPC, and never listens there
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        ours.bind(("127.0.0.1", 0))
+        port = ours.getsockname()[1]
+        with contextlib.closing(Served(tiny_path, f"--grpc-port={port}")) as server:
+            server.grpc_port = port
+            yield server
 
 
 @pytest.fixture
@@ -359,22 +365,17 @@ def test_an_engine_that_is_killed_is_started_again(served):
     assert [line.get("front_end", 0) for line in sorted(down, key=lambda line: line.get("front_end", 0))] == [0, 1, 2]
 
 
-def test_grpc_at_all_front_ends(another):
-    """Both listen on one port; each call has a connection of its own."""
+def test_grpc_at_all_front_ends(served):
+    """Both listen on one port, as does one that took another's place; each call has a connection of its own."""
     import numpy as np
     import tritonclient.grpc as triton
 
-    ours = socket.socket()  # which keeps the port, and never listens there
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    ours.bind(("127.0.0.1", 0))
-    port = ours.getsockname()[1]
-    served = another(f"--grpc-port={port}")
     text = triton.InferInput("text_input", [1], "BYTES")
     text.set_data_from_numpy(np.array([b"hello"], dtype=np.object_))
     found = set()
     for i in range(24):
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.primary_user_agent", str(i))]
-        with triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=options) as client:
+        with triton.InferenceServerClient(f"127.0.0.1:{served.grpc_port}", channel_args=options) as client:
             parameters = {"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}
             answer = client.infer("tiny", [text], parameters=parameters, headers={"authorization": f"Bearer {KEY}"})
             found.add(answer.as_numpy("text_output")[0].decode())
@@ -384,7 +385,6 @@ def test_grpc_at_all_front_ends(another):
         return {line["front_end"] for line in served.log() if line.get("route") == "ModelInfer"}
 
     served.until(lambda: answered() == {1, 2}, "one of them answered all")
-    ours.close()
 
 
 # --- The end --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from slipstream.config import EngineArgs
+from tests import forked_ranks
 from tests.server.conftest import serving
 from tests.waiting import PATIENCE_S
 
@@ -19,16 +20,14 @@ ASK = dict(model="tiny", prompt="in the hour", temperature=0, max_tokens=12, log
 
 def ranks_of(server):
     """The process ids of the engine's ranks."""
-    pid = server.engine._core.link.process.pid
-    found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if b"rank_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-            found.append(int(child))
-    return sorted(found)
+    pid = server.parent.pid
+    return sorted(int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
 
 
 @pytest.fixture(scope="module")
-def split(tiny_path):
+def split(tiny_path, tiny_server):
+    """All its ranks, also those that it starts again, are forks of one process (tests/forked_ranks.py). `tiny_server` is there
+    before, so its engine has nothing to do with them."""
     from slipstream.engine.async_llm import AsyncLLM
 
     args = EngineArgs(
@@ -40,7 +39,11 @@ def split(tiny_path):
         kv_cache_bytes=64 * 2**20,
         tensor_parallel_size=2,
     )
-    with serving(start=lambda: AsyncLLM.start(args), served_model_names=("tiny",)) as server:
+    with (
+        forked_ranks.used_by_engine_processes() as parent,
+        serving(start=lambda: AsyncLLM.start(args), served_model_names=("tiny",)) as server,
+    ):
+        server.parent = parent
         yield server
 
 

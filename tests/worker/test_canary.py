@@ -30,7 +30,7 @@ TOKENS = [7 + i * 13 % 200 for i in range(60)]
 def made(tmp_path_factory):
     """A checkpoint with its canary."""
     folder = tmp_path_factory.mktemp("made")
-    tiny_models.build_with_tokenizer(folder)
+    tiny_models.write_with_tokenizer(folder)
     scorer = load(folder)
     write_canary(scorer.canary(TOKENS), folder)
     return folder
@@ -146,7 +146,7 @@ def test_what_is_no_decoder_has_no_canary(made, build, tmp_path, caplog):
 
 
 def test_its_tokens_are_no_load_of_experts(tmp_path):
-    tiny_models.build_with_tokenizer(tmp_path, "qwen3_moe")
+    tiny_models.write_with_tokenizer(tmp_path, "qwen3_moe")
     write_canary(load(tmp_path).canary(TOKENS), tmp_path)
     with LLM(str(tmp_path), canary="refuse", **SETTINGS) as llm:
         assert llm.canary.ok

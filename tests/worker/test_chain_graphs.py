@@ -25,7 +25,7 @@ from tests.engine.test_speculation import PROMPTS, SIZES
 )
 def test_a_chain_is_what_the_head_does_step_by_step(tmp_path, method, num_drafts, changes):
     """For several requests, behind runs of any length, beside padding, and where one wants fewer drafts."""
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     draft_heads.BY_METHOD[method](tmp_path / "head", **changes)
     config = {"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": num_drafts}
     with LLM(str(tmp_path / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
@@ -166,14 +166,15 @@ def proposals(folder, kind, prompts, lengths, *, graphs, ahead=True, temperature
         return answers, found, count, stats
 
 
-@pytest.fixture
-def models(tmp_path):
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
     """A model and a head, a smaller model and a draft model. Both are right at times."""
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
-    draft_heads.eagle(tmp_path / "head", seed=1)
-    tiny_models.build(tmp_path / "small")
-    tiny_models.build_near(tmp_path / "draft")
-    return tmp_path
+    folder = tmp_path_factory.mktemp("models")
+    tiny_models.write(folder / "model", "llama", num_hidden_layers=4)
+    draft_heads.eagle(folder / "head", seed=5, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    tiny_models.write(folder / "small")
+    tiny_models.build_near(folder / "draft")
+    return folder
 
 
 @KINDS
@@ -293,7 +294,7 @@ def test_preempted_requests_and_shared_prefixes(models, kind, enable_prefix_cach
     prompts = [{"prompt_token_ids": common + [30 + i, 40, 50 + i][: 1 + i % 3]} for i in range(6)]
     lengths = (60, 9, 20, 40, 33, 70)
     small = {"enable_prefix_caching": enable_prefix_caching, "max_model_len": 96}
-    small["kv_cache_bytes"] = {"head": 160_000, "draft": 66_000}[kind]
+    small["kv_cache_bytes"] = {"head": 115_000, "draft": 66_000}[kind]
     with LLM(config_of(models, kind)[0], **{**SIZES, "kernels": "torch"}) as llm:
         sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
         expected = [o.outputs[0].token_ids for o in llm.generate(prompts, sampling)]

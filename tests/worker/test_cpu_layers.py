@@ -45,7 +45,7 @@ def gpu(monkeypatch):
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_cpu_and_the_gpu_answer_as_one_device(tmp_path, gpu):
-    tiny_models.build_with_tokenizer(tmp_path, num_hidden_layers=3, max_position_embeddings=1024)
+    tiny_models.write_with_tokenizer(tmp_path, num_hidden_layers=3, max_position_embeddings=1024)
     with LLM(str(tmp_path), **SETTINGS) as llm:
         wanted, block_bytes = answers(llm), llm.core.ledger.block_bytes
     with LLM(str(tmp_path), cpu_layers=1, speculative_model="ngram", **ON_GPU) as llm:
@@ -62,7 +62,7 @@ def test_the_cpu_and_the_gpu_answer_as_one_device(tmp_path, gpu):
 
 
 def describe(folder, **config):
-    tiny_models.build(folder, "llama", **config)
+    tiny_models.write(folder, "llama", **config)
     return read_spec(folder)
 
 

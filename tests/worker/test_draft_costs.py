@@ -17,7 +17,7 @@ from tests.engine.test_speculation import PROMPTS, SIZES
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    tiny_models.build(folder / "model", "llama", num_hidden_layers=6)
+    tiny_models.write(folder / "model", "llama", num_hidden_layers=6)
     draft_heads.BY_METHOD["eagle3"](folder / "head")
     return str(folder / "model"), str(folder / "head")
 

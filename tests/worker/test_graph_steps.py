@@ -106,7 +106,7 @@ def answers(path, replayed, sampling, num_tokens=(3, 20, 70, 1, 33), **settings)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gptj", "mixtral", "bloom", "gemma3_text"])
 def test_padded_steps_say_the_same(tmp_path, family):
     """Prompts in chunks, decodes among them, a prefix that is in the cache."""
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
     expected, _ = answers(str(tmp_path), False, sampling)
     found, graphs = answers(str(tmp_path), True, sampling)
@@ -136,7 +136,7 @@ class OfStages:
 @pytest.mark.parametrize("of_graphs", [(True, True), (True, False), (False, True)], ids=str)
 def test_stages_replay_graphs(tmp_path, monkeypatch, of_graphs):
     """Both, or one whose neighbour runs op by op: what they send each other has no padding."""
-    tiny_models.build(tmp_path, "llama", num_hidden_layers=3)
+    tiny_models.write(tmp_path, "llama", num_hidden_layers=3)
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
     expected, _ = answers(str(tmp_path), False, sampling)
     runners, queues = [], [queue.Queue(), queue.Queue()]
@@ -175,7 +175,7 @@ def test_stages_replay_graphs(tmp_path, monkeypatch, of_graphs):
 
 
 def test_drafts_are_verified_by_graphs(tmp_path):
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
     more = {"max_num_batched_tokens": 80, "speculative_config": {"method": "suffix", "num_speculative_tokens": 5}}
     expected, _ = answers(str(tmp_path), False, sampling)
@@ -190,7 +190,7 @@ def test_a_draft_is_a_row_of_a_decode_graph(tmp_path, monkeypatch, again):
     """Where the keys that it reads once more are few; else drafts are verified as a prompt's tokens are. Some requests of the
     steps have no drafts, and one draws."""
     monkeypatch.setattr(module, "MOST_KEYS_AGAIN", again)
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     sampling = [SamplingParams(temperature=t, seed=3, max_tokens=40, ignore_eos=True, logprobs=1) for t in (0, 0, 0.7, 0, 0)]
     more = {"max_num_batched_tokens": 80, "speculative_config": {"method": "suffix", "num_speculative_tokens": 5}}
     expected, _ = answers(str(tmp_path), False, sampling)
@@ -230,7 +230,7 @@ def test_graphs_with_adapters_are_forgotten_where_others_have_some():
 
 
 def test_what_has_no_graph(tmp_path):
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1)
     _, graphs = answers(str(tmp_path), True, sampling, (40,), max_num_batched_tokens=16)
     assert kinds(graphs) == {"decodes"}  # the smallest has 32 tokens
@@ -253,7 +253,7 @@ def test_what_has_no_graph(tmp_path):
 def test_whatever_the_rows_ask_for(tmp_path, settings):
     """Seeds, penalties, biases and forks, in contexts that no block divides: what is read of a step is read before the next one
     overwrites it. Experts count no padding."""
-    tiny_models.build(tmp_path, "mixtral")
+    tiny_models.write(tmp_path, "mixtral")
     rng = np.random.default_rng(0)
     given = [{"prompt_token_ids": rng.integers(4, 250, n).tolist()} for n in (1, 2, 15, 16, 17, 31, 33, 60, 90, 3, 5, 30)]
     sampling = [
@@ -283,7 +283,7 @@ def test_whatever_the_rows_ask_for(tmp_path, settings):
 
 def test_what_graphs_hold(tmp_path):
     """All of them one buffer of hidden states, which is in the room that is kept."""
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     with LLM(str(tmp_path), **SETTINGS) as llm:
         runner = llm.core.executor.runner
         graphs = replay(runner)
@@ -332,7 +332,7 @@ def test_sizes_that_are_ready_stand_in_for_others(tmp_path, monkeypatch):
     """A step whose graph is not captured takes a slightly larger one, and captures its own where that would waste much. All
     sizes are captured one by one, the smallest first."""
     monkeypatch.setattr(module, "FIRST_DECODES", 16)
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}) as llm:
         graphs = replay(llm.core.executor.runner)
         graphs.capture()
@@ -358,7 +358,7 @@ def test_sizes_that_are_ready_stand_in_for_others(tmp_path, monkeypatch):
 def test_rows_for_drafts_are_captured_at_the_start(tmp_path, monkeypatch):
     """Otherwise verifications would run in graphs of up to twice their rows, and take as long."""
     monkeypatch.setattr(module, "FIRST_DECODES", 16)
-    tiny_models.build(tmp_path, "llama", max_position_embeddings=1024)
+    tiny_models.write(tmp_path, "llama", max_position_embeddings=1024)
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
     given = {"max_num_seqs": 110, "max_num_batched_tokens": 1024, "max_model_len": 1024, "speculative_config": drafts}
     with LLM(str(tmp_path), **SETTINGS | given) as llm:
@@ -373,7 +373,7 @@ def test_a_rare_size_runs_in_a_larger_graph(tmp_path, monkeypatch):
     """A capture takes as long as many padded steps. So a size is captured when it was wanted LONGER times, or when idle."""
     for name, value in (("LONGER", LONGER), ("FIRST_DECODES", 16), ("FIRST_MIXED", ((64, 384),))):
         monkeypatch.setattr(module, name, value)
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}) as llm:
         graphs = replay(llm.core.executor.runner)
         graphs.capture()
@@ -394,7 +394,7 @@ def test_a_rare_size_runs_in_a_larger_graph(tmp_path, monkeypatch):
 
 def test_one_layer_of_each_kind_compiles(tmp_path):
     """A later capture's first run, which compiles its kernels, runs one layer of each kind."""
-    tiny_models.build(tmp_path, "mistral", num_hidden_layers=3)
+    tiny_models.write(tmp_path, "mistral", num_hidden_layers=3)
     with LLM(str(tmp_path), **SETTINGS) as llm:
         graphs = replay(llm.core.executor.runner)
         layers, kv = graphs.forwards.decoder.layers, graphs.kv
@@ -418,7 +418,7 @@ def test_one_layer_of_each_kind_compiles(tmp_path):
 def test_a_mixed_size_is_captured_when_it_is_wanted_again(tmp_path, monkeypatch):
     """Until then its steps run op by op, and an idle moment captures it before all others."""
     monkeypatch.setattr(module, "PATIENCE", PATIENCE)
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     with LLM(str(tmp_path), **SETTINGS, enable_prefix_caching=False) as llm:
         runner = llm.core.executor.runner
         graphs = runner.graphs = replay(runner)
@@ -437,7 +437,7 @@ def test_a_mixed_size_is_captured_when_it_is_wanted_again(tmp_path, monkeypatch)
 def test_to_ask_changes_nothing(tmp_path, monkeypatch):
     """A size is wanted by the steps that ran in another way, not by questions."""
     monkeypatch.setattr(module, "PATIENCE", PATIENCE)
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     with LLM(str(tmp_path), **SETTINGS) as llm:
         graphs = replay(llm.core.executor.runner)
         batch = InputBatch(graphs.kv, StepPlan(1, (ScheduledRequest("a", 0, 20, True),)), None)
@@ -450,7 +450,7 @@ def test_to_ask_changes_nothing(tmp_path, monkeypatch):
 
 def test_prompt_logprobs_of_a_mixed_step(tmp_path):
     """The hidden states of the whole prompt come out of the graph."""
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     prompt = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1, prompt_logprobs=1)
     found = []
     for replayed in (False, True):
@@ -482,7 +482,7 @@ class Recorder:
 @pytest.mark.parametrize("idle", [True, False])
 def test_memory_that_runs_out_in_a_capture(tmp_path, caplog, room, idle):
     """In an idle moment or in a step: it is told once, no more is captured, and all is answered as before."""
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     given = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (3, 20, 70, 1, 33)]
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with LLM(str(tmp_path), **SETTINGS) as llm:
@@ -510,7 +510,7 @@ def test_memory_that_runs_out_in_a_capture(tmp_path, caplog, room, idle):
 
 def test_without_memory_steps_run_in_larger_graphs(tmp_path, monkeypatch):
     """Of those that are captured, even where a size of its own was wanted often."""
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}) as llm:
         runner = llm.core.executor.runner
         graphs = StepGraphs(runner.forwards, runner.kv, runner.rows, runner.config)
@@ -611,7 +611,7 @@ class ReplayedShared(SharedPrefixGraphs, Replayed):
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_what_beams_and_choices_share(tmp_path, monkeypatch, family, by_graphs):
     """Attention reads what a group is said to share from the blocks of its first member. gemma2 has windows, too."""
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     given = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (150, 131, 20)]
     beams = BeamSearchParams(beam_width=3, max_tokens=20, ignore_eos=True)
     choices = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=20, ignore_eos=True)

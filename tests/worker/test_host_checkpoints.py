@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +25,7 @@ from tests import tiny_models
 from tests.model import test_block_scales, test_cache_scales
 from tests.model.test_compressed import GROUP, SIZES, compress
 from tests.model.test_sparse_checkpoints import leave_zeros_out, prune
-from tests.worker.test_host_runner import GREEDY, PROMPTS, SCORED, WITHOUT_TORCH, compared
+from tests.worker.test_host_runner import GREEDY, PROMPTS, SCORED, compared, told_without_torch
 from tests.worker.test_host_runner import SIZES as SETTINGS
 
 pytestmark = pytest.mark.skipif(not native.has_cpu_kernels(), reason="the C++ kernels are not built")
@@ -94,7 +92,7 @@ def write(folder, fmt):
 
 @pytest.mark.parametrize("fmt", OTHER_FORMATS, ids=IDS)
 def test_other_formats(tmp_path, monkeypatch, fmt):
-    tiny_models.build(tmp_path, **SIZES)
+    tiny_models.write(tmp_path, **SIZES)
     write(tmp_path, fmt)
     compared(tmp_path, monkeypatch, samplings=GREEDY_AND_SCORED)
 
@@ -102,7 +100,7 @@ def test_other_formats(tmp_path, monkeypatch, fmt):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "phi3"])
 def test_fp8(tmp_path, monkeypatch, family, dtype):
-    tiny_models.build(tmp_path, family, **SIZES)
+    tiny_models.write(tmp_path, family, **SIZES)
     compress(tmp_path, "fp8")
     compared(tmp_path, monkeypatch, samplings=GREEDY_AND_SCORED, dtype=dtype)
 
@@ -117,7 +115,7 @@ def test_fp8_in_blocks(tmp_path, monkeypatch, family, config):
 @pytest.mark.parametrize("form", ["sparse-bitmask", "sparse-24-bitmask"])
 def test_without_zeros(tmp_path, monkeypatch, form, rounded):
     """The answers are those of the checkpoint with its zeros, too."""
-    tiny_models.build(tmp_path, **SIZES)
+    tiny_models.write(tmp_path, **SIZES)
     prune(tmp_path, "2:4" if form == "sparse-24-bitmask" else "90 %")
     if rounded is not None:
         compress(tmp_path, rounded)
@@ -148,7 +146,7 @@ def test_scales_of_the_cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4-g32"])
 def test_random_weights_are_held_as_the_checkpoints_are(tmp_path, kind):
-    tiny_models.build(tmp_path, **SIZES)
+    tiny_models.write(tmp_path, **SIZES)
     compress(tmp_path, kind)
     forms = []
     for load_format in ("auto", "dummy"):
@@ -210,7 +208,7 @@ def test_what_does_not_fit_is_named():
 
 @pytest.mark.parametrize("kind", ["fp8", "sparse", "sparse int8"])
 def test_no_torch_is_needed(tmp_path, kind):
-    tiny_models.build_with_tokenizer(tmp_path, **SIZES)
+    tiny_models.write_with_tokenizer(tmp_path, **SIZES)
     if kind == "fp8":
         compress(tmp_path, "fp8")
     else:
@@ -219,6 +217,4 @@ def test_no_torch_is_needed(tmp_path, kind):
             compress(tmp_path, "int8")
         leave_zeros_out(tmp_path, "sparse-24-bitmask", **({"format": "dense"} if kind == "sparse" else {}))
     given = ["run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu"]
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *given], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["text"] is not None
+    assert told_without_torch(*given)["text"] is not None

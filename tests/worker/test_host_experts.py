@@ -34,7 +34,7 @@ def resolved(path=QWEN, device=None, **settings):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_an_engine_answers_as_one_without(tmp_path, monkeypatch, family):
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     how = dict(device="cpu", kernels="torch", dtype="float32", max_model_len=128, kv_cache_bytes=2**20)
     how |= dict(skip_tokenizer_init=True, num_threads=1)
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

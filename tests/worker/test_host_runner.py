@@ -27,7 +27,7 @@ from slipstream.spec.description import read_spec
 from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.thread_governor import ThreadGovernor
-from tests import draft_heads, tiny_models, vision_models
+from tests import draft_heads, tiny_models, vision_models, without_torch
 from tests.model.test_compressed import AWQ_SIZES, compress, compress_awq, compress_gptq
 from tests.model.test_compressed import SIZES as ROUNDED_SIZES
 from tests.waiting import free_port
@@ -79,7 +79,7 @@ def positions(output):
 
 @pytest.mark.parametrize("family", [f for f in tiny_models.FAMILIES if f not in REFUSED])
 def test_every_family(tmp_path, monkeypatch, family):
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     compared(tmp_path, monkeypatch, samplings=[GREEDY, DRAWN, SCORED])
 
 
@@ -98,7 +98,7 @@ def test_every_family(tmp_path, monkeypatch, family):
     ids=lambda s: next(iter(s)),
 )
 def test_every_sampling(tmp_path, monkeypatch, settings):
-    tiny_models.build(tmp_path, hidden_size=64)
+    tiny_models.write(tmp_path, hidden_size=64)
     stats = compared(tmp_path, monkeypatch, **settings)
     assert (stats.num_preemptions > 0) == (settings.get("block_size") == 4)
 
@@ -109,13 +109,13 @@ def test_drafts_are_torchs(tmp_path, monkeypatch, kind, block_size):
     """The same tokens, as many drafts, and as many of them right."""
     model, folder = tmp_path / "model", tmp_path / "drafts"
     method, write = draft_heads.BY_KIND.get(kind, (kind, None))
-    tiny_models.build(model, **({"family": "deepseek_v3"} if method == "mtp" else {"num_hidden_layers": 6}))
+    tiny_models.write(model, **({"family": "deepseek_v3"} if method == "mtp" else {"num_hidden_layers": 6}))
     speculation = {"method": method, "num_speculative_tokens": 3, "model": str(folder), "quantization": "none"}
     if method == "mtp":
         draft_heads.mtp(model)
         del speculation["model"], speculation["quantization"]
     elif method == "draft":
-        tiny_models.build(folder, seed=1, num_hidden_layers=1)
+        tiny_models.write(folder, seed=1, num_hidden_layers=1)
         del speculation["quantization"]
     else:
         write(folder)
@@ -137,7 +137,7 @@ def test_drafts_are_torchs(tmp_path, monkeypatch, kind, block_size):
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_the_program_lacks_is_torchs(tmp_path, caplog, family):
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     caplog.set_level("INFO", logger="slipstream.engine")
     with LLM(str(tmp_path), skip_tokenizer_init=True, **SIZES) as llm:
         assert type(llm.core.executor.runner) is ModelRunner
@@ -152,7 +152,7 @@ def test_what_the_program_lacks_is_torchs(tmp_path, caplog, family):
     ],
 )
 def test_settings_that_torch_is_needed_for_are_named(tmp_path, caplog, settings, why):
-    tiny_models.build(tmp_path)
+    tiny_models.write(tmp_path)
     caplog.set_level("INFO", logger="slipstream.engine")
     with LLM(str(tmp_path), skip_tokenizer_init=True, **{**SIZES, **settings}) as llm:
         assert type(llm.core.executor.runner) is ModelRunner
@@ -178,13 +178,13 @@ def test_random_weights(config_only):
 @pytest.mark.parametrize("kind", ["int8", "int4-g32"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_checkpoints_that_hold_rounded_weights(tmp_path, monkeypatch, kind, dtype):
-    tiny_models.build(tmp_path, **ROUNDED_SIZES)
+    tiny_models.write(tmp_path, **ROUNDED_SIZES)
     compress(tmp_path, kind)
     compared(tmp_path, monkeypatch, samplings=[GREEDY, SCORED], dtype=dtype)
 
 
 def test_zero_points_of_4_bits(tmp_path, monkeypatch):
-    tiny_models.build(tmp_path, **ROUNDED_SIZES)
+    tiny_models.write(tmp_path, **ROUNDED_SIZES)
     compress(tmp_path, "int4-g32")
     config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
@@ -202,7 +202,7 @@ def test_zero_points_of_4_bits(tmp_path, monkeypatch):
 @pytest.mark.parametrize("tool", ["gptq", "gptq_v2", "awq", "awq by 32"])
 def test_weights_that_gptq_and_awq_rounded(tmp_path, monkeypatch, tool, family):
     experts = {"moe_intermediate_size": 128} if family == "qwen3_moe" else {}
-    tiny_models.build(tmp_path, family, **(AWQ_SIZES if tool.startswith("awq") else ROUNDED_SIZES), **experts)
+    tiny_models.write(tmp_path, family, **(AWQ_SIZES if tool.startswith("awq") else ROUNDED_SIZES), **experts)
     if tool.startswith("awq"):
         compress_awq(tmp_path, 32 if "32" in tool else 128)
     else:
@@ -226,7 +226,7 @@ def test_weights_that_gptq_and_awq_rounded(tmp_path, monkeypatch, tool, family):
     ],
 )
 def test_gptqs_tensors_that_do_not_fit_are_named(tmp_path, part, change, named):
-    tiny_models.build(tmp_path, **ROUNDED_SIZES)
+    tiny_models.write(tmp_path, **ROUNDED_SIZES)
     compress_gptq(tmp_path)
     tensors = {n: np.asarray(t) for n, t in load_file(tmp_path / "model.safetensors").items()}
     name = f"model.layers.1.self_attn.k_proj.{part}"
@@ -239,7 +239,7 @@ def test_gptqs_tensors_that_do_not_fit_are_named(tmp_path, part, change, named):
 
 @pytest.mark.parametrize(("change", "named"), [("lost", "weight_scale"), ("shape", "is [8, "), ("zeros", "zero points")])
 def test_rounded_tensors_that_do_not_fit_are_named(tmp_path, change, named):
-    tiny_models.build(tmp_path, **ROUNDED_SIZES)
+    tiny_models.write(tmp_path, **ROUNDED_SIZES)
     compress(tmp_path, "int4-g32")
     tensors = {n: np.asarray(t) for n, t in load_file(tmp_path / "model.safetensors").items()}
     stem = "model.layers.1.mlp.down_proj"
@@ -256,7 +256,7 @@ def test_rounded_tensors_that_do_not_fit_are_named(tmp_path, change, named):
 
 
 def test_a_number_of_threads_that_was_asked_for_is_kept(tmp_path):
-    tiny_models.build(tmp_path)
+    tiny_models.write(tmp_path)
     for number in (None, 2):
         with LLM(str(tmp_path), skip_tokenizer_init=True, **{**SIZES, "num_threads": number}) as llm:
             runner = llm.core.executor.runner
@@ -266,7 +266,7 @@ def test_a_number_of_threads_that_was_asked_for_is_kept(tmp_path):
 @pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}], ids=str)
 def test_answers_do_not_depend_on_how_many_threads_work(tmp_path, monkeypatch, settings):
     """Bit by bit, with a number that changes after every decode."""
-    tiny_models.build(tmp_path, hidden_size=64)
+    tiny_models.write(tmp_path, hidden_size=64)
     changes = []
 
     def note(self, num_tokens, seconds):
@@ -350,8 +350,8 @@ def test_encoder_decoders_give_torchs_answers(tmp_path, monkeypatch, family, set
 def test_an_encoder_decoder_needs_no_torch(tmp_path):
     tiny_models.build_t5(tmp_path)
     tiny_models.write_tokenizer(tmp_path)
-    answer = python(WITHOUT_TORCH, "run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu")
-    assert json.loads(answer)["text"] is not None
+    answer = told_without_torch("run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu")
+    assert answer["text"] is not None
 
 
 # --- Caches, grammars -----------------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def test_an_encoder_decoder_needs_no_torch(tmp_path):
 
 def test_an_8_bit_cache(tmp_path):
     """Its scales come of random text, which NumPy draws otherwise than torch: the answers are near, not equal."""
-    tiny_models.build(tmp_path)
+    tiny_models.write(tmp_path)
     with LLM(str(tmp_path), skip_tokenizer_init=True, kv_cache_dtype="int8", **SIZES) as llm:
         assert type(llm.core.executor.runner) is HostRunner
         assert all(layer.k.dtype == np.int8 for layer in llm.core.executor.runner.kv)
@@ -371,7 +371,7 @@ def test_an_8_bit_cache(tmp_path):
 
 
 def test_prefixes_grammars_and_choices(tmp_path, monkeypatch):
-    tiny_models.build_with_tokenizer(tmp_path)
+    tiny_models.write_with_tokenizer(tmp_path)
     grammar = SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[ab]{3}"))
     several = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=5)
     found = []
@@ -394,19 +394,17 @@ def python(program, *arguments):
     return done.stdout
 
 
-WITHOUT_TORCH = """
-import sys
-sys.modules["torch"] = None  # an import of it fails, as where it is not installed
-from slipstream.cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
+def told_without_torch(*words):
+    done = without_torch.run(*words)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("more", [[], ["--speculative-model", "ngram"], ["--load-format", "dummy"], ["--quantization", "int4"]])
 def test_run_needs_no_torch(tmp_path, more):
-    tiny_models.build_with_tokenizer(tmp_path, hidden_size=128, intermediate_size=128)
-    answer = python(WITHOUT_TORCH, "run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu", *more)
-    assert json.loads(answer)["text"] is not None
+    tiny_models.write_with_tokenizer(tmp_path, hidden_size=128, intermediate_size=128)
+    answer = told_without_torch("run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu", *more)
+    assert answer["text"] is not None
 
 
 def test_a_gpu_that_is_not_there_comes_before_torch_that_is_not(tmp_path):
@@ -420,33 +418,33 @@ def test_a_gpu_that_is_not_there_comes_before_torch_that_is_not(tmp_path):
 
 
 def test_gptqs_weights_need_no_torch(tmp_path):
-    tiny_models.build_with_tokenizer(tmp_path, **ROUNDED_SIZES)
+    tiny_models.write_with_tokenizer(tmp_path, **ROUNDED_SIZES)
     compress_gptq(tmp_path)
-    answer = python(WITHOUT_TORCH, "run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu")
-    assert json.loads(answer)["text"] is not None
+    answer = told_without_torch("run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu")
+    assert answer["text"] is not None
 
 
 def test_an_encoder_needs_no_torch(tiny_encoder):
-    answer = python(WITHOUT_TORCH, "embed", str(tiny_encoder), "hello", "a b c", "--json", "--device", "cpu")
-    assert len(json.loads(answer)["embeddings"]) == 2
+    answer = told_without_torch("embed", str(tiny_encoder), "hello", "a b c", "--json", "--device", "cpu")
+    assert len(answer["embeddings"]) == 2
 
 
 def test_a_draft_model_needs_no_torch(tmp_path):
-    tiny_models.build_with_tokenizer(tmp_path)
+    tiny_models.write_with_tokenizer(tmp_path)
     more = ["--speculative-model", str(tmp_path), "--num-speculative-tokens", "2"]
-    answer = python(WITHOUT_TORCH, "run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu", *more)
-    assert json.loads(answer)["text"] is not None
+    answer = told_without_torch("run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu", *more)
+    assert answer["text"] is not None
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle31"])
 def test_a_draft_head_needs_no_torch(tmp_path, kind):
-    tiny_models.build_with_tokenizer(tmp_path / "model", num_hidden_layers=6)
+    tiny_models.write_with_tokenizer(tmp_path / "model", num_hidden_layers=6)
     method, write = draft_heads.BY_KIND[kind]
     write(tmp_path / "head")
     given = json.dumps({"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": 2})
     more = ["--speculative-config", given, "--max-tokens", "4", "--json", "--device", "cpu"]
-    answer = python(WITHOUT_TORCH, "run", str(tmp_path / "model"), "hello", *more)
-    assert json.loads(answer)["text"] is not None
+    answer = told_without_torch("run", str(tmp_path / "model"), "hello", *more)
+    assert answer["text"] is not None
 
 
 @pytest.mark.parametrize("what", ["draft", "rounded", "family", "pictures"])
@@ -456,16 +454,15 @@ def test_what_needs_torch_says_how_to_get_it(tmp_path, what):
         vision_models.build_vision(tmp_path, "gemma3")
         vision_models.write_tokenizer(tmp_path, "gemma3")
     else:
-        tiny_models.build_with_tokenizer(tmp_path, **({"family": "olmo2"} if what == "family" else {}))
+        tiny_models.write_with_tokenizer(tmp_path, **({"family": "olmo2"} if what == "family" else {}))
     if what == "draft":  # whose own model torch runs
-        tiny_models.build(tmp_path / "drafts", "olmo2")
+        tiny_models.write(tmp_path / "drafts", "olmo2")
         more = ["--speculative-model", str(tmp_path / "drafts")]
     if what == "rounded":
         config = json.loads((tmp_path / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "mxfp4"}
         (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-c", WITHOUT_TORCH, "run", str(tmp_path), "hello", "--device", "cpu", *more]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = without_torch.run("run", str(tmp_path), "hello", "--device", "cpu", *more)
     assert done.returncode != 0
     assert "slipstream[torch]" in done.stderr
     assert named in done.stderr
@@ -505,6 +502,6 @@ main(["serve", sys.argv[1], "--port", str(port), "--device", "cpu", "--served-mo
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_servers_processes_load_no_torch(tmp_path):
-    tiny_models.build_with_tokenizer(tmp_path)
+    tiny_models.write_with_tokenizer(tmp_path)
     *_, last = python(SERVED, str(tmp_path), str(free_port())).splitlines()
     assert last == "4 3 True 2 False"

@@ -69,7 +69,7 @@ def test_a_request_that_is_cancelled_between_two_steps(pipeline, wanted):
 @pytest.mark.usefixtures("forked_ranks")
 def test_uneven_stages_with_tensor_parallelism_and_speculation(tmp_path, monkeypatch):
     monkeypatch.setattr(process_executor, "available_cores", lambda: 4)  # they share what there is
-    tiny_models.build_with_tokenizer(tmp_path, num_hidden_layers=3, max_position_embeddings=1024)
+    tiny_models.write_with_tokenizer(tmp_path, num_hidden_layers=3, max_position_embeddings=1024)
     how = dict(pipeline_parallel_size=2, pipeline_layers="2,1", tensor_parallel_size=2)
     with LLM(str(tmp_path), **SETTINGS) as llm:
         wanted = answers(llm)

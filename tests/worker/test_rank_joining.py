@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from slipstream.errors import ConfigError, EngineError
 from slipstream.worker import process_executor, rank_joining
 from slipstream.worker.rank_joining import accept_ranks, join, parse_address
 from slipstream.worker.rank_messages import Join, Refused
+from tests import forked_ranks
 from tests.waiting import PATIENCE_S, free_port, wait_for
 from tests.worker.test_ranks import PROMPTS, SETTINGS
 
@@ -73,8 +75,9 @@ def test_a_rank_of_another_host_takes_part(tiny_model, address, start):
     assert other.wait(PATIENCE_S) == 0  # it ends with the executor
 
 
-def test_a_rank_of_another_host_that_is_gone_ends_all(tiny_model, address, start):
-    other = start(address)
+def test_a_rank_of_another_host_that_is_gone_ends_all(tiny_model, address):
+    command = [sys.executable, "-m", "slipstream.worker.rank_process", "--join", address]
+    other = forked_ranks.Popen(command, stdin=subprocess.PIPE, pass_fds=(), env=dict(os.environ))
     with LLM(str(tiny_model), pipeline_parallel_size=2, rank_address=address, local_ranks=1, **SETTINGS) as llm:
         other.kill()
         with pytest.raises(EngineError, match=r"rank 1 at 127.0.0.1:\d+ is gone"):

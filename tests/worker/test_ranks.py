@@ -16,6 +16,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.types import StructuredOutputsParams
+from tests import forked_ranks
 from tests.waiting import PATIENCE_S, wait_for
 
 SETTINGS = dict(device="cpu", dtype="float32", max_model_len=256, kv_cache_bytes=4 * 2**20, max_num_batched_tokens=64)
@@ -157,15 +158,17 @@ def test_a_rank_that_is_killed_ends_all_with_its_reason(tiny_model, victim):
 
 
 def test_no_rank_outlives_a_process_that_is_killed(tiny_model):
+    forks = forked_ranks.parent().fileno()  # ranks of the program are forks, too
     program = (
-        "import sys; from slipstream import LLM\n"
+        "import socket, sys; from slipstream import LLM; from tests import forked_ranks\n"
+        "forked_ranks.take_from(socket.socket(fileno=int(sys.argv[2])))\n"
         "llm = LLM(sys.argv[1], device='cpu', tensor_parallel_size=2, max_model_len=64, kv_cache_bytes=2**20)\n"
         "print(*(r.process.pid for r in llm.core.executor._ranks), flush=True)\n"
         "sys.stdin.read()\n"
     )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", program, str(tiny_model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", program, str(tiny_model), str(forks)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    parent = subprocess.Popen(command, **pipes, pass_fds=[forks], text=True)
     ids = [int(n) for n in parent.stdout.readline().split()]
     assert len(ids) == 2
     parent.kill()

@@ -77,7 +77,7 @@ def test_an_encoder_is_refused(tmp_path, given):
 
 def test_the_account_of_latents(tmp_path, given):
     """A cached row is read once, as key and as value; what is multiplied head by head is read whole."""
-    tiny_models.build(tmp_path, "deepseek_v2")
+    tiny_models.write(tmp_path, "deepseek_v2")
     with LLM(str(tmp_path), dtype="bfloat16", num_threads=1, max_model_len=64, skip_tokenizer_init=True) as llm:
         (decode, _) = measure_roofline(llm.core.executor.runner, batch_sizes=[3], prompt=16, context=32).steps
         spec = llm.core.executor.runner.model.spec

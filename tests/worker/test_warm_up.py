@@ -20,7 +20,7 @@ SIZES = dict(device="cpu", dtype="float32", skip_tokenizer_init=True, block_size
     [("llama", None), ("gemma3_text", None), ("mixtral", None), ("llama", "draft"), ("mixtral", "ngram")],
 )
 def test_warm_up_leaves_nothing_behind(tmp_path, monkeypatch, family, method):
-    tiny_models.build(tmp_path, family)
+    tiny_models.write(tmp_path, family)
     config = {"method": method, "num_speculative_tokens": 2} if method else None
     if method == "draft":
         config["model"] = str(tmp_path)
@@ -45,7 +45,7 @@ def test_warm_up_leaves_nothing_behind(tmp_path, monkeypatch, family, method):
 
 @pytest.mark.parametrize("method", ["eagle3", "dflash", "medusa"])
 def test_heads_draft_before_the_first_request(tmp_path, monkeypatch, method):
-    tiny_models.build(tmp_path / "model", "llama", num_hidden_layers=6)
+    tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     draft_heads.BY_METHOD[method](tmp_path / "head")
     config = {"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -64,7 +64,7 @@ def test_heads_draft_before_the_first_request(tmp_path, monkeypatch, method):
 
 
 def test_nothing_is_run_where_nothing_is_compiled(tmp_path, monkeypatch):
-    tiny_models.build(tmp_path, "llama")
+    tiny_models.write(tmp_path, "llama")
     with LLM(str(tmp_path), num_threads=1, **SIZES) as llm:
         runner = llm.core.executor.runner
         monkeypatch.setattr(type(runner), "launch", lambda *given: pytest.fail("a step was launched"))

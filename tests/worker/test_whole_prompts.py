@@ -30,7 +30,7 @@ def prompt(length, seed=0):
 
 def test_steps_that_begin_their_prompts(tmp_path, monkeypatch):
     """Of a prompt in chunks the first; not what stands behind a prefix hit; all of a step's prompts or none."""
-    tiny_models.build(tmp_path, "deepseek_v2")
+    tiny_models.write(tmp_path, "deepseek_v2")
     seen = []
 
     def watched(table, plan):
@@ -73,7 +73,7 @@ def test_either_kind_of_prompt_is_measured(tmp_path, monkeypatch):
             return super().mla_attention(q, row, kv, meta, params)
 
     monkeypatch.setattr(model_runner, "select_ops", lambda *_, **__: Watched())
-    tiny_models.build(tmp_path, "deepseek_v2")
+    tiny_models.write(tmp_path, "deepseek_v2")
     with LLM(str(tmp_path), **SETTINGS) as llm:
         steps = [(64, False), (64, True)]
         assert asked == [step for step in steps for _ in range(llm.core.executor.runner.model.spec.num_layers)]

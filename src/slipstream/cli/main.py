@@ -11,7 +11,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from slipstream import __version__
@@ -126,12 +126,14 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
-def build_parser() -> Parser:
+def build_parser(verbs: Iterable[str] = VERBS) -> Parser:
+    """With these verbs. argparse looks for translations of each one's help on the disk."""
     parser = Parser(prog="slipstream", description=ABOUT, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
     parser.add_argument("--debug", action="store_true", help="on an error, show the traceback")
     sub = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb, (module, text) in VERBS.items():
+    for verb in verbs:
+        module, text = VERBS[verb]
         sub.add_parser(verb, module=module, help=text)
     return parser
 
@@ -144,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug, json = "--debug" in options, "--json" in options
     words = [*(w for w in options if w != "--debug"), *words[len(options) :]]
     try:
-        args = build_parser().parse_args(words)
+        args = build_parser(words[:1] if words and words[0] in VERBS else VERBS).parse_args(words)
         from slipstream.plan.hardware import bound_spinning
 
         bound_spinning()  # before torch loads

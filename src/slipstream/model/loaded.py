@@ -130,12 +130,17 @@ def _check_scheme(spec: ModelSpec, scheme: Scheme, ops: OpSet | HostOps) -> None
                 )
 
 
+_ATOMS = frozenset((type(None), bool, int, float, str))
+
+
 def _contents(*values: object) -> Iterator[object]:
-    """Everything that the values hold, inside out or not. What has parts comes once."""
+    """Everything that the values hold, inside out or not, but numbers and texts. What has parts comes once."""
     waiting: list[object] = [*values]
     seen: set[int] = set()
     while waiting:
         value = waiting.pop()
+        if type(value) in _ATOMS:  # most of them
+            continue
         yield value
         if id(value) in seen:
             continue
