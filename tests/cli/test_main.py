@@ -109,8 +109,22 @@ def test_a_mistyped_option_gets_a_hint_and_is_never_guessed(capsys):
 def test_a_misspelt_argument_is_answered_with_the_likely_one(capsys, words, meant):
     assert main(words) == 2
     assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
-    assert main(["frobnicate"]) == 2
+
+
+@pytest.mark.parametrize("words", [["frobnicate"], ["run", "x", "--n", "2"]])
+def test_what_is_like_nothing_gets_no_hint(capsys, words):
+    assert main(words) == 2
     assert "did you mean" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["bench", "serve"], ["bench", "latency"], ["compress-prompt"], ["serve"]])
+def test_the_usage_of_many_options_is_a_line(capsys, words):
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    usage, *more = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert usage.endswith(" [options]")
+    assert usage.count("TEXT") <= 1
+    assert not more
 
 
 def test_an_option_that_is_not_missed_is_answered_with_why(capsys):
@@ -157,7 +171,7 @@ def test_usage_errors(capsys, words):
     [
         (["run", "x", "--no-such-option"], "slipstream run"),
         (["serve", "smollm2", "more"], "slipstream serve"),
-        (["bench", "latency", "x", "-n", "5"], "slipstream bench latency"),
+        (["bench", "latency", "x", "-n", "5"], "slipstream bench latency model"),
         (["--no-such-option", "run", "x"], "slipstream"),
     ],
 )

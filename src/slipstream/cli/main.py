@@ -76,10 +76,10 @@ class Parser(argparse.ArgumentParser):
             if hasattr(verb, "run"):  # else each kind of the verb sets its own handler
                 self.set_defaults(handler=verb.run)
             verb.add_arguments(self)
-            if self.usage is None and sum(bool(action.option_strings) for action in self._actions) > MANY_OPTIONS:
-                words = self._get_formatter()
-                words.add_usage(None, self._get_positional_actions(), [])
-                self.usage = words.format_help().removeprefix("usage: ").strip() + " [options]"
+        if self.usage is None and sum(bool(action.option_strings) for action in self._actions) > MANY_OPTIONS:
+            words = self._get_formatter()
+            words.add_usage(None, self._get_positional_actions(), [])
+            self.usage = words.format_help().removeprefix("usage: ").strip() + " [options]"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Refuse what a verb does not know with that verb's usage; argparse would leave it to the parser above."""
@@ -113,7 +113,8 @@ class Parser(argparse.ArgumentParser):
         else:
             words = re.findall(r"invalid choice: '(.*)' \(choose from", message)
             known = set(re.findall(r"[\w.:-]+", message.partition("(choose from")[2]))
-        near = [found for word in words for found in difflib.get_close_matches(word, sorted(known), n=1)]
+        bare = {option.removeprefix("--"): option for option in sorted(known)}  # the dashes are alike in all
+        near = [bare[found] for word in words for found in difflib.get_close_matches(word.removeprefix("--"), bare, n=1)]
         return f"; did you mean {', '.join(near)}?" if near else ""
 
     def _all_options(self) -> set[str]:
