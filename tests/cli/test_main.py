@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
 import json
 import os
 import subprocess
@@ -12,6 +14,7 @@ import pytest
 from slipstream import __version__, errors
 from slipstream.cli import main as cli
 from slipstream.cli.main import main
+from slipstream.cli.measurements import deliver
 
 
 @pytest.fixture
@@ -64,6 +67,39 @@ def test_exit_codes(fails_with, capsys, error, code):
     told = json.loads(capsys.readouterr().out)["error"]
     assert told["type"] == type(error).__name__
     assert told["field"] == getattr(error, "field", None)
+
+
+def _safetensors_error(text):
+    return type("SafetensorError", (Exception,), {})(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "a file could not be written: No space left on device"),
+        (OSError(errno.EROFS, "Read-only file system", "out/x"), "out/x: Read-only file system"),
+        (PermissionError(errno.EACCES, "Permission denied", "from", None, "to"), "to: Permission denied"),
+        (_safetensors_error("I/O error: full (os error 28)"), "a file could not be written: No space left on device"),
+    ],
+)
+def test_what_a_disk_refuses_is_no_internal_error(fails_with, capsys, error, told):
+    fails_with(error)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == f"slipstream: {told}\n"
+
+
+@pytest.mark.parametrize("error", [OSError("of no number"), OSError(errno.EBADF, "x"), _safetensors_error("header too large")])
+def test_other_errors_of_files_are_internal(fails_with, capsys, error):
+    fails_with(error)
+    assert main(["doctor"]) == 1
+    assert "internal error" in capsys.readouterr().err
+
+
+def test_a_result_that_cannot_be_written_is_one_json_object(capsys):
+    given = argparse.Namespace(json=True, output="/dev/full")
+    with pytest.raises(errors.ConfigError, match="cannot write /dev/full: No space left"):
+        deliver(given, {"a": 1})
+    assert capsys.readouterr().out == ""  # the error will be the object
 
 
 def test_notes_are_told(fails_with, capsys):

@@ -170,6 +170,11 @@ def report(error: Exception, *, json: bool, debug: bool) -> int:
     """One clear line on standard error (with --json also an object on standard output); the exit code."""
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         error = ConfigError("this needs torch: pip install 'slipstream[torch]' (on a GPU 'slipstream[gpu]')")
+    elif not isinstance(error, SlipstreamError):
+        from slipstream.files import disk_refusal
+
+        if (refused := disk_refusal(error)) is not None:
+            error = ConfigError(refused)
     known = isinstance(error, SlipstreamError)
     message = str(error) if known else f"internal error: {type(error).__name__}: {error} (--debug shows where)"
     if debug:
