@@ -179,7 +179,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for, unless there is a keys_file
     keys_file: str | None = None  # of `slipstream keys`
     max_concurrent_requests: int = 4096  # beyond it: 429; the engine's own queue limit is EngineArgs.max_queue
-    max_choices_per_request: int = 1024  # prompts times n, or texts to embed or to rerank
+    max_choices_per_request: int = 2048  # prompts times n, or texts to embed or to rerank
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0  # for a client that sends its body slowly
     drain_timeout_s: float = 30.0
