@@ -140,6 +140,8 @@ def test_a_mistyped_option_gets_a_hint_and_is_never_guessed(capsys):
         (["info", "x", "--max-model-length", "5"], "--max-model-len"),
         (["serve", "x", "--swap-space", "4"], "--kv-host-bytes"),
         (["chat", "--n-ctx=4096"], "--max-model-len"),
+        (["serve", "x", "-c", "4096"], "--max-model-len"),
+        (["serve", "x", "--draft-model", "y"], "--speculative-model"),
     ],
 )
 def test_a_misspelt_argument_is_answered_with_the_likely_one(capsys, words, meant):
@@ -163,9 +165,20 @@ def test_the_usage_of_many_options_is_a_line(capsys, words):
     assert not more
 
 
-def test_an_option_that_is_not_missed_is_answered_with_why(capsys):
-    assert main(["serve", "x", "--trust-remote-code"]) == 2
-    assert capsys.readouterr().err.endswith("--trust-remote-code; leave it out: a checkpoint's own code is never run\n")
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--trust-remote-code"], "--trust-remote-code; leave it out: a checkpoint's own code is never run"),
+        (["-ngl", "99"], "-ngl 99; leave it out: a GPU holds all layers, but those of cpu_layers"),
+        (["--data-parallel-size", "2"], "2; `slipstream fleet` makes one of several replicas (docs/fleet.md)"),
+        (["-m", "y"], "-m y; the model stands without it: slipstream serve MODEL"),
+        (["--model=y"], "--model=y; the model stands without it: slipstream serve MODEL"),
+        (["--enable-prefix-caching=true"], "ignored explicit argument 'true'; it takes no value"),
+    ],
+)
+def test_an_option_that_is_not_missed_is_answered_with_why(capsys, words, told):
+    assert main(["serve", "x", *words]) == 2
+    assert capsys.readouterr().err.endswith(f"{told}\n")
 
 
 def test_every_verb_is_listed_with_its_file():

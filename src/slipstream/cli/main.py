@@ -46,6 +46,9 @@ VERBS = {  # the verb: its file, and its line of the help
 MANY_OPTIONS = 12
 """With more of them the usage names none: the help has them under headings."""
 
+SHORT = {"-m": "--model", "-c": "--ctx-size", "-t": "--threads", "-np": "--parallel", "-ngl": "--n-gpu-layers", "-tp": "--tp"}
+"""Options of llama.cpp and SGLang that have a letter or two."""
+
 OK, FAILED, USAGE, MODEL, INTERRUPTED = 0, 1, 2, 3, 130
 ABOUT = "Compress, run, serve, measure and plan large language models."
 
@@ -104,12 +107,16 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments"):
             from slipstream.arguments import NEEDLESS, SETTINGS
 
-            words, known = re.findall(r"--[\w-]+", message), self._all_options()
+            words, known = [SHORT.get(w, w) for w in re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", message)], self._all_options()
+            if "--model" in words:  # the verbs that know this option take several words
+                return f"; the model stands without it: {self.prog} MODEL"
             others = {f"--{name}".replace("_", "-"): f"--{ours}".replace("_", "-") for name, ours in SETTINGS.items()}
             reasons = {f"--{name}".replace("_", "-"): reason for name, reason in NEEDLESS.items()}
             if "--max-model-len" in known and (needless := [reasons[word] for word in words if word in reasons]):
                 return f"; {needless[0]}"
             words = [others[word] if others.get(word) in known else word for word in words]
+        elif "ignored explicit argument" in message:
+            return "; it takes no value"
         else:
             words = re.findall(r"invalid choice: '(.*)' \(choose from", message)
             known = set(re.findall(r"[\w.:-]+", message.partition("(choose from")[2]))
