@@ -95,11 +95,18 @@ def test_a_cache_folder_that_can_not_be_used(tmp_path, pulls):
     assert caught.value.field == "download_dir"
 
 
-def test_pip_that_fails_says_what_to_do(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("ERROR: no network", r"no network.*Check the network"),
+        ("ERROR: Exception:\\nOSError: [Errno 28] No space left on device", "No space left on device; make room there"),
+    ],
+)
+def test_pip_that_fails_says_what_to_do(monkeypatch, tmp_path, said, told):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    (tmp_path / "python").write_text("#!/bin/sh\necho 'ERROR: no network' >&2\nexit 1\n")
+    (tmp_path / "python").write_text(f"#!/bin/sh\nprintf '{said}\\n' >&2\nexit 1\n")
     (tmp_path / "python").chmod(0o755)
-    with pytest.raises(DownloadError, match=r"no network.*Check the network"):
+    with pytest.raises(DownloadError, match=told):
         resolve_model("smollm2", download_dir=str(tmp_path / "d"))
 
 

@@ -32,9 +32,23 @@ SETTINGS = {
     "device_map": "device",
     "torch_dtype": "dtype",
     "n_ctx": "max_model_len",
+    "ctx_size": "max_model_len",
+    "context_length": "max_model_len",
+    "max_total_tokens": "max_model_len",
+    "max_seq_len": "max_model_len",
     "n_threads": "num_threads",
+    "threads": "num_threads",
+    "parallel": "max_num_seqs",
+    "quantize": "quantization",
+    "num_shard": "tensor_parallel_size",
+    "tp_size": "tensor_parallel_size",
+    "tp": "tensor_parallel_size",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "draft_model": "speculative_model",
+    "model_draft": "speculative_model",
+    "limit_mm_per_prompt": "max_images",
 }
-"""The same of settings, also llama-cpp-python's. On the command line they are options."""
+"""The same of settings, also llama.cpp's, SGLang's and text-generation-inference's. On the command line they are options."""
 
 VALUES = {
     "fp16": "float16",
@@ -46,12 +60,36 @@ VALUES = {
 }
 """Values of settings that other engines know, and what they are here."""
 
+_READ = "leave it out: what the model does is read from its files, and each gives vectors"
+_CONFIG = "leave it out: the model's config.json has it"
+_GENERATION = "leave it out: the model's generation_config.json has it, and a request's own fields go first"
+
 NEEDLESS = {
     "trust_remote_code": "leave it out: a checkpoint's own code is never run",
     "distributed_executor_backend": "leave it out: ranks are processes (docs/parallelism.md)",
     "disable_log_requests": "leave it out: the log has a line a request, without its texts",
+    "enable_auto_tool_choice": "leave it out: calls are read wherever the chat template knows tools",
+    "chat_template": "lay it into the model's folder as chat_template.jinja, or give it to LLM.chat",
+    "task": _READ,
+    "runner": _READ,
+    "embedding": _READ,
+    "embeddings": _READ,
+    "reranking": _READ,
+    "rope_scaling": _CONFIG,
+    "hf_overrides": _CONFIG,
+    "tokenizer_mode": "leave it out: the tokenizer is the checkpoint's",
+    "generation_config": _GENERATION,
+    "override_generation_config": _GENERATION,
+    "compilation_config": "leave it out: enforce_eager turns CUDA graphs off",
+    "guided_decoding_backend": "leave it out: grammars are llguidance's",
+    "max_logprobs": "leave it out: a request may have 20",
+    "data_parallel_size": "`slipstream fleet` makes one of several replicas (docs/fleet.md)",
+    "n_gpu_layers": "leave it out: a GPU holds all layers, but those of cpu_layers",
+    "gpu_layers": "leave it out: a GPU holds all layers, but those of cpu_layers",
+    "flash_attn": "leave it out: attention never holds its whole matrix",
+    "mmproj": "leave it out: image encoders are read from safetensors",
 }
-"""Settings of vLLM that are not missed here, and why."""
+"""Settings of other engines that are not missed here, and why."""
 
 
 def suggesting(function: Callable[P, R], what: str = "argument") -> Callable[P, R]:

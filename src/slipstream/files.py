@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from slipstream.errors import ConfigError
+
 MOST_YAML_VALUES = 100_000
+
+REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM})
+"""Of a disk that is full, read-only, or another user's."""
+
+
+@contextmanager
+def writing(path: str | Path, field: str) -> Iterator[None]:
+    """ConfigError, about the setting that named `path`, if nothing can be written there."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}", field=field) from None
+
+
+def disk_refusal(error: Exception) -> str | None:
+    """What a disk refused, with the file where that is known. None: the error is another. The writer of safetensors has an
+    error of its own, which quotes the system's number."""
+    if isinstance(error, OSError):
+        number, named = error.errno, error.filename2 or error.filename
+    else:
+        quoted = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
+        number, named = int(quoted[1]) if quoted else None, None
+    if number not in REFUSALS:
+        return None
+    return f"{named or 'a file could not be written'}: {os.strerror(number)}"
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

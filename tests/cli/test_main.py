@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
 import json
 import os
 import subprocess
@@ -12,6 +14,7 @@ import pytest
 from slipstream import __version__, errors
 from slipstream.cli import main as cli
 from slipstream.cli.main import main
+from slipstream.cli.measurements import deliver
 
 
 @pytest.fixture
@@ -66,6 +69,39 @@ def test_exit_codes(fails_with, capsys, error, code):
     assert told["field"] == getattr(error, "field", None)
 
 
+def _safetensors_error(text):
+    return type("SafetensorError", (Exception,), {})(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "a file could not be written: No space left on device"),
+        (OSError(errno.EROFS, "Read-only file system", "out/x"), "out/x: Read-only file system"),
+        (PermissionError(errno.EACCES, "Permission denied", "from", None, "to"), "to: Permission denied"),
+        (_safetensors_error("I/O error: full (os error 28)"), "a file could not be written: No space left on device"),
+    ],
+)
+def test_what_a_disk_refuses_is_no_internal_error(fails_with, capsys, error, told):
+    fails_with(error)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == f"slipstream: {told}\n"
+
+
+@pytest.mark.parametrize("error", [OSError("of no number"), OSError(errno.EBADF, "x"), _safetensors_error("header too large")])
+def test_other_errors_of_files_are_internal(fails_with, capsys, error):
+    fails_with(error)
+    assert main(["doctor"]) == 1
+    assert "internal error" in capsys.readouterr().err
+
+
+def test_a_result_that_cannot_be_written_is_one_json_object(capsys):
+    given = argparse.Namespace(json=True, output="/dev/full")
+    with pytest.raises(errors.ConfigError, match="cannot write /dev/full: No space left"):
+        deliver(given, {"a": 1})
+    assert capsys.readouterr().out == ""  # the error will be the object
+
+
 def test_notes_are_told(fails_with, capsys):
     error = errors.RequestError("too long")
     error.add_note("in prompt 3 of 5")
@@ -104,18 +140,45 @@ def test_a_mistyped_option_gets_a_hint_and_is_never_guessed(capsys):
         (["info", "x", "--max-model-length", "5"], "--max-model-len"),
         (["serve", "x", "--swap-space", "4"], "--kv-host-bytes"),
         (["chat", "--n-ctx=4096"], "--max-model-len"),
+        (["serve", "x", "-c", "4096"], "--max-model-len"),
+        (["serve", "x", "--draft-model", "y"], "--speculative-model"),
     ],
 )
 def test_a_misspelt_argument_is_answered_with_the_likely_one(capsys, words, meant):
     assert main(words) == 2
     assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
-    assert main(["frobnicate"]) == 2
+
+
+@pytest.mark.parametrize("words", [["frobnicate"], ["run", "x", "--n", "2"]])
+def test_what_is_like_nothing_gets_no_hint(capsys, words):
+    assert main(words) == 2
     assert "did you mean" not in capsys.readouterr().err
 
 
-def test_an_option_that_is_not_missed_is_answered_with_why(capsys):
-    assert main(["serve", "x", "--trust-remote-code"]) == 2
-    assert capsys.readouterr().err.endswith("--trust-remote-code; leave it out: a checkpoint's own code is never run\n")
+@pytest.mark.parametrize("words", [["bench", "serve"], ["bench", "latency"], ["compress-prompt"], ["serve"]])
+def test_the_usage_of_many_options_is_a_line(capsys, words):
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    usage, *more = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert usage.endswith(" [options]")
+    assert usage.count("TEXT") <= 1
+    assert not more
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--trust-remote-code"], "--trust-remote-code; leave it out: a checkpoint's own code is never run"),
+        (["-ngl", "99"], "-ngl 99; leave it out: a GPU holds all layers, but those of cpu_layers"),
+        (["--data-parallel-size", "2"], "2; `slipstream fleet` makes one of several replicas (docs/fleet.md)"),
+        (["-m", "y"], "-m y; the model stands without it: slipstream serve MODEL"),
+        (["--model=y"], "--model=y; the model stands without it: slipstream serve MODEL"),
+        (["--enable-prefix-caching=true"], "ignored explicit argument 'true'; it takes no value"),
+    ],
+)
+def test_an_option_that_is_not_missed_is_answered_with_why(capsys, words, told):
+    assert main(["serve", "x", *words]) == 2
+    assert capsys.readouterr().err.endswith(f"{told}\n")
 
 
 def test_every_verb_is_listed_with_its_file():
@@ -157,7 +220,7 @@ def test_usage_errors(capsys, words):
     [
         (["run", "x", "--no-such-option"], "slipstream run"),
         (["serve", "smollm2", "more"], "slipstream serve"),
-        (["bench", "latency", "x", "-n", "5"], "slipstream bench latency"),
+        (["bench", "latency", "x", "-n", "5"], "slipstream bench latency model"),
         (["--no-such-option", "run", "x"], "slipstream"),
     ],
 )

@@ -269,13 +269,49 @@ def test_requests_wait_for_a_place_on_the_host(made, tmp_path):
     assert "adapter_config.json" in ends["r1"][1]
 
 
+def asked(made, n, request_id, max_tokens=4, **more):
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    given = dict(prompt_token_ids=(5, 6, 7), sampling=sampling, max_tokens=max_tokens, lora=adapter(made, n))
+    return EngineRequest(request_id=request_id, **given, **more)
+
+
+def ends_of(core):
+    """The requests in the order in which they end."""
+    ends = []
+    while core.has_work:
+        ends += [o.request_id for o in core.step() if o.finish_reason]
+    return ends
+
+
+def test_a_request_without_a_place_outlives_a_full_queue(made):
+    """When its place is free, requests without adapters fill the queue; it waits on."""
+    core = make(made, max_loras=1, max_cpu_loras=1, max_num_seqs=1, max_queue=1).core
+    core.add([asked(made, 1, "runs")])
+    core.step()
+    core.add([asked(made, 2, "waits")])
+    core.add([asked(made, 0, "fills")])
+    assert sorted(ends_of(core)) == ["fills", "runs", "waits"]
+
+
+def test_those_with_a_place_go_before_one_without(made, monkeypatch):
+    """As many as the scheduler would let: then its turn comes. Choices go with their first."""
+    monkeypatch.setattr("slipstream.engine.engine_core.MOST_OVERTAKES", 2)
+    core = make(made, max_loras=1, max_cpu_loras=1).core
+    core.add([asked(made, 1, "a0", 8)])
+    core.add([asked(made, 2, "b0")])
+    core.add([asked(made, 1, "a1"), asked(made, 1, "a1.1", fork_of="a1")])
+    core.add([asked(made, 2, "b1"), asked(made, 1, "a2"), asked(made, 1, "a3")])
+    core.add([asked(made, 1, "a3.1", fork_of="a3")])
+    ends = ends_of(core)
+    assert set(ends[:4]) == {"a0", "a1", "a1.1", "a2"}
+    assert set(ends[4:6]) == {"b0", "b1"}
+    assert set(ends[6:]) == {"a3", "a3.1"}
+    assert core.stats().adapters.reads_total == 3
+
+
 def test_a_search_that_waits_for_a_place_is_cancelled(made):
     core = make(made, max_loras=1, max_cpu_loras=1).core
-    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    first = EngineRequest(
-        request_id="r", prompt_token_ids=(5, 6, 7), sampling=sampling, max_tokens=4, lora=adapter(made, 1)
-    )
-    core.add([first])
+    core.add([asked(made, 1, "r")])
     params = BeamSearchParams(beam_width=2, max_tokens=4)
     core.add_beams(BeamsRequest(request_id="b", prompt_token_ids=(5, 6, 7), params=params, lora=adapter(made, 2)))
     assert core.stats().num_waiting == 2

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from slipstream import LLM, SamplingParams
+from slipstream.cli.embed import cosine
 from slipstream.engine import pooled
 from slipstream.engine.texts import whole_numbers
 from slipstream.errors import CheckpointError, ConfigError, ContextLengthError, RequestError, UnsupportedModelError
@@ -248,6 +249,13 @@ def test_embeddings_rank_by_cosine(llm):
     for wrong in ({"documents": []}, {"documents": "the dog"}, {"documents": DOCUMENTS, "top_n": 0}):
         with pytest.raises(RequestError):
             llm.rerank("the cat", **wrong)
+
+
+def test_no_cosine_is_above_1(llm):
+    texts = [f"{a} {b}" for a in ("the", "a", "cat", "road", "on") for b in ("dog", "cat", "long", "?")]
+    assert all(1 - 1e-6 < s.score <= 1 for s in llm.score(texts, texts))
+    vectors = [list(map(float, o.embedding)) for o in llm.embed(texts)]
+    assert all(cosine(v, v) <= 1 for v in vectors)
 
 
 @pytest.mark.parametrize("probabilities", [True, False])

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from slipstream.arguments import NEEDLESS, SETTINGS
 from slipstream.config import EngineArgs
 from slipstream.errors import RequestError
@@ -102,6 +102,33 @@ def test_params_that_cannot_be_had(llm):
             tokens_of(llm, **wrong)
         assert caught.value.field == field
     assert tokens_of(llm, n=1, best_of=1, spaces_between_special_tokens=False) == tokens_of(llm)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "told"),
+    [
+        ("ignore_eos", "false", "must be True or False, got 'false'"),
+        ("skip_special_tokens", None, "must be True or False"),
+        ("structured_outputs", {"json": {}}, "must be a StructuredOutputsParams, got {'json'"),
+        ("stop_token_ids", 5, "must be a list, got 5"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name, wrong, told):
+    with pytest.raises(RequestError, match=f"{name} {told}") as caught:
+        SamplingParams(**{name: wrong})
+    assert caught.value.field == name
+
+
+def test_flags_of_forms_and_beams_are_no_texts():
+    with pytest.raises(RequestError, match="json_object must be True or False"):
+        StructuredOutputsParams(json_object="no")
+    with pytest.raises(RequestError, match="ignore_eos must be True or False"):
+        BeamSearchParams(beam_width=2, max_tokens=2, ignore_eos="no")
+
+
+def test_a_prompt_of_other_keys_is_answered_with_them(llm):
+    with pytest.raises(RequestError, match="got a dict of prompt, image"):
+        llm.generate({"prompt": "hello", "image": 1}, progress=False)
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,7 @@ def test_one_and_many(head_says, tmp_path, tiny, number, replica, request_):
         ({"tls": {"ca": "a", "cert": "b"}}, "tls", "there are ca, certificate, key"),
         ({"port": 9000, "grpc_port": 9000}, "grpc_port", "one of its own"),
         ({"audit_prompts": True}, "audit_log", "only with audit_log"),
+        ({"batch_beside": 1}, "batch_beside", "only with files_dir"),
     ],
 )
 def test_unknown_fields(tiny, change, field, said):

@@ -115,6 +115,12 @@ def test_too_long_is_cut_when_asked(server):
     assert answer.usage.prompt_tokens == 64
 
 
+def test_as_many_texts_as_openai_takes_are_taken(server):
+    with server.http() as http:
+        sent = {"model": "m", "input": ["the"] * 2048, "encoding_format": "base64"}
+        assert len(http.post("/v1/embeddings", json=sent).json()["data"]) == 2048
+
+
 def test_texts_are_limited_and_counted_as_choices_are(path):
     with start(path, served={"max_choices_per_request": 3}) as server, server.http() as http:
         rerank = {"model": "m", "query": "the cat"}

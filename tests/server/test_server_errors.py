@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import socket
@@ -37,6 +38,20 @@ def error_of(answer: httpx.Response) -> dict:
 
 
 @pytest.mark.parametrize(
+    ("coded", "told"),
+    [
+        (gzip.compress, "compressed"),
+        (lambda text: b"\xef\xbb\xbf" + text, "byte order mark"),
+        (lambda text: text.decode().encode("utf-16"), "UTF-16"),
+    ],
+)
+def test_a_body_in_another_coding_is_told_so(http, coded, told):
+    answer = http.post("/v1/completions", content=coded(json.dumps(COMPLETION).encode()))
+    assert answer.status_code == 400
+    assert told in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize(
     ("change", "param"),
     [
         ({"zap": 1}, "zap"),
@@ -54,7 +69,7 @@ def error_of(answer: httpx.Response) -> dict:
         ({"max_tokens": 10**30}, "max_tokens"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
-        ({"n": 100, "prompt": ["a"] * 11}, "n"),
+        ({"n": 100, "prompt": ["a"] * 21}, "n"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),

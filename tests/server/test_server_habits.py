@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from slipstream import __version__
 from slipstream.server import protocol
 from slipstream.server.errors import ApiError
-from slipstream.server.field_hints import allowed_values, likely_name
-from slipstream.server.protocol import ChatRequest, decode
+from slipstream.server.field_hints import OTHERS, allowed_values, likely_name
+from slipstream.server.protocol import ChatRequest, CompletionRequest, decode
 from tests.server.conftest import lines_of
 
 COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 4}
@@ -79,6 +80,7 @@ def test_refused_fields_are_in_the_log(serve, caplog):
 def test_a_misspelt_field_is_answered_with_the_likely_one(shared):
     with shared.http() as http:
         hints = {"temprature": "; did you mean temperature?", "max_token": "; did you mean max_tokens?", "zzz": ")"}
+        hints |= {"n_predict": "; here it is max_tokens", "do_sample": "; here it is temperature", "system": ")"}  # no messages
         for wrong, hint in hints.items():
             error = http.post("/v1/completions", json=COMPLETION | {wrong: 1}).json()["error"]
             assert error["message"].endswith(hint)
@@ -92,6 +94,7 @@ def test_a_misspelt_field_is_answered_with_the_likely_one(shared):
         ({"stream_options": {"include_usge": True}}, "(in stream_options.include_usge); did you mean include_usage?"),
         ({"messages": [{"role": "user", "contnt": "x"}]}, "(in messages[0].contnt); did you mean content?"),
         ({"tools": [{"type": "function", "function": {"nme": "f"}}]}, "(in tools[0].function.nme); did you mean name?"),
+        ({"system": "Be brief."}, "(in system); here it is messages"),
         ({"response_format": {"type": "json"}}, "(in response_format.type); it is one of json_object, json_schema, text"),
         ({"tools": [{"type": "web_search"}]}, "(in tools[0].type); it is function"),
     ],
@@ -101,6 +104,12 @@ def test_so_is_what_is_wrong_deeper_in_the_body(wrong, told):
     with pytest.raises(ApiError) as caught:
         decode(ChatRequest, json.dumps(body).encode())
     assert str(caught.value).endswith(told)
+
+
+def test_other_names_are_of_fields_that_are_there():
+    known = {f.encode_name for kind in (CompletionRequest, ChatRequest) for f in msgspec.structs.fields(kind)}
+    assert set(OTHERS.values()) <= known
+    assert not known & set(OTHERS)
 
 
 def test_every_body_can_be_asked_for_a_likely_name():

@@ -403,12 +403,23 @@ def test_one_log_line_a_request(serve, caplog, stream):
         ({"api_keys": ("",)}, "api_keys"),
         ({"served_model_names": ("",)}, "served_model_names"),
         ({"ssl_keyfile": "k"}, "ssl_certfile"),
+        ({"batch_beside": 2}, "batch_beside"),  # without files_dir
+        ({"max_file_bytes": 2}, "max_file_bytes"),
+        ({"cors_origins": ("https://a.example", "https://chat.example/")}, "cors_origins"),
+        ({"cors_origins": ("chat.example",)}, "cors_origins"),
+        ({"cors_origins": ("https://Chat.example",)}, "cors_origins"),
+        ({"cors_origins": ("https://chat.example:443",)}, "cors_origins"),
     ],
 )
 def test_bad_settings(settings, field):
     with pytest.raises(ConfigError) as caught:
         ServerSettings(**settings)
     assert caught.value.field == field
+
+
+def test_origins_as_browsers_send_them():
+    some = ("*", "null", "http://localhost:3000", "https://chat.example", "http://[::1]:8081", "app://obsidian.md")
+    assert ServerSettings(cors_origins=some).cors_origins == some
 
 
 def test_a_busy_port_and_a_bad_certificate_fail_early(tmp_path):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import LLM
 from slipstream.config import EngineArgs
+from slipstream.config.engine_folder import ENGINE_NAME
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.errors import CheckpointError, ConfigError, ModelError
 from slipstream.evals.scorer import Scorer
@@ -62,6 +63,15 @@ def test_the_same_model_gives_the_same(made):
     assert abs(found.kl_mean) < 1e-5
     assert found.top1_agreement == 1.0
     assert found.num_tokens == 48
+
+
+def test_an_engine_folder_of_a_gguf_file_has_its_canary(made, tmp_path):
+    """`optimize` puts it there. Of a GGUF file anywhere else nobody knows whose a canary beside it is."""
+    shutil.copy(made / CANARY_NAME, tmp_path)
+    (tmp_path / "model.gguf").touch()
+    assert read_canary(tmp_path / "model.gguf", tiny_models.VOCAB) is None
+    (tmp_path / ENGINE_NAME).touch()
+    assert read_canary(tmp_path / "model.gguf", tiny_models.VOCAB) == read_canary(made, tiny_models.VOCAB)
 
 
 def test_stored_values_are_the_models(made):

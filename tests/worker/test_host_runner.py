@@ -447,7 +447,7 @@ def test_a_draft_head_needs_no_torch(tmp_path, kind):
     assert answer["text"] is not None
 
 
-@pytest.mark.parametrize("what", ["draft", "rounded", "family", "pictures"])
+@pytest.mark.parametrize("what", ["draft", "rounded", "family", "pictures", "ranks"])
 def test_what_needs_torch_says_how_to_get_it(tmp_path, what):
     more, named = [], {"rounded": "mxfp4", "pictures": "max_images=0"}.get(what, "")
     if what == "pictures":
@@ -458,6 +458,8 @@ def test_what_needs_torch_says_how_to_get_it(tmp_path, what):
     if what == "draft":  # whose own model torch runs
         tiny_models.write(tmp_path / "drafts", "olmo2")
         more = ["--speculative-model", str(tmp_path / "drafts")]
+    if what == "ranks":  # before a process of theirs is started
+        more = ["--tensor-parallel-size", "2"]
     if what == "rounded":
         config = json.loads((tmp_path / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "mxfp4"}

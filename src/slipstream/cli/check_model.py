@@ -11,11 +11,12 @@ import argparse
 
 from slipstream.cli.console import phases, print_info, print_json
 from slipstream.cli.options import MODEL_HELP, add_output_options
+from slipstream.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=MODEL_HELP)
-    parser.add_argument("--num-tokens", type=int, default=64, metavar="N", help="length of the compared text (default: 64)")
+    parser.add_argument("--num-tokens", type=int, metavar="N", help="length of the compared text (default: 64)")
     parser.add_argument(
         "--tolerance", type=float, default=1e-4, metavar="X", help="largest |ours − theirs| / largest |theirs| (default: 1e-4)"
     )
@@ -43,8 +44,12 @@ def run(args: argparse.Namespace) -> int:
         is_rounded = description.quantization is not None or any(t.name in CPU_BLOCK_BYTES for t in description.stored)
         if kernels == "auto" and args.device == "cpu" and is_rounded:
             kernels = "reference"
+        num_tokens = min(64, spec.max_position) if args.num_tokens is None else args.num_tokens
+        if not 1 <= num_tokens <= spec.max_position:
+            message = f"num_tokens must be from 1 to the model's {spec.max_position}, got {num_tokens}"
+            raise ConfigError(message, field="num_tokens")
         rng = random.Random(args.seed)
-        tokens = [rng.randrange(spec.vocab_size) for _ in range(min(args.num_tokens, spec.max_position))]
+        tokens = [rng.randrange(spec.vocab_size) for _ in range(num_tokens)]
         phase("transformers")
         theirs = load_folder(path, "float32", spec.kind)
         phase("slipstream")

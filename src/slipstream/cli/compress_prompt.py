@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [MODEL] TEXT [options]"
     parser.add_argument("words", nargs="+", metavar="[MODEL] TEXT", help=f"MODEL: {MODEL_HELP}")
     parser.add_argument("--model", dest="model_option", metavar="MODEL", help="the same")
     parser.add_argument("--before", metavar="TEXT", default="", help="protected text before it, such as instructions")

@@ -27,15 +27,12 @@ def print_json(value: Any) -> None:
 
 def write_files(folder: Path, texts: Mapping[str, str]) -> None:
     """Write `texts` by their names; each file appears whole. ConfigError if the folder takes none."""
-    from slipstream.errors import ConfigError
-    from slipstream.files import write_whole
+    from slipstream.files import write_whole, writing
 
-    try:
+    with writing(folder, "dir"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             write_whole(folder / name, text)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}", field="dir") from None
 
 
 def say(text: str) -> None:

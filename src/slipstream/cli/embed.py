@@ -48,4 +48,4 @@ def run(args: argparse.Namespace) -> int:
 
 def cosine(a: list[float], b: list[float]) -> float:
     norms = sum(x * x for x in a) ** 0.5 * sum(y * y for y in b) ** 0.5
-    return sum(x * y for x, y in zip(a, b, strict=True)) / norms if norms else 0.0
+    return max(-1.0, min(1.0, sum(x * y for x, y in zip(a, b, strict=True)) / norms)) if norms else 0.0

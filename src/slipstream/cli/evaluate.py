@@ -17,6 +17,7 @@ from slipstream.cli.options import ENGINE_HELP, MODEL_HELP, add_engine_options, 
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.evals.text import TextSettings
+from slipstream.files import writing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -111,10 +112,8 @@ def _compare(args: argparse.Namespace, settings: TextSettings, twins: Mapping[st
 
     folder = None if args.report is None else Path(args.report).expanduser()
     if folder is not None:
-        try:
+        with writing(args.report, "report"):
             folder.mkdir(parents=True, exist_ok=True)  # now: what is measured takes a while
-        except OSError as error:
-            raise ConfigError(f"--report {args.report}: no folder can be made there: {error}", field="report") from error
     args_a = engine_args(args, model=args.a)
     with shown(Progress("report")) as progress:
         report = measure(
@@ -129,12 +128,13 @@ def _compare(args: argparse.Namespace, settings: TextSettings, twins: Mapping[st
             max_kl=args.max_kl,
             progress=progress.update,
         )
+    if not args.json:
+        _print(report)
     if folder is not None:
-        write_report(report, folder)
+        with writing(folder, "report"):
+            write_report(report, folder)
     if args.json:
         print_json(report.document)
-    else:
-        _print(report)
     if report.within_max_kl is False:
         say(f"slipstream: the mean KL of {report.divergence.kl.mean:.4g} nats is above --max-kl {args.max_kl:g}")
     return int(report.within_max_kl is False)

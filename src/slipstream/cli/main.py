@@ -46,6 +46,9 @@ VERBS = {  # the verb: its file, and its line of the help
 MANY_OPTIONS = 12
 """With more of them the usage names none: the help has them under headings."""
 
+SHORT = {"-m": "--model", "-c": "--ctx-size", "-t": "--threads", "-np": "--parallel", "-ngl": "--n-gpu-layers", "-tp": "--tp"}
+"""Options of llama.cpp and SGLang that have a letter or two."""
+
 OK, FAILED, USAGE, MODEL, INTERRUPTED = 0, 1, 2, 3, 130
 ABOUT = "Compress, run, serve, measure and plan large language models."
 
@@ -76,10 +79,10 @@ class Parser(argparse.ArgumentParser):
             if hasattr(verb, "run"):  # else each kind of the verb sets its own handler
                 self.set_defaults(handler=verb.run)
             verb.add_arguments(self)
-            if self.usage is None and sum(bool(action.option_strings) for action in self._actions) > MANY_OPTIONS:
-                words = self._get_formatter()
-                words.add_usage(None, self._get_positional_actions(), [])
-                self.usage = words.format_help().removeprefix("usage: ").strip() + " [options]"
+        if self.usage is None and sum(bool(action.option_strings) for action in self._actions) > MANY_OPTIONS:
+            words = self._get_formatter()
+            words.add_usage(None, self._get_positional_actions(), [])
+            self.usage = words.format_help().removeprefix("usage: ").strip() + " [options]"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Refuse what a verb does not know with that verb's usage; argparse would leave it to the parser above."""
@@ -104,16 +107,21 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments"):
             from slipstream.arguments import NEEDLESS, SETTINGS
 
-            words, known = re.findall(r"--[\w-]+", message), self._all_options()
+            words, known = [SHORT.get(w, w) for w in re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", message)], self._all_options()
+            if "--model" in words:  # the verbs that know this option take several words
+                return f"; the model stands without it: {self.prog} MODEL"
             others = {f"--{name}".replace("_", "-"): f"--{ours}".replace("_", "-") for name, ours in SETTINGS.items()}
             reasons = {f"--{name}".replace("_", "-"): reason for name, reason in NEEDLESS.items()}
             if "--max-model-len" in known and (needless := [reasons[word] for word in words if word in reasons]):
                 return f"; {needless[0]}"
             words = [others[word] if others.get(word) in known else word for word in words]
+        elif "ignored explicit argument" in message:
+            return "; it takes no value"
         else:
             words = re.findall(r"invalid choice: '(.*)' \(choose from", message)
             known = set(re.findall(r"[\w.:-]+", message.partition("(choose from")[2]))
-        near = [found for word in words for found in difflib.get_close_matches(word, sorted(known), n=1)]
+        bare = {option.removeprefix("--"): option for option in sorted(known)}  # the dashes are alike in all
+        near = [bare[found] for word in words for found in difflib.get_close_matches(word.removeprefix("--"), bare, n=1)]
         return f"; did you mean {', '.join(near)}?" if near else ""
 
     def _all_options(self) -> set[str]:
@@ -171,6 +179,11 @@ def report(error: Exception, *, json: bool, debug: bool) -> int:
     """One clear line on standard error (with --json also an object on standard output); the exit code."""
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         error = ConfigError("this needs torch: pip install 'slipstream[torch]' (on a GPU 'slipstream[gpu]')")
+    elif not isinstance(error, SlipstreamError):
+        from slipstream.files import disk_refusal
+
+        if (refused := disk_refusal(error)) is not None:
+            error = ConfigError(refused)
     known = isinstance(error, SlipstreamError)
     message = str(error) if known else f"internal error: {type(error).__name__}: {error} (--debug shows where)"
     if debug:

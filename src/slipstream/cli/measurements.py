@@ -14,6 +14,7 @@ from slipstream.cli.console import phases, print_json
 from slipstream.cli.options import add_engine_options, add_output_options, engine_args
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
+from slipstream.files import writing
 from slipstream.plan.environment import plain
 
 if TYPE_CHECKING:
@@ -120,14 +121,12 @@ def check_output(args: argparse.Namespace) -> None:
 
 
 def deliver(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    if args.json:
-        print_json(result)
     if args.output is not None:
         text = json.dumps(result, default=plain, indent=2, ensure_ascii=False) + "\n"
-        try:
+        with writing(args.output, "output"):
             Path(args.output).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {args.output}: {error.strerror}", field="output") from None
+    if args.json:  # last: what can't be written is an object of its own
+        print_json(result)
 
 
 def settle(args: argparse.Namespace) -> None:

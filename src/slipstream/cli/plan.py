@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.cli.console import phases, print_info, print_json, progress_bar
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
 from slipstream.errors import ConfigError, OutOfMemoryError
+from slipstream.files import writing
 from slipstream.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -142,20 +144,25 @@ def run(args: argparse.Namespace) -> int:
     for row, weight in zip(rows, balancer_weights(plans), strict=True):
         row["balancer_weight"] = weight
     document = describe(settings, description, load, rows, refused, args, measured)
+    if not args.json:
+        show(document, args)
     if args.html is not None:
         from slipstream.plan.page import render
 
-        Path(args.html).write_text(render(document), encoding="utf-8")
+        with writing(args.html, "html"):
+            Path(args.html).write_text(render(document), encoding="utf-8")
+        if not args.json:
+            print(f"\nwritten: {args.html}")
     if args.json:
         print_json(document)
-        return 0
-    show(document, args)
     return 0
 
 
 def check_html(path: str | None) -> None:
-    if path is not None and (Path(path).is_dir() or not Path(path).resolve().parent.is_dir()):
-        raise ConfigError(f"cannot write {path}: there is no such folder, or it is one", field="html")
+    if path is not None:
+        folder = Path(path).resolve().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
+            raise ConfigError(f"cannot write {path}: {folder} is no folder that can be written to", field="html")
 
 
 def parse_prices(text: str | None, count: int) -> list[float | None]:
@@ -317,8 +324,6 @@ def show(document: dict[str, Any], args: argparse.Namespace) -> None:
         print()
         weights = [(row["device"], f"{row['balancer_weight']:.2f}") for row in document["devices"]]
         print_info("weights of a balancer over one of each", weights)
-    if args.html is not None:
-        print(f"\nwritten: {args.html}")
 
 
 def shown(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, str]]:

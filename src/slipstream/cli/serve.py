@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("limits")
     add("--max-concurrent-requests", "beyond it: 429 (default: 4096)", type=int, metavar="N")
-    add("--max-choices-per-request", "prompts times n (default: 1024)", type=int, metavar="N")
+    add("--max-choices-per-request", "prompts times n, or texts to embed or to rerank (default: 2048)", type=int, metavar="N")
     add("--max-body-bytes", "beyond it: 413 (default: 8MiB)", type=parse_bytes, metavar="N")
     add("--body-timeout", "seconds for a body to arrive (default: 30)", type=float, metavar="S", dest="body_timeout_s")
     add_engine_options(parser, part="others", adapters=True)

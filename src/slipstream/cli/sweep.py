@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.cli.console import Progress, print_json, say, shown
 from slipstream.cli.options import add_output_options
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.files import writing
 from slipstream.plan.environment import plain
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     if file.suffix == ".parquet":
         folder = _folder(args.out or file.parent)
         rows, meta = read_parquet(file)
-        _write_page([*_runs(meta["name"], rows, meta), *baseline], folder / PAGE_NAME)
+        with writing(folder, "out"):
+            _write_page([*_runs(meta["name"], rows, meta), *baseline], folder / PAGE_NAME)
         return _show(args, rows, folder / PAGE_NAME, None)
 
     from slipstream.bench.sweep.grid import read_grid
@@ -73,19 +75,18 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.bench.sweep.results import write_parquet
 
     meta = json.loads(json.dumps(document("sweep", name=grid.name, ceilings=ceilings), default=plain))
-    write_parquet(rows, folder / PARQUET_NAME, meta)
-    _write_page([*_runs(grid.name, rows, meta), *baseline], folder / PAGE_NAME)
+    with writing(folder, "out"):
+        write_parquet(rows, folder / PARQUET_NAME, meta)
+        _write_page([*_runs(grid.name, rows, meta), *baseline], folder / PAGE_NAME)
     return _show(args, rows, folder / PAGE_NAME, folder / PARQUET_NAME)
 
 
 def _folder(path: str | Path) -> Path:
     folder = Path(path).expanduser()
-    try:
+    with writing(folder, "out"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}", field="out") from None
     if not os.access(folder, os.W_OK):
-        raise ConfigError(f"cannot write to {folder}", field="out")
+        raise ConfigError(f"cannot write {folder}", field="out")
     return folder
 
 

@@ -20,11 +20,12 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from slipstream.config import EngineArgs, num_ranks
 from slipstream.core.pooled import Steps, TextScheduler, TextSequences
 from slipstream.core.prefix_cache import KEY_BYTES
-from slipstream.core.scheduler import Scheduler
+from slipstream.core.scheduler import MOST_OVERTAKES, MOST_PASSED_BY, Scheduler
 from slipstream.engine.beams import BeamSearches
 from slipstream.engine.grammar import GrammarError, Grammars
 from slipstream.engine.processor import end_tokens, load_tokenizer
@@ -93,6 +94,7 @@ class EngineCore:
         self._in_flight: deque[Launched] = deque()
         self._planned: Plan | None = None  # and not launched yet
         self._unplaced: deque[EngineRequest] = deque()  # their adapters find no room on the host
+        self._overtaken, self._num_overtakes = "", 0  # the first of them, and how many have gone before it
         self._stalled = False  # the last look found nothing to compute; only news or time will change that
         self._started = self._last_step = time.monotonic()
         self._launched_at: deque[float] = deque()  # of those in flight
@@ -178,8 +180,8 @@ class EngineCore:
             self.scheduler.requests.release(request.request_id)
 
     def _waits_for_place(self, request: EngineRequest) -> bool:
-        """Keep a request back whose adapter has no place on the host, and any with an adapter behind such a one, so that places
-        become free as requests end. EngineOverloadedError if the queue is full."""
+        """Keep a request back whose adapter has no place on the host, and any with an adapter behind such a one, for `_place`:
+        places become free as requests end. EngineOverloadedError if the queue is full."""
         assert isinstance(self.scheduler, Scheduler)
         parent = request.parent
         if request.lora is None or (parent is not None and all(r.request_id != parent for r in self._unplaced)):
@@ -207,14 +209,34 @@ class EngineCore:
             assert request.lora is not None
             try:
                 self._adapter_key(request.lora)
-                self._add(self._unplaced.popleft())
-            except EngineOverloadedError:
+                self._add(request)
+            except EngineOverloadedError:  # no place, or others have filled the queue meanwhile
+                self._overtake(request)
                 break
             except SlipstreamError as error:
-                if self._unplaced and self._unplaced[0] is request:
-                    self._unplaced.popleft()
                 outputs.append(TokenOutput(request.request_id, finish_reason=FinishReason.INVALID, error=error.message))
+            self._unplaced.popleft()
         return outputs
+
+    def _overtake(self, first: EngineRequest) -> None:
+        """Queue requests behind the `first`, which finds no place, if requests in the queue have their adapters: MOST_OVERTAKES
+        at most, since a place becomes free only when the last request of an adapter ends."""
+        assert isinstance(self.scheduler, Scheduler)
+        if self._overtaken != first.request_id:
+            self._overtaken, self._num_overtakes = first.request_id, 0
+        in_use, staying = self.scheduler.requests.adapters_in_use(), {first.request_id}
+        for request in list(islice(self._unplaced, 1, 1 + MOST_PASSED_BY)):
+            assert request.lora is not None
+            may = request.parent not in staying if request.parent else self._num_overtakes < MOST_OVERTAKES
+            try:
+                if may and request.lora.id in in_use:
+                    self._add(request)
+                    self._unplaced.remove(request)
+                    self._num_overtakes += request.parent is None
+                    continue
+            except SlipstreamError:  # the queue is full; else it is told when the request is the first
+                pass
+            staying.add(request.request_id)
 
     def _adapter_key(self, lora: LoRARequest) -> str:
         """Load the adapter, if it is not there, and say what tells it from others. Those that queued requests have stay."""

@@ -155,7 +155,7 @@ def scores(model: ModelDescription, num_first: int, vectors: Vectors) -> tuple[n
     own = counts[num_first:]
     for i, count in enumerate(counts[:num_first]):  # a text that stands for all counts once
         own[i] += count
-    return cosines, own
+    return np.clip(cosines, -1.0, 1.0), own  # rounding takes those of like texts beyond
 
 
 def rank(

@@ -117,9 +117,9 @@ class PromptReader:
             self.check_ids("prompt_token_ids", tokens)
             tokens = expanded(tokens, pictures, self.vision, self.tokenizer) if pictures else tokens
         else:
+            got = f"a dict of {', '.join(map(str, given))}" if given and isinstance(given, dict) else type(prompt).__name__
             raise RequestError(
-                'a prompt is a string, {"prompt": "…"} or {"prompt_token_ids": [...]}, got ' + type(prompt).__name__,
-                field="prompt",
+                f'a prompt is a string, {{"prompt": "…"}} or {{"prompt_token_ids": [...]}}, got {got}', field="prompt"
             )
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")

@@ -99,7 +99,8 @@ class TextSettings:
                 field="stride",
             )
         if self.num_windows is not None and self.num_windows < 1:
-            raise ConfigError(f"num_windows={self.num_windows} must be above 0", field="num_windows")
+            message = f"num_windows={self.num_windows} must be above 0, or None for all (--windows 0)"
+            raise ConfigError(message, field="num_windows")
 
 
 def read_windows(settings: TextSettings, tokenizer: Tokenizer, *, download_dir: str | None = None) -> list[Window]:

@@ -297,6 +297,9 @@ def check(data: object) -> Fleet:
     door_settings(fleet)
     if fleet.alert_urls and not fleet.detect:
         raise ConfigError("alert_urls has an effect only with detect: true", field="alert_urls")
+    for field in ("batch_max_concurrent", "batch_beside"):
+        if fleet.files_dir is None and getattr(fleet, field):
+            raise ConfigError(f"{field} has an effect only with files_dir; set that, or leave it out", field=field)
     for name, model in fleet.models.items():
         where = f"models.{name}.versions"
         _unique((version.name for version in model.versions), where)

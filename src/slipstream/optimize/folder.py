@@ -23,6 +23,7 @@ from slipstream.config.engine_folder import (
 from slipstream.engine.folder import this_machine
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError
+from slipstream.files import writing
 from slipstream.hub import resolve_model
 from slipstream.plan.environment import versions
 from slipstream.worker.executor import LocalExecutor
@@ -70,11 +71,13 @@ def build_folder(
     if is_engine_folder(source):
         args, _ = dataclasses.replace(read_engine_folder(source), chosen={}).settle(args, this_machine())
         args = dataclasses.replace(args, tile_table="auto")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    with writing(out, "out"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         progress("copying the checkpoint")
-        copy_checkpoint(source, partial)
+        with writing(out, "out"):
+            copy_checkpoint(source, partial)
         settings = kept_settings(args)
         folder = EngineFolder(
             path=partial,

@@ -13,6 +13,25 @@ from typing import Any
 
 import msgspec.inspect as schema
 
+OTHERS = {
+    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict"), "max_tokens"),
+    **dict.fromkeys(("repeat_penalty", "penalty_repeat"), "repetition_penalty"),
+    **dict.fromkeys(("stop_sequences", "stop_strings"), "stop"),
+    **dict.fromkeys(("n_probs", "top_n_tokens"), "logprobs"),
+    "random_seed": "seed",
+    "do_sample": "temperature",
+    "num_beams": "use_beam_search",
+    "num_return_sequences": "n",
+    "grammar": "guided_grammar",
+    "json_schema": "guided_json",
+    "format": "response_format",
+    "guided_decoding": "structured_outputs",
+    "mirostat": "mirostat_mode",
+    "inputs": "prompt",
+    "system": "messages",
+}
+"""Fields of llama.cpp's server, text-generation-inference, Ollama and transformers, and what OpenAI's or vLLM's is."""
+
 
 def likely_name(kind: type, where: str, name: str) -> str:
     """"; did you mean temperature?" for the unknown field `name` at `where`, or nothing if no name is near."""
@@ -21,6 +40,8 @@ def likely_name(kind: type, where: str, name: str) -> str:
         if (own := getattr(found.cls, "OTHER_NAMES", {}).get(name)) is not None:
             return f"; here it is {own}"
     names = [field.encode_name for found in structs for field in found.fields]
+    if name in OTHERS:
+        return f"; here it is {OTHERS[name]}" if OTHERS[name] in names else ""
     near = difflib.get_close_matches(name[:60], names, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 

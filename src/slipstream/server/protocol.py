@@ -525,6 +525,14 @@ _AT = re.compile(r"(?s)(.*?)(?: - at `\$\.?(.*)`)?\Z")
 _FIELD = re.compile(r"(?s)Object (?:contains unknown|missing required) field `(.*)`\Z")
 
 
+MARKS = {
+    b"\x1f\x8b": "it is compressed (gzip); send it as it is",
+    b"\xef\xbb\xbf": "it begins with a byte order mark; send UTF-8 without one",
+    b"\xff\xfe": "it is UTF-16; send UTF-8",
+}
+"""What bodies that are no JSON begin with, and what to do."""
+
+
 def decode(kind: type[T], body: bytes, path: str = "") -> T:
     """The body as `kind`, or a 400 that names the field at fault."""
     try:
@@ -544,7 +552,8 @@ def decode(kind: type[T], body: bytes, path: str = "") -> T:
             hint = allowed_values(kind, where)
         raise bad_request(f"{message} (in {param or 'the body'}){hint}", param, "invalid_field") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise bad_request(f"the body is not valid JSON: {exc}", code="invalid_json") from None
+        told = next((text for mark, text in MARKS.items() if body.startswith(mark)), str(exc))
+        raise bad_request(f"the body is not valid JSON: {told}", code="invalid_json") from None
     except RecursionError:
         raise bad_request("the body is nested too deeply", code="invalid_json") from None
 

@@ -6,6 +6,7 @@ belongs to one app; nothing here is global. All of it lives on one event loop, s
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -179,7 +180,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for, unless there is a keys_file
     keys_file: str | None = None  # of `slipstream keys`
     max_concurrent_requests: int = 4096  # beyond it: 429; the engine's own queue limit is EngineArgs.max_queue
-    max_choices_per_request: int = 1024  # prompts times n, or texts to embed or to rerank
+    max_choices_per_request: int = 2048  # prompts times n, or texts to embed or to rerank
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0  # for a client that sends its body slowly
     drain_timeout_s: float = 30.0
@@ -230,6 +231,10 @@ class ServerSettings:
             require(getattr(self, name) >= 0, name, "0 or more")
         require(self.audit_max_bytes >= 4096, "audit_max_bytes", "4096 or more")
         require(self.audit_failure in ("refuse", "serve"), "audit_failure", "'refuse' or 'serve'")
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        for name in ("batch_max_concurrent", "batch_beside", "max_files_bytes", "max_file_bytes"):
+            if self.files_dir is None and getattr(self, name) != defaults[name]:
+                raise ConfigError(f"{name} has an effect only with files_dir; set that, or leave it out", field=name)
         if self.audit_log is None and (self.audit_prompts or self.audit_failure != "refuse"):
             raise ConfigError("audit_prompts and audit_failure have an effect only with audit_log", field="audit_log")
         require(self.log_format in ("text", "json"), "log_format", "'text' or 'json'")
@@ -238,6 +243,8 @@ class ServerSettings:
         hosts = self.allowed_media_hosts
         require(all(re.fullmatch(r"[\w.-]+(:\d{1,5})?|\[[0-9a-fA-F:]+\](:\d{1,5})?", host) for host in hosts),
                 "allowed_media_hosts", "made of HOST or HOST:PORT")
+        need = "made of SCHEME://HOST[:PORT] as browsers send it (small letters, no path, no usual port), null or *"
+        require(all(map(_is_origin, self.cors_origins)), "cors_origins", need)
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
             raise ConfigError("an API key must be printable ASCII without spaces", field="api_keys")
         require(self.fleet_key != "", "fleet_key", "a key, or left out")
@@ -251,6 +258,14 @@ class ServerSettings:
     @property
     def formats(self) -> Formats:
         return Formats(self.tool_call_parser, self.reasoning_parser)
+
+
+def _is_origin(text: str) -> bool:
+    """Whether a browser could send it as its page's origin, to which it is compared letter by letter."""
+    found = re.fullmatch(r"([a-z][a-z0-9+.-]*)://[^/?#@\sA-Z]+", text)
+    if found is None:
+        return text in ("*", "null")
+    return not text.endswith({"http": ":80", "https": ":443"}.get(found[1], "/"))
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.config.engine_folder import is_engine_folder
 from slipstream.errors import CheckpointError
 from slipstream.files import parse_json
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
@@ -142,7 +143,7 @@ def _logits_by_tensors(
 
 def log_no_canary(model: Path, kind: str) -> None:
     """Say that a canary beside a model that is no decoder is passed over."""
-    if (model / CANARY_NAME).is_file():
+    if _place(model).is_file():
         told = f"{model} is {kind}, for which no canary can tell anything"
         _logger.warning("%s; its %s is not looked at: delete it, or set canary='off'", told, CANARY_NAME)
 
@@ -156,9 +157,16 @@ def write_canary(canary: Canary, folder: Path) -> Path:
     return path
 
 
+def _place(model: Path) -> Path:
+    """Where a model's canary lies. Beside a GGUF file may lie others; an engine folder has one model."""
+    in_engine_folder = model.is_file() and is_engine_folder(model.parent)
+    return (model.parent if in_engine_folder else model) / CANARY_NAME
+
+
 def read_canary(model: Path, vocab_size: int) -> Canary | None:
-    """That of a checkpoint's folder; None without one, and for a GGUF file. CheckpointError if it is damaged."""
-    path = model / CANARY_NAME
+    """That of a checkpoint's folder; None without one, and for a GGUF file but in an engine folder. CheckpointError if it is
+    damaged."""
+    path = _place(model)
     if not path.is_file():
         return None
     try:

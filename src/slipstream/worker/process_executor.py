@@ -28,6 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, TypeAlias, TypeVar
@@ -341,6 +342,9 @@ def _check(args: EngineArgs, description: ModelDescription) -> tuple[list[OfRank
     each rank's settings with its CPU (None: it has a GPU), and how the ranks share the model."""
     size, info = num_ranks(args), this_device(args.device)
     config = resolve(args, description, info)
+    if find_spec("torch") is None:
+        message = f"{args.model}: several ranks sum up their parts by torch; pip install 'slipstream[torch]'"
+        raise ConfigError(message, field=split_setting(args))
     check_weights_fit(config, description)
     if config.parallel.on_host:
         return _beside_a_gpu(args, description, config), config.parallel

@@ -90,7 +90,7 @@ class OpenAIEndpoint:
         except (EngineError, OSError, TimeoutError, ValueError) as error:
             url = f"{self.endpoint.url.rstrip('/').removesuffix('/v1')}/v1/models"
             if isinstance(error, ConnectionRefusedError):
-                hint = "start one with `slipstream serve`, or correct --url"
+                hint = "start one with `slipstream serve`, or correct its address"
                 raise EngineError(f"no server listens at {self._host}:{self._port}; {hint}") from error
             raise EngineError(f"{url} does not answer like OpenAI's API: {type(error).__name__}: {error}") from error
 
