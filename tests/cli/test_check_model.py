@@ -171,6 +171,18 @@ def test_a_checkpoint_that_is_not_its_configs_is_no_internal_error(tmp_path):
     assert "pip install" not in str(error.value)
 
 
+@pytest.mark.parametrize(("lacks", "told"), [("gguf", "x: pip install 'slipstream[dev]'"), ("compressed-tensors", "x")])
+def test_the_extra_is_advised_for_what_it_has(monkeypatch, tmp_path, lacks, told):
+    def load(*args, **more):
+        raise ImportError(f"{lacks}>=0.15 is required. Please install x.\n")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", load)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError) as error:
+        load_folder(tmp_path, "float32")
+    assert str(error.value).endswith(f"is required. Please install {told}")
+
+
 def test_transformers_that_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "transformers", None)
     for name in ("config.json", "x.gguf"):

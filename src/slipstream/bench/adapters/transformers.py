@@ -38,8 +38,10 @@ def load_gguf(path: Path, dtype: str) -> Any:
 def _refusal(path: Path, error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"to compare with transformers {error.name} is missing: pip install 'slipstream[dev]'"
-    remedy = ": pip install 'slipstream[dev]'" if isinstance(error, ImportError) else ""  # gguf, as transformers says it
-    return f"transformers can't load {path.name}: {error}{remedy}"
+    # Of gguf transformers does not say what to install; of packages that `dev` lacks, such as compressed-tensors, it does.
+    is_gguf = isinstance(error, ImportError) and "gguf" in str(error).lower()
+    remedy = ": pip install 'slipstream[dev]'" if is_gguf else ""
+    return f"transformers can't load {path.name}: {str(error).strip().removesuffix('.')}{remedy}"
 
 
 AUTO = {
