@@ -83,6 +83,7 @@ def check(scheduler):
             for block in table[r.num_passed[g] :]:
                 held[block] += 1
     assert scheduler.pool.ref_counts[1:] == held[1:]
+    assert not held[0], "the null block is nobody's"
     scheduler.pool.check()
 
 
@@ -158,6 +159,23 @@ def test_a_search_that_is_given_up_keeps_nothing():
     assert engine.scheduler.num_running == 1  # it waits for its search
     engine.scheduler.fail_all(FinishReason.ERROR, "a step failed")
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_beam_takes_over_from_one_that_has_passed_other_blocks(seed):
+    """A beam that is computed again in one step begins with cached blocks, and passes only what its first new token does not
+    look at. The others have gone on token by token. The last block of the prompt is the same."""
+    chance = random.Random(seed)
+    engine = Engine(config(num_blocks=60, max_num_seqs=4, max_num_batched_tokens=32, groups=(window(2 * BLOCK + 1),)))
+    search = Search(engine, "s", range(3 * BLOCK), 3, 9, chance)
+    while not search.done:
+        engine.step()
+        search.advance()
+        check(engine.scheduler)
+        running = engine.scheduler.requests.running
+        if len(running) > 1:
+            engine.scheduler.requests.preempt(running[-1])
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable, "a block leaked"
 
 
 def test_a_beam_that_takes_over_other_tokens_has_their_keys():

@@ -28,7 +28,7 @@ GPU_MEMORY_SHARE = 0.9
 BATCH_WINDOW_S = 0.05
 MIXED_CHUNK = 512
 """On GPUs the products of so many tokens take about three times as long as the weights take to be read, which a decode step
-does anyway; on CPUs no step has more."""
+does anyway; on CPUs no step has more by default."""
 
 T = TypeVar("T")
 

@@ -184,9 +184,11 @@ class KVCacheManager:
         whole, updates = beam.num_prompt_tokens // self.block_size, list[TableUpdate]()
         for g, theirs in enumerate(source.blocks):
             own = beam.blocks[g]
-            both = min(len(own), len(theirs))
-            # With the same last block of the prompt, all blocks before it are equal, too.
-            same = whole if 0 < whole <= both and own[whole - 1] == theirs[whole - 1] else 0
+            both, same = min(len(own), len(theirs)), 0
+            if 0 < whole <= both and own[whole - 1] == theirs[whole - 1] and beam.num_passed[g] == source.num_passed[g]:
+                # With the same last block of the prompt, all blocks before it are equal, too, but for those of a window that
+                # only one of them has passed: a beam that was computed again passes fewer in that step.
+                same = whole
             while same < both and own[same] == theirs[same]:
                 same += 1
             self.pool.hold(theirs[max(same, source.num_passed[g]) :])

@@ -281,7 +281,8 @@ def _store_values(
     x = _to_cache(tl.load(source, mask=live, other=0.0).to(tl.float32), scale, v_ptr, SCALED)
     if BY_DIM:
         # Decodes have a block each, so a warp had better write to many ds of a token: two of them share 32 bytes. Tokens of a
-        # prompt are neighbours. Then the tile is flat, and a warp writes two times 16 bytes.
+        # prompt are neighbours. Then the tile is flat, and a warp writes two times 16 bytes. The last tile, if it is not full,
+        # is never taken for such: its −15 is no multiple of a block's size.
         start = token_tile * BLOCK_T
         first = tl.load(slots_ptr + start, mask=start + BLOCK_T <= T, other=0)
         last = tl.load(slots_ptr + start + BLOCK_T - 1, mask=start + BLOCK_T <= T, other=0)
@@ -302,10 +303,10 @@ def _store_values(
 
 TOKENS_PER_PROGRAM = 16
 """Tokens whose values a thread block caches."""
-MANY_TOKENS = 256
-"""From so many tokens on, a thread block turns heads of 16 of them, four heads one after another, and eight from MANY_ROWS on;
-below, 16 heads of one. That it does at any number where a part of a head is turned as two halves: the heads of a token are
-read in one stretch then."""
+MANY_TOKENS, EIGHT_HEADS = 256, 4096
+"""From MANY_TOKENS on, a thread block turns heads of 16 tokens, four heads one after another, and eight from EIGHT_HEADS tokens
+on; below, 16 heads of one token. That it does at any number where a part of a head is turned as two halves: the heads of a
+token are read in one stretch then."""
 
 
 def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
@@ -318,7 +319,7 @@ def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKV
         most = triton.next_power_of_2(max(num_heads, num_kv_heads))
         tokens, at_once, steps, warps = 1, min(16, 8192 // width, most), 1, 4
         if num_tokens >= MANY_TOKENS and (h.interleaved or h.rotary_dim in (0, head_dim)):
-            tokens, at_once, steps, warps = 16, 1, min(8 if num_tokens >= MANY_ROWS else 4, most), 8
+            tokens, at_once, steps, warps = 16, 1, min(8 if num_tokens >= EIGHT_HEADS else 4, most), 8
         tiles = triton.cdiv(num_heads, at_once * steps) + triton.cdiv(num_kv_heads, at_once * steps)
         grid = triton.cdiv(num_tokens, tokens) * tiles + triton.cdiv(num_tokens, TOKENS_PER_PROGRAM) * num_values
         _rope_kernel[(grid,)](
