@@ -6,16 +6,43 @@ import itertools
 import random
 import statistics
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.core.budget import MIN_CHUNK, PATIENCE_S, PROBE_EVERY, Pace, StepCost, StepSize
 from slipstream.core.scheduler import Scheduler
+from slipstream.spec.description import read_spec
 from slipstream.types import ScheduledRequest, StepResult
 from tests.core.configs import config
 from tests.core.test_scheduler import Engine, request
+
+CONFIGS = Path(__file__).parents[2] / "benchmarks/configs"
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "expected"),
+    [
+        ("llama-3-8b", {}, 512),
+        ("llama-3-8b", {"max_num_batched_tokens": 4096, "max_num_mixed_tokens": 4096}, 512),  # as folders write it
+        ("llama-3-8b", {"max_num_batched_tokens": 4096, "max_num_mixed_tokens": 2048}, None),
+        ("llama-3-8b", {"target_itl_ms": 12.0}, None),
+        ("llama-3-8b", {"enable_chunked_prefill": False}, None),
+        ("llama-3-8b", {"weights_bytes": 2**32}, None),
+        ("llama-3-8b", {"cpu_layers": 2}, None),
+        ("mixtral-8x7b", {}, None),
+        ("deepseek-v2-lite", {}, None),
+        ("t5-large", {}, None),
+    ],
+)
+def test_where_prompts_come_in_chunks_beside_decodes(model, given, expected):
+    path, memory = CONFIGS / model, {"memory_bytes": 141 * 2**30, "free_bytes": 140 * 2**30}
+    device = DeviceInfo(device="cuda:0", name="a GPU", best_dtype="bfloat16", **memory)
+    resolved = resolve(EngineArgs(model=str(path), max_num_seqs=64, **given), read_spec(path), device)
+    assert resolved.scheduling.mixed_chunk == expected
 
 
 def chunk(num_tokens, computed=0):

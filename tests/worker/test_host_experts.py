@@ -32,21 +32,6 @@ def resolved(path=QWEN, device=None, **settings):
     return resolve(EngineArgs(model=str(path), **settings), read_spec(path), device or gpu())
 
 
-def test_prompts_come_in_chunks_where_the_host_computes_nothing():
-    """A step with the host's experts, or with weights that are copied, takes long with any number of tokens."""
-    found = [resolved(**given).scheduling.mixed_chunk for given in ({}, {"host_experts": 0}, {"host_experts": "auto"})]
-    assert found == [512, 512, 512]
-    for given in (
-        {"host_experts": 1},
-        {"path": LLAMA, "cpu_layers": 2},
-        {"path": LLAMA, "weights_bytes": 2**32},
-        {"target_itl_ms": 12.0},
-        {"enable_chunked_prefill": False},
-    ):
-        assert resolved(**given).scheduling.mixed_chunk is None
-    assert resolved(CONFIGS / "t5-large").scheduling.mixed_chunk is None
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_an_engine_answers_as_one_without(tmp_path, monkeypatch, family):
     tiny_models.write(tmp_path, family)

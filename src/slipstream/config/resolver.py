@@ -59,7 +59,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     _check_formats(args, model, device, args.quantization or stored.value)
     model_config, model_origins = _model_section(args, model, device, stored)
     cache, cache_origins = _cache_section(args, model, device, model_config.dtype)
-    scheduling, scheduling_origins = _scheduling_section(args, model.spec, device, model_config)
+    scheduling, scheduling_origins = _scheduling_section(args, model.spec, device, model_config.max_model_len)
     device_config, device_origins = _device_section(args, model, device, model_config.quantization)
     speculation = speculation_section(args, model.spec)
     values = {f.name: (getattr(args, f.name), f.default) for f in dataclasses.fields(args)}
@@ -238,9 +238,9 @@ def _check_tiers(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
 
 
 def _scheduling_section(
-    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, model: ModelConfig
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, max_model_len: int
 ) -> tuple[SchedulingConfig, Origins]:
-    chosen, chunked, max_model_len = _Chosen(args), args.enable_chunked_prefill, model.max_model_len
+    chosen, chunked = _Chosen(args), args.enable_chunked_prefill
     if spec.needs_full_prompt:
         chunked = chosen.needs_full_prompt("enable_chunked_prefill", not spec.is_encoder)
     if args.target_itl_ms is not None:
@@ -268,9 +268,12 @@ def _scheduling_section(
             f"token of each other sequence, {picture + seqs} in all; raise it, or lower max_num_seqs",
             field="max_num_batched_tokens",
         )
-    # Where the host has weights, or computes, a step takes long with any number of tokens.
-    of_host = args.weights_bytes is not None or model.host_experts > 0 or args.cpu_layers is not None
-    cuts = chunked and not spec.needs_full_prompt and args.target_itl_ms is None and not of_host
+    # Where weights are on the host, a step takes long with any number of tokens. Experts are read again by each chunk, and
+    # latent attention is several times as fast where a step computes whole prompts.
+    of_host = args.weights_bytes is not None or args.cpu_layers is not None
+    is_plain = not any(isinstance(x, (MoESpec, LatentAttentionSpec)) for y in spec.layers for x in (y.mlp, y.attention))
+    may_cut = chunked and not spec.needs_full_prompt and args.target_itl_ms is None and mixed == tokens
+    cuts = may_cut and is_plain and not of_host
     window = chosen("batch_window_s", BATCH_WINDOW_S, "default", "long enough to gather a batch, too short to be noticed")
     if window < 0:
         raise ConfigError("batch_window_s must not be negative", field="batch_window_s")

@@ -74,7 +74,7 @@ work."""
 def chunk_beside(num_decodes: int, chunk: int, waiting: Iterable[Request]) -> int | None:
     """The most prompt tokens of a step with `num_decodes`: a chunk, or twice as many as there are decodes, since a step of many
     takes long anyway. None: more than a few tokens wait, so the sooner they are computed, the better for all. `waiting`:
-    requests with prompt tokens left."""
+    requests with prompt tokens left, and perhaps some that have ended since."""
     num_tokens = 0
     for i, request in enumerate(islice(waiting, FEW_REQUESTS + 1)):
         num_tokens += request.num_tokens - request.num_computed_tokens

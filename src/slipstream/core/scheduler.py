@@ -255,8 +255,7 @@ class Scheduler:
         scheduling = self.scheduling
         step.budget -= scheduling.max_num_batched_tokens - scheduling.max_num_mixed_tokens
         if scheduling.mixed_chunk is not None:
-            waiting = chain(unfinished, (r for r in self.requests.waiting if r.status is Status.WAITING))
-            most = chunk_beside(num_decodes, scheduling.mixed_chunk, waiting)
+            most = chunk_beside(num_decodes, scheduling.mixed_chunk, chain(unfinished, self.requests.waiting))
             step.budget = step.budget if most is None else min(step.budget, most)
 
     def _share_of_step(self) -> list[Request]:

@@ -201,7 +201,7 @@ def best_limits(
     for tokens in STEP_TOKENS:
         if not scheduling.max_num_seqs <= tokens < scheduling.max_num_batched_tokens:
             continue
-        tried = with_limits(engine.simulated, max_num_mixed_tokens=tokens)
+        tried = with_limits(engine.simulated, max_num_mixed_tokens=tokens, mixed_chunk=None)
         if carried(tried, load.workload, load.objectives, rate * MORE, seed=load.seed, on_run=on_run) is not None:
             limits = {"max_num_mixed_tokens": tokens}
             found = find_capacity(tried, load.workload, load.objectives, seed=load.seed, on_run=on_run)
