@@ -32,7 +32,7 @@ CONFIGS = Path(__file__).parents[2] / "benchmarks/configs"
         ("llama-3-8b", {"target_itl_ms": 12.0}, None),
         ("llama-3-8b", {"enable_chunked_prefill": False}, None),
         ("llama-3-8b", {"weights_bytes": 2**32}, None),
-        ("llama-3-8b", {"cpu_layers": 2}, None),
+        ("llama-3-8b", {"cpu_layers": 2}, 512),
         ("mixtral-8x7b", {}, None),
         ("deepseek-v2-lite", {}, None),
         ("t5-large", {}, None),

@@ -268,12 +268,11 @@ def _scheduling_section(
             f"token of each other sequence, {picture + seqs} in all; raise it, or lower max_num_seqs",
             field="max_num_batched_tokens",
         )
-    # Where weights are on the host, a step takes long with any number of tokens. Experts are read again by each chunk, and
-    # latent attention is several times as fast where a step computes whole prompts.
-    of_host = args.weights_bytes is not None or args.cpu_layers is not None
+    # A step that copies layers takes long with any number of tokens. Experts are read again by each chunk, and latent attention
+    # is several times as fast where a step computes whole prompts.
     is_plain = not any(isinstance(x, (MoESpec, LatentAttentionSpec)) for y in spec.layers for x in (y.mlp, y.attention))
     may_cut = chunked and not spec.needs_full_prompt and args.target_itl_ms is None and mixed == tokens
-    cuts = may_cut and is_plain and not of_host
+    cuts = may_cut and is_plain and args.weights_bytes is None
     window = chosen("batch_window_s", BATCH_WINDOW_S, "default", "long enough to gather a batch, too short to be noticed")
     if window < 0:
         raise ConfigError("batch_window_s must not be negative", field="batch_window_s")
