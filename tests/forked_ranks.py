@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from unittest import mock
 
 PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
@@ -42,6 +43,7 @@ class Popen:
         os.close(theirs)
         os.close(end)
         self.stdin, self.returncode, self._lock = os.fdopen(ours, "wb"), None, threading.Lock()
+        weakref.finalize(self, os.close, self._end)  # not sooner: another thread may wait for it, too
 
     def poll(self):
         try:
@@ -55,7 +57,6 @@ class Popen:
         with self._lock:
             if self.returncode is None:
                 self.returncode = int(os.read(self._end, 100) or -signal.SIGKILL)
-                os.close(self._end)
         return self.returncode
 
     def send_signal(self, number):

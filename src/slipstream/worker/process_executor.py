@@ -320,11 +320,11 @@ class ProcessExecutor(Executor):
             if rank.process is None:
                 rank.link.cut()  # it ends when it sees that
         failures = sorted(self._mail.last_words(), key=lambda failed: failed.of_peer)
-        ended = self._group.describe_first()
-        if failures and not (failures[0].of_peer and ended):
+        gone = self._group.describe_first(but=self._mail.bereft)
+        gone = gone or next((f"rank {rank.number} at {rank.at} is gone" for rank in self._mail.gone if rank.at), "")
+        if failures and not (failures[0].of_peer and gone):
             self._dead = failures[0].as_error
         else:
-            gone = ended or next((f"rank {rank.number} at {rank.at} is gone" for rank in self._mail.gone if rank.at), "")
             self._dead = EngineError(f"{gone or 'the ranks ended'}, and the others with it")
         raise self._dead
 
@@ -393,6 +393,7 @@ class Mailbox:
         self._arrived = threading.Condition()
         self._is_over = False  # a rank has failed or ended
         self.gone: list[Rank] = []  # whose links have ended, the first first
+        self.bereft: set[int] = set()  # ranks that failed since another was gone
         self._reader = threading.Thread(target=self._read, args=(tuple(ranks),), daemon=True)
         self._reader.start()
 
@@ -457,6 +458,8 @@ class Mailbox:
             self._is_over = True
             if isinstance(message, RankFailed):
                 self._failures.append(message)
+                if message.of_peer:
+                    self.bereft.add(rank.number)
             else:
                 self.gone.append(rank)
 
@@ -494,10 +497,11 @@ class Processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
 
-    def describe_first(self) -> str:
-        """How a rank ended that was not killed by us, one by a signal before others. Empty: there is none."""
+    def describe_first(self, but: Collection[int]) -> str:
+        """How a rank ended that was not killed by us, one by a signal before others. Empty: there is none. `but`: ranks that
+        others are known to have ended before."""
         with self._lock:
-            codes = [(p.poll(), n) for n, p in enumerate(self.all) if n not in self._killed]
+            codes = [(p.poll(), n) for n, p in enumerate(self.all) if n not in self._killed and n not in but]
         ended = sorted((code >= 0, n, code) for code, n in codes if code is not None)
         if not ended:
             return ""
