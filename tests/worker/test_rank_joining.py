@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,7 +16,7 @@ from slipstream import LLM, SamplingParams, __version__
 from slipstream.errors import ConfigError, EngineError
 from slipstream.worker import process_executor, rank_joining
 from slipstream.worker.rank_joining import accept_ranks, join, parse_address
-from slipstream.worker.rank_messages import Join, Refused
+from slipstream.worker.rank_messages import Join, RankFailed, Refused
 from tests import forked_ranks
 from tests.waiting import PATIENCE_S, free_port, wait_for
 from tests.worker.test_ranks import PROMPTS, SETTINGS
@@ -82,6 +83,17 @@ def test_a_rank_of_another_host_that_is_gone_ends_all(tiny_model, address):
         other.kill()
         with pytest.raises(EngineError, match=r"rank 1 at 127.0.0.1:\d+ is gone"):
             llm.generate(PROMPTS, GREEDY, progress=False)
+
+
+def test_a_rank_that_lost_another_is_not_named_as_the_first():
+    group, mail = process_executor.Processes(), process_executor.Mailbox(())
+    group.all = [types.SimpleNamespace(poll=lambda: 1)]
+    assert group.describe_first(but=mail.bereft) == "rank 0 ended with code 1"
+    rank = types.SimpleNamespace(number=0)
+    mail._take(rank, RankFailed("EngineError", "of its own", None))
+    assert group.describe_first(but=mail.bereft) == "rank 0 ended with code 1"
+    mail._take(rank, RankFailed("EngineError", "another is gone", None, of_peer=True))
+    assert group.describe_first(but=mail.bereft) == ""
 
 
 def test_a_rank_that_does_not_come(tiny_model, address, monkeypatch):

@@ -283,6 +283,7 @@ def _store_values(
         # Decodes have a block each, so a warp had better write to many ds of a token: two of them share 32 bytes. Tokens of a
         # prompt are neighbours. Then the tile is flat, and a warp writes two times 16 bytes. The last tile, if it is not full,
         # is never taken for such: its −15 is no multiple of a block's size.
+        tl.static_assert(BLOCK_SIZE % 2 == 0)
         start = token_tile * BLOCK_T
         first = tl.load(slots_ptr + start, mask=start + BLOCK_T <= T, other=0)
         last = tl.load(slots_ptr + start + BLOCK_T - 1, mask=start + BLOCK_T <= T, other=0)
