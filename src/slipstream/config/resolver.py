@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
+from slipstream.config.chosen import Chosen, Origins, positive
 from slipstream.config.cpu_layers import with_cpu_layers
 from slipstream.config.host_experts import host_experts
 from slipstream.config.offload import check_offload
-from slipstream.config.parallel import held_products, parallel_section, pipeline_steps
+from slipstream.config.parallel import held_products, parallel_section
+from slipstream.config.scheduling import scheduling_section
 from slipstream.config.settings import (
-    BATCH_WINDOW_S,
     DTYPE_BYTES,
     GPU_MEMORY_SHARE,
-    MIXED_CHUNK,
     CacheConfig,
     DeviceConfig,
     DeviceInfo,
@@ -25,7 +25,6 @@ from slipstream.config.settings import (
     LoRASettings,
     ModelConfig,
     Origin,
-    SchedulingConfig,
     SpeculationConfig,
     num_ranks,
     one_of,
@@ -38,8 +37,6 @@ from slipstream.spec.scheme import HELD_PRODUCTS, SCHEMES
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
-
-Origins: TypeAlias = dict[str, Origin]
 
 CPU_SCHEMES = frozenset(name for name, scheme in SCHEMES.items() if scheme.name in HELD_PRODUCTS["cpu"])
 DENSE_SHARE = 0.25
@@ -59,7 +56,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     _check_formats(args, model, device, args.quantization or stored.value)
     model_config, model_origins = _model_section(args, model, device, stored)
     cache, cache_origins = _cache_section(args, model, device, model_config.dtype)
-    scheduling, scheduling_origins = _scheduling_section(args, model.spec, device, model_config.max_model_len)
+    scheduling, scheduling_origins = scheduling_section(args, model.spec, device, model_config.max_model_len)
     device_config, device_origins = _device_section(args, model, device, model_config.quantization)
     speculation = speculation_section(args, model.spec)
     values = {f.name: (getattr(args, f.name), f.default) for f in dataclasses.fields(args)}
@@ -80,30 +77,10 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
 # --- The sections -----------------------------------------------------------------------------------------------------
 
 
-class _Chosen:
-    """Takes the user's value of a setting, or else the one chosen here. `origins` says which it was and why."""
-
-    def __init__(self, args: EngineArgs) -> None:
-        self.args = args
-        self.origins: Origins = {}
-
-    def __call__(self, name: str, auto: Any, source: Literal["model", "device", "default"], reason: str) -> Any:
-        given = getattr(self.args, name)
-        is_open = given is None or given == "auto"
-        self.origins[name] = Origin(auto, source, reason) if is_open else Origin(given, "user")
-        return self.origins[name].value
-
-    def needs_full_prompt(self, name: str, value: bool) -> bool:
-        """Takes a value that an encoder forces, whatever the user said. Its tokens see each other, so no part of a prompt can
-        be computed or kept by itself."""
-        self.origins[name] = Origin(value, "model", "its encoder reads texts whole")
-        return value
-
-
 def _model_section(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, stored: Origin
 ) -> tuple[ModelConfig, Origins]:
-    chosen = _Chosen(args)
+    chosen = Chosen(args)
     dtype_auto, dtype_why = _auto_dtype(model.dtype, device)
     dtype = chosen("dtype", dtype_auto, "device", dtype_why)
     if dtype == "float16" and not device.is_cuda:
@@ -124,7 +101,7 @@ def _model_section(
     if spec.is_encoder and model.pooling.max_length is not None:
         longest = min(longest, model.pooling.max_length)
     max_model_len = chosen("max_model_len", longest, "model", "the context the model was made for")
-    _positive("max_model_len", max_model_len)
+    positive("max_model_len", max_model_len)
     if max_model_len > spec.max_position:
         raise ConfigError(
             f"max_model_len={max_model_len} is beyond the {spec.max_position} tokens that the model was made for; lower it",
@@ -155,7 +132,7 @@ def _model_section(
 def _cache_section(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, dtype: DType
 ) -> tuple[CacheConfig, Origins]:
-    chosen, spec = _Chosen(args), model.spec
+    chosen, spec = Chosen(args), model.spec
     why = "the model's type" if model.kv_cache is None else "the checkpoint has scales for it (kv_cache_scheme)"
     kv_dtype = chosen("kv_cache_dtype", model.kv_cache or dtype, "model", why)
     if kv_dtype != dtype and any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
@@ -171,14 +148,14 @@ def _cache_section(
         )
     one_of("kv_cache_dtype", kv_dtype, (dtype,) if spec.needs_full_prompt else (dtype, "fp8", "int8"))
     block_size = chosen("block_size", 16, "default", "16 tokens: little waste, long enough reads")
-    _positive("block_size", block_size)
+    positive("block_size", block_size)
     if device.is_cuda and block_size not in (16, 32, 64, 128):
         raise ConfigError(f"block_size={block_size}: the GPU kernels take 16, 32, 64 or 128", field="block_size")
     share = chosen("gpu_memory_utilization", GPU_MEMORY_SHARE, "default", "leaves room for what the engine does not count")
     if not 0 < share <= 1:
         raise ConfigError("gpu_memory_utilization must be above 0 and at most 1", field="gpu_memory_utilization")
     if args.kv_cache_bytes is not None:
-        _positive("kv_cache_bytes", args.kv_cache_bytes)
+        positive("kv_cache_bytes", args.kv_cache_bytes)
         if args.kv_cache_bytes > device.memory_bytes:
             raise ConfigError(
                 f"kv_cache_bytes={args.kv_cache_bytes} is more than the {device.memory_bytes} bytes of {device.name}; lower it",
@@ -209,7 +186,7 @@ def _check_tiers(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
         return
     for name in given:
         if name != "kv_disk_path":
-            _positive(name, getattr(args, name))
+            positive(name, getattr(args, name))
     speculation = speculation_section(args, spec)
     for name, refused, why in (
         ("kv_disk_bytes", "kv_disk_bytes" in given and not args.kv_disk_path, "it needs a folder: set kv_disk_path"),
@@ -237,122 +214,16 @@ def _check_tiers(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
             raise ConfigError(f"{name}={getattr(args, name)!r}: {why}", field=name)
 
 
-def _scheduling_section(
-    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, max_model_len: int
-) -> tuple[SchedulingConfig, Origins]:
-    chosen, chunked = _Chosen(args), args.enable_chunked_prefill
-    if spec.needs_full_prompt:
-        chunked = chosen.needs_full_prompt("enable_chunked_prefill", not spec.is_encoder)
-    if args.target_itl_ms is not None:
-        _check_target_itl(args.target_itl_ms, chunked and not spec.needs_full_prompt)
-    seqs_auto = 1024 if device.is_cuda else 256 if spec.is_encoder else 64
-    seqs = chosen("max_num_seqs", seqs_auto, "device", "default for this kind of device")
-    _positive("max_num_seqs", seqs)
-    # An encoder's whole step is one round of the host, which on a GPU takes longer than 8,192 tokens of a small model.
-    # A step that copies layers to a GPU computes many tokens meanwhile.
-    many = spec.is_encoder or args.weights_bytes is not None
-    tokens_auto = max(16384 if many else 8192, seqs) if device.is_cuda else max(512, seqs)
-    if not chunked:
-        tokens_auto = max(tokens_auto, max_model_len, 2048 if spec.is_encoder else 0)
-    needed = max_model_len + seqs if spec.encoder is not None else 0  # the encoder's whole prompt beside the others' tokens
-    tokens_auto = max(tokens_auto, needed)
-    picture = 0 if spec.vision is None else spec.vision.whole_tokens
-    if picture:  # whose tokens see one another
-        tokens_auto = max(tokens_auto, picture + seqs)
-    tokens = chosen("max_num_batched_tokens", tokens_auto, "device", "keeps GEMMs above the compute knee")
-    mixed = chosen("max_num_mixed_tokens", tokens, "default", "max_num_batched_tokens: many waiting tokens go before even gaps")
-    _check_step_tokens(tokens, mixed, seqs, needed=needed, full_prompt=None if chunked else max_model_len, spec=spec)
-    if tokens < picture + seqs * bool(picture):
-        raise ConfigError(
-            f"max_num_batched_tokens={tokens}: a step must hold a picture, of {picture} tokens that see one another, beside a "
-            f"token of each other sequence, {picture + seqs} in all; raise it, or lower max_num_seqs",
-            field="max_num_batched_tokens",
-        )
-    # A step that copies layers takes long with any number of tokens. Experts are read again by each chunk, and latent attention
-    # is several times as fast where a step computes whole prompts.
-    is_plain = not any(isinstance(x, (MoESpec, LatentAttentionSpec)) for y in spec.layers for x in (y.mlp, y.attention))
-    may_cut = chunked and not spec.needs_full_prompt and args.target_itl_ms is None and mixed == tokens
-    cuts = may_cut and is_plain and args.weights_bytes is None
-    window = chosen("batch_window_s", BATCH_WINDOW_S, "default", "long enough to gather a batch, too short to be noticed")
-    if window < 0:
-        raise ConfigError("batch_window_s must not be negative", field="batch_window_s")
-    if args.max_queue is not None:
-        _positive("max_queue", args.max_queue)
-    config = SchedulingConfig(
-        policy=args.scheduling_policy,
-        max_num_seqs=seqs,
-        max_num_batched_tokens=tokens,
-        max_num_mixed_tokens=mixed,
-        enable_chunked_prefill=chunked,
-        batch_window_s=window,
-        max_queue=args.max_queue,
-        target_itl_ms=args.target_itl_ms,
-        mixed_chunk=MIXED_CHUNK if cuts else None,
-        pipeline_steps=pipeline_steps(args, device),
-    )
-    return config, chosen.origins
-
-
-def _check_target_itl(target_ms: float, chunked: bool) -> None:
-    if not 0 < target_ms < float("inf"):
-        raise ConfigError(f"target_itl_ms={target_ms} must be a number of milliseconds above 0", field="target_itl_ms")
-    if not chunked:
-        raise ConfigError(
-            "target_itl_ms cuts prompts into chunks, which enable_chunked_prefill=False forbids, and an encoder's prompt does; "
-            "leave it out",
-            field="target_itl_ms",
-        )
-
-
-def _check_step_tokens(
-    tokens: int, mixed: int, seqs: int, *, needed: int, full_prompt: int | None, spec: ModelSpec
-) -> None:
-    """Whether steps of so many tokens can hold what they must: a token of each sequence; `needed` tokens, beside an encoder; a
-    prompt of `full_prompt` tokens, without chunked prefill."""
-    _positive("max_num_batched_tokens", tokens)
-    if tokens < seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens={tokens} is below max_num_seqs={seqs}: one decode step would not fit; raise it or "
-            "lower max_num_seqs",
-            field="max_num_batched_tokens",
-        )
-    if full_prompt is not None and tokens < full_prompt:
-        raise ConfigError(
-            f"without chunked prefill{' (an encoder has none)' * spec.is_encoder} max_num_batched_tokens={tokens} must hold a "
-            f"whole prompt (max_model_len={full_prompt}); raise it, lower max_model_len, or enable chunked prefill",
-            field="max_num_batched_tokens",
-        )
-    _positive("max_num_mixed_tokens", mixed)
-    if not seqs <= mixed <= tokens:
-        raise ConfigError(
-            f"max_num_mixed_tokens={mixed} must lie between max_num_seqs={seqs}, which one decode step takes, and "
-            f"max_num_batched_tokens={tokens}, which no step exceeds",
-            field="max_num_mixed_tokens",
-        )
-    if mixed < needed:
-        raise ConfigError(
-            f"max_num_mixed_tokens={mixed} (at most max_num_batched_tokens={tokens}): a step must hold a whole prompt for the "
-            f"encoder beside a token of each other sequence, {needed} in all; raise it, or lower max_model_len or max_num_seqs",
-            field="max_num_mixed_tokens" if mixed < tokens else "max_num_batched_tokens",
-        )
-    if mixed < tokens and full_prompt is not None:
-        raise ConfigError(
-            f"without chunked prefill a step holds whole prompts, and max_num_mixed_tokens={mixed} can't bound it; leave it "
-            "out or enable chunked prefill",
-            field="max_num_mixed_tokens",
-        )
-
-
 def _device_section(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> tuple[DeviceConfig, Origins]:
-    chosen, layers = _Chosen(args), model.spec.all_layers
+    chosen, layers = Chosen(args), model.spec.all_layers
     if args.deterministic and any(isinstance(x.mlp, MoESpec) or isinstance(x.attention, LatentAttentionSpec) for x in layers):
         raise ConfigError(
             "deterministic=True does not cover mixtures of experts and latent attention; leave it out", field="deterministic"
         )
     if args.num_threads is not None:
-        _positive("num_threads", args.num_threads)
+        positive("num_threads", args.num_threads)
     copied = _parameters_of_4_bits(args, model, device, quantization) if _has_tiles(args, device) else 0
     dense_copies = False
     if copied and args.weights_bytes is not None:
@@ -395,7 +266,7 @@ def _lora_section(args: EngineArgs, spec: ModelSpec) -> LoRASettings | None:
         return None
     for name, value in sizes.items():
         if value is not None:
-            _positive(name, value)
+            positive(name, value)
     if spec.is_encoder or spec.encoder is not None or not spec.generates:
         message = f"enable_lora: adapters are for decoders that write text, and this is {spec.kind}"
         raise ConfigError(message, field="enable_lora")
@@ -427,7 +298,7 @@ def _image_section(
                 raise ConfigError(f"{name} has an effect only with a model that takes pictures; leave it out", field=name)
         return None
     if args.max_images is not None:
-        _positive("max_images", args.max_images)
+        positive("max_images", args.max_images)
     if args.image_cache_bytes is not None and args.image_cache_bytes < 0:
         raise ConfigError(f"image_cache_bytes={args.image_cache_bytes} must not be negative", field="image_cache_bytes")
     alone = "max_images=0 serves the model without pictures"
@@ -594,8 +465,3 @@ def _check_formats(args: EngineArgs, model: ModelDescription, device: DeviceInfo
             f"capability 8.9 or more; {has}: take a checkpoint in int8, int4 or 16 bits",
             field="model",
         )
-
-
-def _positive(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be a whole number above 0, got {value!r}", field=name)

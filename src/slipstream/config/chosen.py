@@ -1,0 +1,35 @@
+"""A setting of a section: the user's value, or one that is chosen, and why."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+from slipstream.config.settings import EngineArgs, Origin
+from slipstream.errors import ConfigError
+
+Origins: TypeAlias = dict[str, Origin]
+
+
+class Chosen:
+    """Takes the user's value of a setting, or else the one chosen here. `origins` says which it was and why."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        self.args = args
+        self.origins: Origins = {}
+
+    def __call__(self, name: str, auto: Any, source: Literal["model", "device", "default"], reason: str) -> Any:
+        given = getattr(self.args, name)
+        is_open = given is None or given == "auto"
+        self.origins[name] = Origin(auto, source, reason) if is_open else Origin(given, "user")
+        return self.origins[name].value
+
+    def needs_full_prompt(self, name: str, value: bool) -> bool:
+        """Takes a value that an encoder forces, whatever the user said. Its tokens see each other, so no part of a prompt can
+        be computed or kept by itself."""
+        self.origins[name] = Origin(value, "model", "its encoder reads texts whole")
+        return value
+
+
+def positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a whole number above 0, got {value!r}", field=name)

@@ -1,0 +1,116 @@
+"""The scheduler's section of `EngineConfig`: how many sequences and tokens a step may have. ConfigError if steps could not hold
+what they must."""
+
+from __future__ import annotations
+
+from slipstream.config.chosen import Chosen, Origins, positive
+from slipstream.config.parallel import pipeline_steps
+from slipstream.config.settings import BATCH_WINDOW_S, MIXED_CHUNK, DeviceInfo, EngineArgs, SchedulingConfig
+from slipstream.errors import ConfigError
+from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
+
+
+def scheduling_section(
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, max_model_len: int
+) -> tuple[SchedulingConfig, Origins]:
+    chosen, chunked = Chosen(args), args.enable_chunked_prefill
+    if spec.needs_full_prompt:
+        chunked = chosen.needs_full_prompt("enable_chunked_prefill", not spec.is_encoder)
+    if args.target_itl_ms is not None:
+        _check_target_itl(args.target_itl_ms, chunked and not spec.needs_full_prompt)
+    seqs_auto = 1024 if device.is_cuda else 256 if spec.is_encoder else 64
+    seqs = chosen("max_num_seqs", seqs_auto, "device", "default for this kind of device")
+    positive("max_num_seqs", seqs)
+    # An encoder's whole step is one round of the host, which on a GPU takes longer than 8,192 tokens of a small model.
+    # A step that copies layers to a GPU computes many tokens meanwhile.
+    many = spec.is_encoder or args.weights_bytes is not None
+    tokens_auto = max(16384 if many else 8192, seqs) if device.is_cuda else max(512, seqs)
+    if not chunked:
+        tokens_auto = max(tokens_auto, max_model_len, 2048 if spec.is_encoder else 0)
+    needed = max_model_len + seqs if spec.encoder is not None else 0  # the encoder's whole prompt beside the others' tokens
+    tokens_auto = max(tokens_auto, needed)
+    picture = 0 if spec.vision is None else spec.vision.whole_tokens
+    if picture:  # whose tokens see one another
+        tokens_auto = max(tokens_auto, picture + seqs)
+    tokens = chosen("max_num_batched_tokens", tokens_auto, "device", "keeps GEMMs above the compute knee")
+    mixed = chosen("max_num_mixed_tokens", tokens, "default", "max_num_batched_tokens: many waiting tokens go before even gaps")
+    _check_step_tokens(tokens, mixed, seqs, needed=needed, full_prompt=None if chunked else max_model_len, spec=spec)
+    if tokens < picture + seqs * bool(picture):
+        raise ConfigError(
+            f"max_num_batched_tokens={tokens}: a step must hold a picture, of {picture} tokens that see one another, beside a "
+            f"token of each other sequence, {picture + seqs} in all; raise it, or lower max_num_seqs",
+            field="max_num_batched_tokens",
+        )
+    # A step that copies layers takes long with any number of tokens. Experts are read again by each chunk, and latent attention
+    # is several times as fast where a step computes whole prompts.
+    is_plain = not any(isinstance(x, (MoESpec, LatentAttentionSpec)) for y in spec.layers for x in (y.mlp, y.attention))
+    may_cut = chunked and not spec.needs_full_prompt and args.target_itl_ms is None and mixed == tokens
+    cuts = may_cut and is_plain and args.weights_bytes is None
+    window = chosen("batch_window_s", BATCH_WINDOW_S, "default", "long enough to gather a batch, too short to be noticed")
+    if window < 0:
+        raise ConfigError("batch_window_s must not be negative", field="batch_window_s")
+    if args.max_queue is not None:
+        positive("max_queue", args.max_queue)
+    config = SchedulingConfig(
+        policy=args.scheduling_policy,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        max_num_mixed_tokens=mixed,
+        enable_chunked_prefill=chunked,
+        batch_window_s=window,
+        max_queue=args.max_queue,
+        target_itl_ms=args.target_itl_ms,
+        mixed_chunk=MIXED_CHUNK if cuts else None,
+        pipeline_steps=pipeline_steps(args, device),
+    )
+    return config, chosen.origins
+
+
+def _check_target_itl(target_ms: float, chunked: bool) -> None:
+    if not 0 < target_ms < float("inf"):
+        raise ConfigError(f"target_itl_ms={target_ms} must be a number of milliseconds above 0", field="target_itl_ms")
+    if not chunked:
+        raise ConfigError(
+            "target_itl_ms cuts prompts into chunks, which enable_chunked_prefill=False forbids, and an encoder's prompt does; "
+            "leave it out",
+            field="target_itl_ms",
+        )
+
+
+def _check_step_tokens(
+    tokens: int, mixed: int, seqs: int, *, needed: int, full_prompt: int | None, spec: ModelSpec
+) -> None:
+    """Whether steps of so many tokens can hold what they must: a token of each sequence; `needed` tokens, beside an encoder; a
+    prompt of `full_prompt` tokens, without chunked prefill."""
+    positive("max_num_batched_tokens", tokens)
+    if tokens < seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens={tokens} is below max_num_seqs={seqs}: one decode step would not fit; raise it or "
+            "lower max_num_seqs",
+            field="max_num_batched_tokens",
+        )
+    if full_prompt is not None and tokens < full_prompt:
+        raise ConfigError(
+            f"without chunked prefill{' (an encoder has none)' * spec.is_encoder} max_num_batched_tokens={tokens} must hold a "
+            f"whole prompt (max_model_len={full_prompt}); raise it, lower max_model_len, or enable chunked prefill",
+            field="max_num_batched_tokens",
+        )
+    positive("max_num_mixed_tokens", mixed)
+    if not seqs <= mixed <= tokens:
+        raise ConfigError(
+            f"max_num_mixed_tokens={mixed} must lie between max_num_seqs={seqs}, which one decode step takes, and "
+            f"max_num_batched_tokens={tokens}, which no step exceeds",
+            field="max_num_mixed_tokens",
+        )
+    if mixed < needed:
+        raise ConfigError(
+            f"max_num_mixed_tokens={mixed} (at most max_num_batched_tokens={tokens}): a step must hold a whole prompt for the "
+            f"encoder beside a token of each other sequence, {needed} in all; raise it, or lower max_model_len or max_num_seqs",
+            field="max_num_mixed_tokens" if mixed < tokens else "max_num_batched_tokens",
+        )
+    if mixed < tokens and full_prompt is not None:
+        raise ConfigError(
+            f"without chunked prefill a step holds whole prompts, and max_num_mixed_tokens={mixed} can't bound it; leave it "
+            "out or enable chunked prefill",
+            field="max_num_mixed_tokens",
+        )
