@@ -4,14 +4,15 @@
     python benchmarks/parallel.py --only equality,collectives
 
 1. equality: small models of random weights in float32, greedy, the same tokens by one GPU and by two (op by op and in graphs;
-   tensor and sequence parallel, two stages, mixtures by both splits).
+   tensor and sequence parallel, two stages, mixtures by both splits), of short prompts and of one of 3,000 tokens.
 2. collectives: an all-reduce of bfloat16 rows of 4,096 inside a CUDA graph of 50 of them; microseconds each, median of the
-   replays. "with its norm": the residual's addition, the RMS norm and the rounding to FP8 too, by NCCL and the norm's kernel
-   or by one kernel. Each way is checked before, in a replayed graph of many sums of different numbers. And greedy tokens of
-   1,024 rows of logits of which each GPU has half: gathered, or by each GPU's best.
+   replays. "with its norm": the residual's addition, the RMS norm and the rounding to FP8 too, by NCCL and the norm's kernel,
+   by one kernel, or by copies in pieces and the norm's kernel ("copies", here with nothing beside them). Each way is checked
+   before, in a replayed graph of many sums of different numbers. And greedy tokens of 1,024 rows of logits of which each GPU
+   has half: gathered, or by each GPU's best.
 3. token: one sequence, milliseconds a token between the 64th and the 320th.
-4. throughput: 1,024 requests of 128 random tokens in and out, all there at the start; output tokens a second. "two replicas"
-   are two engines at the same time, a GPU and as many requests each. Engines of one GPU run two at a time.
+4. throughput: 1,024 requests (`--requests`) of 128 random tokens in and out, all there at the start; output tokens a second.
+   "two replicas" are two engines at the same time, a GPU and as many requests each. Engines of one GPU run two at a time.
 5. mixtures: the same for mixtures.
 6. large: a model of 70 billion parameters on two GPUs: its start, and 4 sequences of 1,024 tokens in and out.
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -40,14 +42,14 @@ from typing import Any
 import common
 
 PARTS = ("equality", "collectives", "token", "throughput", "mixtures", "large")
-SIZES_KB = (8, 64, 512, 2048, 8192, 16384)
+SIZES_KB = (8, 64, 512, 2048, 8192, 16384, 65536, 131072)
 ROW = 4096
 NUM_REPLAYS, NUM_REDUCES = 30, 50
 LLAMA = dict(
     architectures=["LlamaForCausalLM"],
     **dict(vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8),
     **dict(
-        num_key_value_heads=4, max_position_embeddings=512, rope_theta=10000.0, rms_norm_eps=1e-5, hidden_act="silu"
+        num_key_value_heads=4, max_position_embeddings=4096, rope_theta=10000.0, rms_norm_eps=1e-5, hidden_act="silu"
     ),
     **dict(tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, model_type="llama"),
 )
@@ -73,6 +75,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--model", default=str(common.CONFIGS / "llama-3-8b"), help="a folder with a config.json")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--requests", type=int, default=1024, help="of throughput and mixtures, at once")
     parser.add_argument(
         "--engines", default="", help="only engines whose name has this text, or one of several between |"
     )
@@ -94,9 +97,9 @@ def main() -> None:
         common.save(args.output, "parallel", **found)
 
 
-def engine(what: str, settings: dict[str, Any], gpu: int | None = None) -> Any:
+def engine(what: str, settings: dict[str, Any], gpu: int | None = None, requests: int = 1024) -> Any:
     """What `run_one` gives in a process of its own, on one GPU if `gpu` says which; a text if it failed."""
-    task = json.dumps({"what": what, "settings": settings})
+    task = json.dumps({"what": what, "settings": settings, "requests": requests})
     seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
     command = [sys.executable, __file__, "--one", task]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **seen})
@@ -115,7 +118,7 @@ def engines(
     """`engine` for each task that `args.engines` names, so many at a time."""
     tasks = {key: task for key, task in tasks.items() if any(text in key for text in args.engines.split("|"))}
     with ThreadPoolExecutor(at_once) as pool:
-        jobs = {key: pool.submit(engine, *task) for key, task in tasks.items()}
+        jobs = {key: pool.submit(engine, *task, args.requests) for key, task in tasks.items()}
         found = {}
         for key, job in jobs.items():
             found[key] = job.result()
@@ -151,7 +154,7 @@ def run_engine(task: dict[str, Any]) -> Any:
             return time.perf_counter() - begin, [o.outputs[0].token_ids for o in outputs]
 
         if task["what"] == "tokens":
-            return run([*prompts(1, 100), *prompts(5, 17)], 32)[1]
+            return run([*prompts(1, 100), *prompts(5, 17), *prompts(1, 3000)], 32)[1]
         if task["what"] == "token":
             one = prompts(1, 64)
             run(one, 64)
@@ -166,11 +169,12 @@ def run_engine(task: dict[str, Any]) -> Any:
             run(four, 16)
             first, whole = run(prompts(4, 1024), 1)[0], run(prompts(4, 1024), 1024)[0]
             return {"ms_a_token": (whole - first) / 1023 * 1e3, "first_token_s": first, "start_s": start_s}
+        count = task["requests"]
         run(prompts(256, 128), 32)  # sizes of steps that were not captured yet
-        many = prompts(1024, 128)
+        many = prompts(count, 128)
         run(many, 128)
         times = [run(many, 128)[0] for _ in range(3)]
-        return {"tokens_a_second": 1024 * 128 / common.median(times), "seconds": times, "start_s": start_s}
+        return {"tokens_a_second": count * 128 / common.median(times), "seconds": times, "start_s": start_s}
 
 
 def equality(args: argparse.Namespace) -> dict[str, Any]:
@@ -181,7 +185,7 @@ def equality(args: argparse.Namespace) -> dict[str, Any]:
             model.mkdir()
             (model / "config.json").write_text(json.dumps(config))
             settings = dict(
-                model=str(model), device=args.device, dtype="float32", max_model_len=256, kv_cache_bytes=2**26
+                model=str(model), device=args.device, dtype="float32", max_model_len=4096, kv_cache_bytes=2**27
             )
             tasks[name] = ("tokens", settings, None)
             for way in WAYS[name]:
@@ -226,7 +230,7 @@ def compared(one: Any, two: Any) -> dict[str, Any]:
 
 
 def throughput(args: argparse.Namespace) -> dict[str, Any]:
-    settings = dict(model=args.model, device=args.device, quantization="fp8", max_model_len=512)
+    settings = dict(model=args.model, device=args.device, quantization="fp8", max_model_len=8192)
     found = engines(args, {f"fp8, two replicas: {gpu}": ("throughput", settings, gpu) for gpu in range(2)}, 2)
     ways = {"tensor parallel": TENSOR, "two stages": STAGES}
     found |= engines(args, {f"fp8, {name}": ("throughput", {**settings, **way}, None) for name, way in ways.items()}, 1)
@@ -235,7 +239,7 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
 
 def mixtures(args: argparse.Namespace) -> dict[str, Any]:
     settings = {
-        name: dict(model=str(common.CONFIGS / name), device=args.device, quantization="fp8", max_model_len=512)
+        name: dict(model=str(common.CONFIGS / name), device=args.device, quantization="fp8", max_model_len=8192)
         for name in ("qwen3-30b-a3b", "mixtral-8x7b")
     }
     found = engines(
@@ -281,6 +285,10 @@ def timed(ways: dict[str, Any], ops: Any, norm: Any, group: Any, platform: Any, 
     """Each way's microseconds a sum, or that it is wrong, by name and size."""
     import torch
 
+    def covers(name: str, x: torch.Tensor) -> bool:
+        by_one = not name.startswith("one kernel") or group.sums.covers(x)
+        return by_one and (not name.startswith("copies") or bool(group.beside.pieces(len(x))))
+
     recorder, device = platform.graphs(), platform.device
     found: dict[str, Any] = {}
     for size in SIZES_KB:
@@ -290,6 +298,8 @@ def timed(ways: dict[str, Any], ops: Any, norm: Any, group: Any, platform: Any, 
         sums_of = [(2 * (at * (i + 1) % 61) - 53).to(torch.bfloat16) for i in range(many)]
         zeros = torch.zeros_like(given[0])
         for name, way in ways.items():
+            if not covers(name, given[0]):
+                continue
             key, wanted = f"{name}, {size} KB", sums_of
             if "norm" in name:
                 wanted = [ops.norm(x, norm, residual=zeros.clone(), inputs="fp8")[0].values for x in sums_of]
@@ -343,6 +353,7 @@ def reduce_on_rank(rank: int, ports: Any, answers: Any) -> None:
     from slipstream.kernels.triton import TritonOps
     from slipstream.kernels.triton.rank_sums import RankSums, try_rank_sums
     from slipstream.platform import Rendezvous, platform_of
+    from slipstream.platform.peer_copies import try_peer_copies
 
     device = torch.device("cuda", rank)
     platform = platform_of(device)
@@ -354,6 +365,9 @@ def reduce_on_rank(rank: int, ports: Any, answers: Any) -> None:
     begin = time.perf_counter()
     try_rank_sums(group, 2 * ROW)
     found: dict[str, Any] = {"seconds of the start's test": time.perf_counter() - begin}
+    begin = time.perf_counter()
+    try_peer_copies(group, platform, SIZES_KB[-1] * 1024 // (2 * ROW), ROW, torch.bfloat16)
+    found["seconds of the copies' test"] = time.perf_counter() - begin
     ops, sums = TritonOps(), group.sums
     norm = NormParams(kind="rms", weight=torch.ones(ROW, dtype=torch.bfloat16, device=device), eps=1e-5, bias=None)
 
@@ -363,11 +377,22 @@ def reduce_on_rank(rank: int, ports: Any, answers: Any) -> None:
     def normed_by_one(x: torch.Tensor, residual: torch.Tensor) -> Any:
         return ops.all_reduce_norm(x, norm, group=group, residual=residual, inputs="fp8")[0].values
 
+    places = itertools.cycle((0, 1))
+
+    def normed_by_copies(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        place = next(places)
+        sums = [
+            ops.begin_sum(x[rows], group, place=place, index=i, rows=rows) for i, rows in enumerate(ops.pieces(x, group))
+        ]
+        return ops.norm_arriving(sums, norm, residual=residual, inputs="fp8")[0].values
+
     ways: dict[str, Any] = {"NCCL": lambda x, _: group.library_sum(x), "NCCL, with its norm": normed_by_two}
     if isinstance(sums, RankSums):
         ways |= {"one kernel": lambda x, _: sums(x), "one kernel, with its norm": normed_by_one}
     else:
         found["one kernel"] = "not on this machine: the log says why"
+    if group.beside is not None:
+        ways["copies, with its norm"] = normed_by_copies
     with torch.inference_mode():
         found |= timed(ways, ops, norm, group, platform, rank)
     if rank == 0:

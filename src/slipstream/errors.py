@@ -101,3 +101,8 @@ def as_error(kind: str, message: str, field: str | None) -> SlipstreamError:
     if isinstance(known, type) and issubclass(known, SlipstreamError):
         return known(message, field=field)
     return EngineError(f"{kind}: {message}")
+
+
+def first_line(error: Exception) -> str:
+    """Of an error that others raise, for a log."""
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -32,7 +32,7 @@ def asked(tmp_path, monkeypatch):
     seen = {"answer": {KEYS[0]: Measured((2, 64, 4), 5.0, 9.0)}}
 
     def tune_model(spec, scheme, base, **settings):
-        seen.update(settings, scheme=scheme)
+        seen.update(settings, scheme=scheme, spec=spec)
         settings["progress"](2, 3)
         return Tuning(measured=tuple(KEYS[:2]), found=seen["answer"], num_left=1), "here"
 
@@ -57,6 +57,13 @@ def test_the_winners_are_kept_for_the_next_start(asked, capsys):
     assert main(WORDS[:-1]) == 0
     assert "no time or memory for" in capsys.readouterr().out
     assert list(read_tiles(path, GPU.name).entries) == [KEYS[1]]
+
+
+@pytest.mark.parametrize(("ranks", "shapes"), [(1, (32, 28672, 128256)), (2, (16, 14336, 64128))])
+def test_what_is_measured_is_one_ranks_part(asked, ranks, shapes):
+    assert main([*WORDS, f"--tensor-parallel-size={ranks}"]) == 0
+    layer, vocab_size = asked["spec"].layers[0], asked["spec"].vocab_size
+    assert (layer.attention.num_heads, layer.mlp.up_rows, vocab_size) == shapes
 
 
 def test_a_file_of_ones_own_choice(asked, tmp_path, capsys):

@@ -52,6 +52,7 @@ class ThreadGroup:
 
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         self.rank, self.size, self.meeting = rank, size, meeting
+        self.beside: SumsOfThreads | None = None
 
     def all_gather(self, x: Tensor) -> Tensor:
         self.meeting.given[self.rank] = x.clone()
@@ -76,6 +77,31 @@ class ThreadGroup:
         shared = tuple(self.meeting.given)
         self.meeting.barrier.wait()
         return shared
+
+
+class SumsOfThreads:
+    """`platform.SumsBeside`: what is begun arrives at once. `log`: the places and pieces, in order."""
+
+    def __init__(self, group: ThreadGroup, piece: int) -> None:
+        self.group, self.piece, self.log = group, piece, list[tuple[int, int, slice]]()
+
+    def pieces(self, num_tokens: int) -> list[slice]:
+        return [slice(i, min(i + self.piece, num_tokens)) for i in range(0, num_tokens, self.piece)]
+
+    def begin(self, x: Tensor, *, place: int, index: int, rows: slice) -> ArrivedPart:
+        assert len(x) == rows.stop - rows.start
+        self.log.append((place, index, rows))
+        return ArrivedPart(tuple(self.group.all_gather(x)))
+
+
+class ArrivedPart:
+    def __init__(self, given: tuple[Tensor, ...]) -> None:
+        self.given: tuple[Tensor, ...] | None = given
+
+    def parts(self) -> tuple[Tensor, ...]:
+        found, self.given = self.given, None
+        assert found is not None, "asked twice"
+        return found
 
 
 def as_threads(size: int, run: Callable[[ThreadGroup], T]) -> list[T]:
@@ -108,11 +134,13 @@ def on_ranks(
     kernels: str = "reference",
     units: Units = ONE_UNIT,
     sequence: bool = False,
+    piece: int = 0,
     **how: object,
 ) -> list[T]:
-    """What `work` gives on each rank's part of the model."""
+    """What `work` gives on each rank's part of the model. `piece`: sums go on beside products, so many tokens at a time."""
 
     def run(group: ThreadGroup) -> T:
+        group.beside = SumsOfThreads(group, piece) if piece else None
         shard = Shard(group.rank, size, tensor=tensor, experts=experts, units=units)
         partition = Partition(shard, group, sequence=sequence)  # type: ignore[arg-type]
         ops = select_ops(CPU, kernels)

@@ -60,6 +60,25 @@ def test_every_decoder_shares_tokens_out(tmp_path, family, monkeypatch):
         close(found, wanted)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gptj", "mixtral", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("kernels", ["reference", "torch"])
+def test_sums_beside_products(tmp_path, family, kernels):
+    """Piece by piece of a step's tokens, of layers that can; those of Gemma 2 and GPT-J can't."""
+    build(tmp_path, family)
+    wanted = run(load(tmp_path), TOKENS)
+
+    def work(model):
+        logits = run(model, TOKENS, [7, 1, 4])
+        return logits, model.decoder.partition.group.beside.log
+
+    plain = family not in ("gemma2", "gptj")
+    for found, log in on_ranks(tmp_path, work, kernels=kernels, piece=3):
+        close(found, wanted)
+        assert bool(log) == plain
+        in_layer = [(place, index) for place in (0, 1) for index in range(3)]  # of the first step, of 7 tokens
+        assert not plain or [(place, index) for place, index, _ in log[:6]] == in_layer
+
+
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("tensor", [True, False])
 def test_every_mixture_deals_its_experts_out(tmp_path, family, tensor):

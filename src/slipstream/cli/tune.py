@@ -1,13 +1,14 @@
 """`slipstream tune MODEL`: measure tiles of the GPU's kernels for a model's shapes, and keep the fastest for later starts.
 
-The settings decide what is measured, such as --quantization and --kv-cache-dtype. No weights are loaded: random ones have the
-same shapes. The table goes to the user's cache folder, one file for each kind of GPU. The next engine finds it there
-(--tile-table auto). Tiles of other shapes in it stay.
+The settings decide what is measured, such as --quantization and --kv-cache-dtype. With --tensor-parallel-size it is a rank's
+part of the model, on one GPU. No weights are loaded: random ones have the same shapes. The table goes to the user's cache
+folder, one file for each kind of GPU. The next engine finds it there (--tile-table auto). Tiles of other shapes in it stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,14 +86,19 @@ def tune_tiles(
     from slipstream.kernels.triton.tuning import tune_model
     from slipstream.spec.autotune_table import load_tiles, read_tiles, write_tiles
     from slipstream.spec.description import read_spec
+    from slipstream.spec.parallel import split_spec
 
     description = read_spec(resolve_model(settings.model, download_dir=settings.download_dir))
     config = resolve(settings, description, info)
+    shard = config.parallel.shard(0)
+    spec = dataclasses.replace(
+        split_spec(description.spec, shard), vocab_size=shard.vocabulary(description.spec.vocab_size)
+    )
     base = load_tiles("shipped", info.name, tiles_folder())
     if path.is_file():
         read_tiles(path, info.name)  # refuses, before the work, a file that can't be extended
     tuning, made_by = tune_model(
-        description.spec,
+        spec,
         SCHEMES[config.model.quantization] if config.model.quantization else None,
         base,
         device=info.device,

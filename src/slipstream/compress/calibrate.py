@@ -21,8 +21,9 @@ from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.quantize import numbers, quantize_rows
 from slipstream.kernels.weights import Activations, Linear
+from slipstream.model.building import build_layer
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Attention, Layer, MoE, build_layer
+from slipstream.model.layers import Attention, Layer, MoE
 from slipstream.model.sequences import SequenceBatch, layer_output
 from slipstream.model.weights import load_parameters
 from slipstream.spec.description import ModelDescription

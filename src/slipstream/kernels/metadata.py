@@ -150,6 +150,10 @@ class AttentionMetadata:
         """The metadata for the layers of a group."""
         return self.groups[group] if self.groups else self
 
+    def of_tokens(self, rows: slice) -> AttentionMetadata:
+        """For ops that look at some of the tokens one by one, and not at sequences."""
+        return dataclasses.replace(self, positions=self.positions[rows], slot_mapping=self.slot_mapping[rows])
+
     def once(self, key: object, make: Callable[[], Made]) -> Made:
         """What `make` makes of this, for all layers of the step."""
         if key not in self.derived:

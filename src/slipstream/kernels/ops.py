@@ -13,6 +13,7 @@ feed-forward size.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -35,7 +36,7 @@ from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, 
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.quantize import numbers, round_linear
 from slipstream.kernels.weights import Activations, Linear, Quantized, SplitLinear
-from slipstream.platform import Group
+from slipstream.platform import Group, SumBeside
 from slipstream.spec.model import Activation, AttentionSpec, LatentAttentionSpec, MoESpec, OwnNorm
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat, Scheme
@@ -184,6 +185,29 @@ class OpSet(ABC):
         """`norm` of `all_reduce`, which rounds the sum to the model's type; x may be written. Without `residual` the second
         value is the sum."""
         return self.norm(self.all_reduce(x, group), norm, residual=residual, inputs=inputs)
+
+    def pieces(self, x: Tensor, group: Group) -> Sequence[slice]:
+        """The pieces of the tokens of x [T, E] whose sums over `group` go on beside products; none: sums are made at once."""
+        return () if group.beside is None else group.beside.pieces(len(x))
+
+    def begin_sum(self, x: Tensor, group: Group, *, place: int, index: int, rows: slice) -> SumBeside:
+        """Begin the sum over `group` of x, this rank's part for a piece of the step's tokens (`SumsBeside.begin`)."""
+        assert group.beside is not None
+        return group.beside.begin(x, place=place, index=index, rows=rows)
+
+    def sum_arriving(self, sums: Sequence[SumBeside]) -> Tensor:
+        """The sums of neighbouring pieces: [T, E]"""
+        whole = [functools.reduce(torch.add, s.parts()) for s in sums]
+        return whole[0] if len(whole) == 1 else torch.cat(whole)
+
+    def norm_arriving(
+        self, sums: Sequence[SumBeside], norm: NormParams, *, residual: Tensor, inputs: InputFormat | None = None
+    ) -> tuple[Activations, Tensor]:
+        """`norm` of `sum_arriving`, which rounds the sums to the model's type. The new residual is where the old one was."""
+        rows, total = self.norm(self.sum_arriving(sums), norm, residual=residual, inputs=inputs)
+        if total.data_ptr() != residual.data_ptr():
+            residual.copy_(total)
+        return rows, residual
 
     def scatter_tokens(self, x: Tensor, group: Group) -> Tensor:
         """This rank's tokens of the sum of x over the ranks of `group`, the last ones' filled up with zeros: [T, E] → [⌈T / n⌉,

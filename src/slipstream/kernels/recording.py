@@ -258,6 +258,10 @@ class RecordingOps:
         normed = self.record("norm", (x, residual), x.shape, x.shape, form=inputs, norm=norm)
         return normed, self.ops[-1].outputs[1]
 
+    def pieces(self, x: Value, group: Any) -> tuple[slice, ...]:
+        """What is recorded is a short step."""
+        return ()
+
     def all_reduce_norm(
         self, x: Value, norm: NormParams, *, group: Any, residual: Value | None = None, inputs: InputFormat | None = None
     ) -> tuple[Value, Value]:

@@ -16,19 +16,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from slipstream.model.building import build_layer, build_linear, build_norm
 from slipstream.model.encoder import Classifier, Encoder
-from slipstream.model.layers import (
-    AnyTap,
-    Layer,
-    MoE,
-    Partition,
-    build_layer,
-    build_linear,
-    build_norm,
-    finished,
-    normed,
-    run_layers,
-)
+from slipstream.model.layers import AnyTap, Layer, MoE, Partition, finished, normed, run_layers
 from slipstream.spec.model import LayerSpec, ModelSpec
 from slipstream.spec.scheme import Scheme
 

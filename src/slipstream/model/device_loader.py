@@ -18,11 +18,12 @@ from torch import Tensor
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import Linear
+from slipstream.model.building import build_layer
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.checkpoint import HeldWeights
 from slipstream.model.decoder import Decoder
 from slipstream.model.device_stream import DeviceStream, layer_bytes, with_tensors, without_data
-from slipstream.model.layers import Layer, build_layer
+from slipstream.model.layers import Layer
 from slipstream.model.loaded import LoadedModel, decoder_bytes, decoder_forms, held_bytes
 from slipstream.model.weights import by_layer, dummy_values, load_parameters
 from slipstream.platform import platform_of

@@ -23,18 +23,9 @@ from slipstream.kernels.native import NativeLinear, ThreadPool
 from slipstream.kernels.programs import LinearArgmax, LinearProgram
 from slipstream.kernels.recording import TOKENS, RecordingOps, TracedKV, TracedMeta
 from slipstream.kernels.weights import Linear
+from slipstream.model.building import build_layer, build_linear, build_norm
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import (
-    AnyTap,
-    Attention,
-    JoinedTap,
-    Layer,
-    Tap,
-    build_layer,
-    build_linear,
-    build_norm,
-    whole,
-)
+from slipstream.model.layers import AnyTap, Attention, JoinedTap, Layer, Tap, whole
 from slipstream.model.loaded import held_bytes
 from slipstream.model.step_program import CompiledOps, Floats, compiled
 from slipstream.spec.draft_heads import WRAPPED, HeadDescription, HeadSpec, LayeredSpec, MedusaSpec

@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
@@ -23,24 +24,22 @@ from slipstream.spec.model import (
     LatentAttentionSpec,
     LayerSpec,
     MoESpec,
-    NormSpec,
     ParallelBlock,
     PostNormBlock,
-    RopeSpec,
+    SequentialBlock,
 )
 from slipstream.spec.parallel import Shard
-from slipstream.spec.scheme import InputFormat, Scheme
+from slipstream.spec.scheme import InputFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from slipstream.kernels.metadata import AttentionMetadata, LayerKV
     from slipstream.kernels.ops import OpSet
-    from slipstream.kernels.positions import PositionTables
     from slipstream.kernels.weights import Activations, Linear
-    from slipstream.platform import Group, Pipe
+    from slipstream.platform import Group, Pipe, SumBeside
 
-    Pending: TypeAlias = "Tensor | Part"
+    Pending: TypeAlias = "Tensor | Part | Arriving"
     """What is to be added to the residual before the next norm."""
 
 
@@ -59,10 +58,17 @@ class Attention:
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]"""
-        return self.attend(ops, ops.linear(x, self.qkv), kv, meta)
+        return ops.linear(self.mixed(ops, x, kv, meta), self.out)
 
     def attend(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """Attention of the product's queries, keys and values [T, (H + 2K) · D] → [T, E]"""
+        return ops.linear(self._mixed(ops, qkv, kv, meta), self.out)
+
+    def mixed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """[T, E] → the heads' results [T, H · D], which `out` multiplies."""
+        return self._mixed(ops, ops.linear(x, self.qkv), kv, meta)
+
+    def _mixed(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         s = self.spec
         if s.clip_qkv is not None:
             qkv = ops.clip(qkv, limit=s.clip_qkv)
@@ -73,9 +79,9 @@ class Attention:
             else:
                 qkv = ops.norm_qk(qkv, s, self.q_norm, self.k_norm)
         if not s.causal:
-            return ops.linear(ops.bidirectional_attention(qkv, kv, meta, self.heads, self.params).flatten(1), self.out)
+            return ops.bidirectional_attention(qkv, kv, meta, self.heads, self.params).flatten(1)
         q = ops.rope_and_cache(qkv, kv, meta, self.heads)
-        return ops.linear(ops.attention(q, kv, meta, self.params).flatten(1), self.out)
+        return ops.attention(q, kv, meta, self.params).flatten(1)
 
     def remember(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> None:
         """Write the keys and values of rows [T, E] to their slots. They are normed by heads, if at all."""
@@ -102,12 +108,16 @@ class LatentAttention:
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]"""
+        return ops.linear(self.mixed(ops, x, kv, meta), self.out)
+
+    def mixed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """[T, E] → the heads' results [T, H · D], which `out` multiplies."""
         rows = x
         if self.q_latent is not None:
             assert self.q_norm is not None
             rows = ops.norm(ops.linear(x, self.q_latent), self.q_norm, inputs=self.q.inputs)[0]
         q = ops.linear(rows, self.q).unflatten(1, (self.spec.num_heads, -1))
-        return ops.linear(ops.mla_attention(q, ops.linear(x, self.latent), kv, meta, self.params), self.out)
+        return ops.mla_attention(q, ops.linear(x, self.latent), kv, meta, self.params)
 
     @property
     def inputs(self) -> InputFormat | None:
@@ -221,6 +231,14 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Arriving:
+    """A sum over ranks of the step's tokens, whose pieces are on their way."""
+
+    sums: Sequence[SumBeside]
+    pieces: Sequence[slice]
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """With a group, what attention or MLP gives is a part of a sum over its ranks."""
 
@@ -244,7 +262,9 @@ class Layer:
         With fewer rows than the step has tokens they are this rank's (`Partition.sequence`), and so are those of norms and
         residual. Products read all tokens; what they give is a part of a sum, of which each rank takes its tokens."""
         step, meta = meta, meta.of_group(self.group)
-        shared = self.shares_tokens and not isinstance(pending, Part) and len(pending) < len(meta.positions)
+        if pieces := self._pieces(ops, pending):
+            return self._in_pieces(ops, pending, residual, kv, meta, pieces)
+        shared = self.shares_tokens and not isinstance(pending, Part | Arriving) and len(pending) < len(meta.positions)
         n, scale = self.norms, self.spec.residual_scale
         # All products of a layer have the same scheme, except a router. Rows are gathered before they are quantised.
         to_attention, to_mlp = (None, None) if shared else (self.attention.inputs, self.mlp.inputs)
@@ -279,6 +299,39 @@ class Layer:
             h = _of_ranks(self.cross(ops, rows, kv, step.of_group(self.cross_group)), self.attention_ranks)
         rows, residual = self._before("pre_mlp", ops, _scaled(ops, h, scale), residual, to_mlp)
         return _scaled(ops, self._after("post_mlp", ops, feed(rows)), scale), residual
+
+    def _pieces(self, ops: OpSet, pending: Pending) -> Sequence[slice]:
+        """Those of `_in_pieces`; none: the layer is not one for it, or the step is too short."""
+        ranks, block = self.attention_ranks, self.spec.block
+        is_plain = isinstance(block, SequentialBlock) and set(self.norms) == {"pre_attention", "pre_mlp"}
+        if ranks is None or ranks is not self.mlp_ranks or not is_plain or self.spec.residual_scale != 1.0:
+            return ()
+        if self.shares_tokens or self.cross is not None or isinstance(pending, Part):
+            return ()
+        return pending.pieces if isinstance(pending, Arriving) else ops.pieces(pending, ranks)
+
+    def _in_pieces(
+        self,
+        ops: OpSet,
+        pending: Pending,
+        residual: Tensor | None,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        pieces: Sequence[slice],
+    ) -> tuple[Pending, Tensor]:
+        """While the sum of some of the tokens is on its way between the ranks, the products of the next are computed. Attention
+        waits for all of them."""
+        assert self.attention_ranks is not None
+        begin = partial(ops.begin_sum, group=self.attention_ranks)
+        x, residual = self._before("pre_attention", ops, pending, residual, self.attention.inputs)
+        mixed, sums = self.attention.mixed(ops, x, kv, meta), []
+        for i, rows in enumerate(pieces):
+            sums.append(begin(ops.linear(mixed[rows], self.attention.out), place=0, index=i, rows=rows))
+        for i, rows in enumerate(pieces):
+            part = residual[rows]
+            x, _ = ops.norm_arriving(sums[i : i + 1], self.norms["pre_mlp"], residual=part, inputs=self.mlp.inputs)
+            sums[i] = begin(self._fed(ops, x, kv, meta.of_tokens(rows)), place=1, index=i, rows=rows)
+        return Arriving(sums, pieces), residual
 
     def _fed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """What this rank's part of the MLP gives."""
@@ -352,7 +405,7 @@ class Tap:
         """`taken`, plus this layer's product."""
         if layer not in self.products:
             return taken
-        assert not isinstance(pending, Part)  # no draft head runs on several ranks
+        assert not isinstance(pending, Part | Arriving)  # no draft head runs on several ranks
         state, w = _sum(ops, pending, residual), self.products[layer]
         rows = ops.norm(state, self.norms[layer], inputs=w.inputs)[0] if layer in self.norms else state
         part = ops.linear(rows, w)
@@ -371,7 +424,7 @@ class JoinedTap:
         """`taken` with this layer's state in its place; at the last of the layers the result."""
         if layer not in self.layers:
             return taken
-        assert not isinstance(pending, Part)  # no draft head runs on several ranks
+        assert not isinstance(pending, Part | Arriving)  # no draft head runs on several ranks
         state = _sum(ops, pending, residual)
         size, count = state.shape[-1], len(self.layers)
         rows: Any = ops.place(state, taken, column=self.layers.index(layer) * size, width=count * size)
@@ -400,6 +453,9 @@ def _norm(
     ops: OpSet, norm: NormParams, pending: Pending, residual: Tensor | None, inputs: InputFormat | None = None
 ) -> tuple[Activations, Tensor]:
     """`OpSet.norm`, of a sum over ranks too."""
+    if isinstance(pending, Arriving):
+        assert residual is not None
+        return ops.norm_arriving(pending.sums, norm, residual=residual, inputs=inputs)
     if isinstance(pending, Part):
         return ops.all_reduce_norm(pending.x, norm, group=pending.group, residual=residual, inputs=inputs)
     return ops.norm(pending, norm, residual=residual, inputs=inputs)
@@ -416,165 +472,10 @@ def _of_ranks(h: Tensor, ranks: Group | None) -> Pending:
 
 def whole(ops: OpSet, h: Pending) -> Tensor:
     """The sum over ranks, if `h` is one's part."""
+    if isinstance(h, Arriving):
+        return ops.sum_arriving(h.sums)
     return ops.all_reduce(h.x, group=h.group) if isinstance(h, Part) else h
 
 
 def _scaled(ops: OpSet, x: Pending, scale: float) -> Pending:
     return x if scale == 1.0 else whole(ops, x) * scale
-
-
-# --- Building -----------------------------------------------------------------------------------------------------------
-
-
-def build_layer(
-    spec: LayerSpec,
-    parameters: dict[str, Tensor],
-    ops: OpSet,
-    tables: PositionTables,
-    *,
-    name: str = "",
-    scheme: Scheme | None = None,
-    products: dict[str, Linear] | None = None,
-    partition: Partition | None = None,
-) -> Layer:
-    """A layer as in `Decoder`, from the `parameters` whose names begin with `name`. They are removed from the mapping. With a
-    `partition`, `spec` and they are a rank's part."""
-    products = {} if products is None else products
-    of_experts, scheme = scheme, None if scheme is not None and scheme.experts_only else scheme
-    attention_ranks = mlp_ranks = None
-    if partition is not None and partition.shard.size > 1:
-        attention_ranks = partition.group if partition.shard.tensor else None
-        mlp_ranks = partition.group if partition.shard.splits_mlp(spec.mlp) else None
-
-    def linear(stem: str, by: Scheme | None = scheme) -> Linear:
-        return build_linear(f"{name}{stem}", parameters, ops, by, products)
-
-    def dense(s: DenseSpec, stem: str) -> MLP:
-        return MLP(s, linear(f"{stem}.up"), linear(f"{stem}.down"))
-
-    def mixture(s: MoESpec) -> MoE:
-        up, down = (
-            _experts(f"{name}experts.{part}", parameters, ops, of_experts, products, s.num_held) for part in ("up", "down")
-        )
-        return MoE(
-            s,
-            linear("router", None),
-            Experts(up, down, s, parameters.pop(f"{name}correction.weight", None)),
-            dense(s.shared.mlp, "shared") if s.shared is not None else None,
-            linear("shared_weight", None) if s.shared is not None and s.shared.weighed else None,
-        )
-
-    def attention(s: AttentionSpec) -> Attention:
-        qkv, out = linear("attention.qkv"), linear("attention.out")
-        norms = [parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk"]
-        cos_sin, slopes, bias = tables.of(s, parameters.pop(f"{name}attention.distances.weight", None))
-        of_heads = s.qk_norm is not None and s.qk_norm.over == "head"
-        heads = _heads(s, cos_sin, *(norms if of_heads else ()))
-        params = AttentionParams(
-            scale=s.scale,
-            window=s.window,
-            softcap=s.softcap,
-            alibi_slopes=slopes,
-            sinks=parameters.pop(f"{name}attention.sinks.weight", None),
-            distance_bias=bias,
-            causal=s.causal,
-        )
-        q_norm, k_norm = (None, None) if of_heads else norms
-        return Attention(s, qkv, out, heads, params, q_norm, k_norm, attention_ranks)
-
-    def cross(s: AttentionSpec) -> CrossAttention:
-        q, kv, out = (linear(f"cross.{part}") for part in ("q", "kv", "out"))
-        return CrossAttention(s, q, kv, out, _heads(s), AttentionParams(scale=s.scale, causal=False))
-
-    def latent(s: LatentAttentionSpec) -> LatentAttention:
-        keys, values = ops.pack_latent(parameters.pop(f"{name}attention.expand.weight"), s)
-        q_norm, k_norm = (
-            None if weight is None else NormParams(kind="rms", weight=weight, eps=s.eps)
-            for weight in (parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk")
-        )
-        assert k_norm is not None
-        params = MLAParams(
-            keys=keys,
-            values=values,
-            norm=k_norm,
-            cos_sin=tables.rope(s.position),
-            interleaved=s.position.style == "interleaved",
-            scale=s.scale,
-        )
-        q_latent = linear("attention.q_latent") if s.q_rank is not None else None
-        q, latent, out = (linear(f"attention.{part}") for part in ("q", "latent", "out"))
-        return LatentAttention(s, q_latent, q, latent, out, q_norm, params)
-
-    norms = {key: build_norm(n, f"{name}{key}", parameters) for key, n in spec.norms.items()}
-    mlp = dense(spec.mlp, "mlp") if isinstance(spec.mlp, DenseSpec) else mixture(spec.mlp)
-    own = spec.attention
-    attended = latent(own) if isinstance(own, LatentAttentionSpec) else attention(own)
-    crossed = cross(spec.cross) if spec.cross is not None else None
-    return Layer(
-        spec,
-        attended,
-        mlp,
-        norms,
-        crossed,
-        attention_ranks=attention_ranks,
-        mlp_ranks=mlp_ranks,
-        shares_tokens=partition is not None and partition.sequence,
-    )
-
-
-def build_norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> NormParams:
-    weight, bias = parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None)
-    return NormParams(kind=spec.kind, weight=weight, eps=spec.eps, bias=bias, offset=spec.weight_offset)
-
-
-def build_linear(
-    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, products: dict[str, Linear]
-) -> Linear:
-    return _product(name, parameters, products, ops.pack_weight, lambda w, bias: ops.quantize_weight(w, bias, scheme))
-
-
-def _heads(
-    s: AttentionSpec, cos_sin: Tensor | None = None, q_norm: Tensor | None = None, k_norm: Tensor | None = None
-) -> QKVLayout:
-    """The layout of a layer's heads, with its rotary table and its norms' weights, if there are any."""
-    return QKVLayout(
-        num_heads=s.num_heads,
-        num_kv_heads=s.num_kv_heads,
-        head_dim=s.head_dim,
-        cos_sin=cos_sin,
-        interleaved=isinstance(s.position, RopeSpec) and s.position.style == "interleaved",
-        q_norm=q_norm,
-        k_norm=k_norm,
-        norm_eps=s.qk_norm.eps if s.qk_norm is not None else 0.0,
-        norm_offset=s.qk_norm.weight_offset if s.qk_norm is not None else 0.0,
-    )
-
-
-def _experts(
-    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, products: dict[str, Linear], num_experts: int
-) -> Linear:
-    return _product(
-        name,
-        parameters,
-        products,
-        lambda w: ops.pack_experts(w, num_experts=num_experts),
-        lambda w, bias: ops.quantize_experts(w, scheme, bias, num_experts=num_experts),
-    )
-
-
-def _product(
-    name: str,
-    parameters: dict[str, Tensor],
-    products: dict[str, Linear],
-    pack: Callable[[Linear], Linear],
-    quantize: Callable[[Tensor, Tensor | None], Linear],
-) -> Linear:
-    """A product from the weight that is held already, or else from the dense one. Afterwards it is in `products`."""
-    key, bias = f"{name}.weight", parameters.pop(f"{name}.bias", None)
-    dense, held = parameters.pop(key, None), products.get(key)  # a table that the head shares has both
-    if held is not None:
-        products[key] = pack(dataclasses.replace(held, bias=bias))
-    else:
-        assert dense is not None, key
-        products[key] = quantize(dense, bias)
-    return products[key]

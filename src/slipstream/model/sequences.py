@@ -21,8 +21,9 @@ from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.positions import PositionTables
+from slipstream.model.building import build_layer
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Layer, build_layer, whole
+from slipstream.model.layers import Layer, whole
 from slipstream.spec.model import AttentionSpec, LayerSpec, ModelSpec
 
 

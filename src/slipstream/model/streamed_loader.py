@@ -16,10 +16,11 @@ from torch import Tensor
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.native import Arena
 from slipstream.kernels.weights import Linear
+from slipstream.model.building import build_layer
 from slipstream.model.checkpoint import HeldWeights
 from slipstream.model.decoder import Decoder
 from slipstream.model.layer_stream import LayerStream, layer_bytes, without_data
-from slipstream.model.layers import Layer, build_layer
+from slipstream.model.layers import Layer
 from slipstream.model.loaded import LoadedModel, decoder_bytes, decoder_forms
 from slipstream.model.weights import by_layer, dummy_values, load_parameters
 from slipstream.spec.description import ModelDescription

@@ -24,7 +24,8 @@ from slipstream.kernels.layouts import NormParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, PackedParts
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import Linear
-from slipstream.model.layers import MLP, build_linear, build_norm, normed
+from slipstream.model.building import build_linear, build_norm
+from slipstream.model.layers import MLP, normed
 from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec
 from slipstream.spec.vision import AxialRopeSpec, Grid, GridPositionSpec, ImageProcessing, MLPConnector, VisionSpec
 

@@ -11,8 +11,8 @@ from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 MIXED_PROMPTS = 64
 """Prompts that a mixed graph has room for, the padding's among them."""
 
-MIXTURE_PROMPTS = 128
-"""The same where graphs have up to MIXTURE_TOKENS. Some attention kernels start thread blocks for each of them."""
+LONG_PROMPTS = 128
+"""The same where graphs have up to LONG_TOKENS. Some attention kernels start thread blocks for each of them."""
 
 VERIFIED_PROMPTS = 256
 """Of sequences with drafts a mixed graph has room for up to so many, and for the padding: it takes them for prompts."""
@@ -20,9 +20,10 @@ VERIFIED_PROMPTS = 256
 MIXED_TOKENS = 4096
 """Prompt tokens of the largest mixed graph. A larger step keeps the GPU busy for longer than the host launches it."""
 
-MIXTURE_TOKENS = 8192
-"""The same for mixtures. Their layers have more kernels, and a token multiplies only by the experts that it chose: on an H200
-8,192 tokens of Qwen3-30B-A3B in FP8 take 68 ms, and the host launches them in 80."""
+LONG_TOKENS = 8192
+"""The same for mixtures and for a layer's ranks. Their layers have more kernels, and a token multiplies only by the experts
+that it chose, or by a rank's part of the weights. On an H200 8,192 tokens of Qwen3-30B-A3B in FP8 take 68 ms, and the host
+launches them in 80; those of Llama-3-8B over two H200s take 55, and are launched in 80 to 100."""
 
 GRAPH_BYTES = 4 * 2**20
 """The driver's own memory for one graph of some three hundred launches: 0 to 4 MiB on an H200 beside activations."""
@@ -77,22 +78,23 @@ def mixed_prompts(config: EngineConfig, spec: ModelSpec) -> list[int]:
     hold them all."""
     if spec.encoder is not None:
         return []
-    most = MIXTURE_TOKENS if _takes_long_steps(spec) else MIXED_TOKENS
+    most = LONG_TOKENS if _takes_long_steps(config, spec) else MIXED_TOKENS
     longest = min(config.scheduling.max_num_batched_tokens, config.model.max_model_len, most)
-    sizes = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192)
+    sizes = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
     return [n for n in sizes if n <= longest]
 
 
-def _takes_long_steps(spec: ModelSpec) -> bool:
-    """A mixture, but not of latent attention: outside graphs that computes whole prompts without the cache, which is several
-    times as fast and worth more than the launches."""
-    is_mixture = any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
-    return is_mixture and not any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers)
+def _takes_long_steps(config: EngineConfig, spec: ModelSpec) -> bool:
+    """A mixture or a rank's part, but not of latent attention: outside graphs that computes whole prompts without the cache,
+    which is several times as fast and worth more than the launches."""
+    if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
+        return False
+    return config.parallel.ranks_of_stage > 1 or any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
 
 
 def mixed_sequences(config: EngineConfig, spec: ModelSpec) -> int:
     """Prompts, or sequences with drafts, that a mixed graph has room for, the padding's among them."""
-    prompts = MIXTURE_PROMPTS if _takes_long_steps(spec) else MIXED_PROMPTS
+    prompts = LONG_PROMPTS if _takes_long_steps(config, spec) else MIXED_PROMPTS
     if config.speculation is None:
         return prompts
     return max(prompts, min(config.scheduling.max_num_seqs, VERIFIED_PROMPTS) + 1)

@@ -4,6 +4,7 @@
     cuda.py  an NVIDIA GPU
     arch.py  what each GPU architecture and each CPU instruction set has, as data
     collectives.py  sums and collections over several processes
+    peer_copies.py  sums of two GPUs beside their products
 
 A new kind of device is one more subclass of `Platform` and one line in `platform_of`.
 """
@@ -23,6 +24,7 @@ from slipstream.platform.collectives import Group as Group
 from slipstream.platform.collectives import PeerSums as PeerSums
 from slipstream.platform.collectives import Pipe as Pipe
 from slipstream.platform.collectives import Rendezvous as Rendezvous
+from slipstream.platform.collectives import SumBeside as SumBeside
 from slipstream.platform.cpu import CpuPlatform
 from slipstream.platform.cuda import CudaPlatform
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import datetime
 from collections import deque
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from slipstream.errors import first_line
 
 TIMEOUT_S = 600.0
 """A start may be so far ahead on one rank: it is the rank whose part of the checkpoint is read first. A rank's death ends the
@@ -94,6 +97,24 @@ class PeerSums(Protocol):
         """The sum of all ranks' x, in memory of its own."""
 
 
+class SumBeside(Protocol):
+    """A sum over ranks that goes on beside what is queued."""
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Tensors whose sum it is. What is queued from now on runs once they are there. To be called once."""
+
+
+class SumsBeside(Protocol):
+    """Sums of a step's tokens, piece by piece."""
+
+    def pieces(self, num_tokens: int) -> Sequence[slice]:
+        """The pieces of a step's tokens; none: its sums are not worth it."""
+
+    def begin(self, x: Tensor, *, place: int, index: int, rows: slice) -> SumBeside:
+        """Begin the sum of x [R, E], of the tokens `rows`, which are piece number `index`. x may not be written any more.
+        `place`: 0 and 1 in turns. Before the first sum in a place, all of the other place have been read."""
+
+
 class Group:
     """The ranks 0 … size − 1. Every rank makes the same calls in the same order, with values of the same shapes."""
 
@@ -112,6 +133,8 @@ class Group:
         self._through_host = through_host
         self.sums: PeerSums | None = None
         """Set where ranks write to one another's memory."""
+        self.beside: SumsBeside | None = None
+        """Set where sums of long steps go on beside products."""
         self._shared: list[object] = []
 
     def stages(self, count: int) -> tuple[Group, Pipe | None]:
@@ -135,17 +158,29 @@ class Group:
     def share(self, num_bytes: int) -> tuple[Tensor, ...]:
         """Memory of each rank, zeros, that all ranks read and write, by rank: uint8 [num_bytes] on its GPU, mapped until the
         group ends."""
+        own, mapped = self.share_tensor((num_bytes,), torch.uint8)
+        peers = (own if rank == self.rank else mapped.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(self.size))
+        self._shared.append((own, mapped))
+        return tuple(peers)
+
+    def share_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Any]:
+        """Zeros of each rank, on its GPU, that all ranks read and write: this rank's own, and torch's handle of all of them.
+        RuntimeError, on every rank, if one of them has no memory for it."""
         from torch.distributed import _symmetric_memory as symmetric
 
         handle = self._handle or dist.group.WORLD
         assert handle is not None
-        own = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        own.zero_()
+        own: Tensor | None = None
+        why = "another rank has no memory to share"
+        try:
+            own = symmetric.empty(shape, dtype=dtype, device=self.device).zero_()
+        except RuntimeError as error:
+            why = first_line(error)
+        if not self.least(own is not None)[0] or own is None:
+            raise RuntimeError(why)
         mapped = symmetric.rendezvous(own, handle.group_name)
-        self.least(0)  # all are zeros
-        peers = (own if rank == self.rank else mapped.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(self.size))
-        self._shared.append((own, mapped))
-        return tuple(peers)
+        self.least(0)  # all have it
+        return own, mapped
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """[n · size, …] → [n, …]: this rank's share of the sum of all ranks' x. x may be written."""

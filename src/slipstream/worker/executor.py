@@ -25,6 +25,7 @@ from slipstream.spec.autotune_table import NO_TILES, TileTable, load_tiles
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.draft_heads import HeadDescription, HeadMethod
 from slipstream.spec.head_readers import read_head
+from slipstream.spec.model import ModelSpec, MoESpec
 from slipstream.spec.reason import NotCovered
 from slipstream.stats import AdapterStats, CanaryResult, ExpertTokens
 from slipstream.types import LoRARequest, Plan, StepTime, TokenMask
@@ -230,7 +231,7 @@ def load_runner(
         raise ConfigError(f"{args.model}: {reason}; pip install 'slipstream[torch]'", field="model") from None
 
     tiles = load_tiles(config.device.tile_table, config.device.info.name, tiles_folder())
-    partition = None if ranks is None else _partition(config, ranks, description.spec.hidden_size)
+    partition = None if ranks is None else _partition(config, ranks, description.spec)
     runner = ModelRunner(config, description, tiles, weights_folder=kept, partition=partition)
     runner.phases["resolve"] = found
     load_draft(runner)
@@ -254,11 +255,12 @@ def _host_runner(
     return None
 
 
-def _partition(config: EngineConfig, ranks: Ranks, hidden_size: int) -> Partition:
+def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition:
     """This rank's part, once it has met the others."""
     import torch
 
     from slipstream.platform import platform_of
+    from slipstream.platform.peer_copies import try_peer_copies
 
     device = torch.device(config.device.info.device)
     platform = platform_of(device)
@@ -268,7 +270,11 @@ def _partition(config: EngineConfig, ranks: Ranks, hidden_size: int) -> Partitio
     if device.type == "cuda" and group.size > 1:
         from slipstream.kernels.triton.rank_sums import try_rank_sums
 
-        try_rank_sums(group, hidden_size * DTYPE_BYTES[config.model.dtype])
+        try_rank_sums(group, spec.hidden_size * DTYPE_BYTES[config.model.dtype])
+        if config.parallel.tensor > 1 and not config.parallel.sequence:
+            padded = config.scheduling.max_num_batched_tokens + config.scheduling.max_num_seqs
+            dtype, is_mixture = getattr(torch, config.model.dtype), any(isinstance(x.mlp, MoESpec) for x in spec.layers)
+            try_peer_copies(group, platform, padded, spec.hidden_size, dtype, is_mixture)
     return Partition(config.parallel.shard(ranks.rank), group, pipe, every, config.parallel.sequence)
 
 

@@ -24,7 +24,7 @@ from slipstream.compress.recipe import QAT
 from slipstream.compress.steps import warmup_cosine
 from slipstream.errors import ConfigError
 from slipstream.kernels.positions import PositionTables
-from slipstream.model.layers import build_layer
+from slipstream.model.building import build_layer
 from slipstream.model.sequences import SequenceBatch, layer_output
 from slipstream.spec.description import ModelDescription
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -32,7 +33,7 @@ from slipstream.kernels.triton import (
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.mla import mla_paged_attention, mla_queries
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear, ScaledLinear, SplitLinear
-from slipstream.platform import Group, platform_of
+from slipstream.platform import Group, SumBeside, platform_of
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.model import OwnNorm
 from slipstream.spec.reason import Reason
@@ -152,6 +153,21 @@ class TritonOps(OpSet):
         if isinstance(sums, rank_sums.RankSums) and sums.covers_norm(x, norm, inputs):
             return sums.normed(x, norm, residual, inputs)
         return super().all_reduce_norm(x, norm, group=group, residual=residual, inputs=inputs)
+
+    def norm_arriving(
+        self, sums: Sequence[SumBeside], norm: NormParams, *, residual: Tensor, inputs: InputFormat | None = None
+    ) -> tuple[Activations, Tensor]:
+        if isinstance(norm.kind, OwnNorm):
+            return super().norm_arriving(sums, norm, residual=residual, inputs=inputs)
+        out, scales = pointwise.empty_rows(len(residual), residual.shape[1], residual, inputs)
+        first = 0
+        for s in sums:
+            x, *others = s.parts()
+            other = functools.reduce(torch.add, others) if others else None
+            rows = slice(first, first + len(x))
+            pointwise.norm_into(out[rows], scales[rows], x, other, norm, residual[rows], inputs)
+            first = rows.stop
+        return pointwise.as_activations(out, scales, inputs), residual
 
     def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
         if kv.latent:

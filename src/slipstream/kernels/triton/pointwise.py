@@ -79,11 +79,12 @@ def as_activations(out: Tensor, scales: Tensor, inputs: InputFormat | None) -> A
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, scales_ptr, size, eps, offset, x_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_LAYER: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
-    FORMAT: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, other_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, scales_ptr, size, eps, offset, x_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_LAYER: tl.constexpr, HAS_OTHER: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows, one after another. The sum with the residual is rounded and stored there, and then normed."""
+    """ROWS rows, one after another. The sum with the other x is rounded. That with the residual is rounded and stored there,
+    and then normed."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     at = tl.arange(0, BLOCK)
     mask = at < size
@@ -93,6 +94,9 @@ def _norm_kernel(
     for i in tl.static_range(ROWS):
         row = first + i
         x = tl.load(x_ptr + row * x_stride + at, mask=mask, other=0.0).to(tl.float32)
+        if HAS_OTHER:
+            x += tl.load(other_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)
+            x = x.to(other_ptr.dtype.element_ty).to(tl.float32)
         if HAS_RESIDUAL:
             x += tl.load(residual_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)
             rounded = x.to(residual_ptr.dtype.element_ty)
@@ -110,18 +114,31 @@ def norm(
     x: Tensor, norm: NormParams, residual: Tensor | None, inputs: InputFormat | None = None
 ) -> tuple[Activations, Tensor]:
     """`OpSet.norm`, but for functions from outside."""
+    out, scales = empty_rows(len(x), x.shape[1], x, inputs)
+    norm_into(out, scales, x, None, norm, residual, inputs)
+    return as_activations(out, scales, inputs), x if residual is None else residual
+
+
+def norm_into(
+    out: Tensor,
+    scales: Tensor,
+    x: Tensor,
+    other: Tensor | None,
+    norm: NormParams,
+    residual: Tensor | None,
+    inputs: InputFormat | None,
+) -> None:
+    """Write the norm of x (+ `other`, the sum rounded to its type) to rows as `empty_rows` gives them."""
     (num_rows, size), weight, bias = x.shape, norm.weight, norm.bias
-    out, scales = empty_rows(num_rows, size, x, inputs)
-    block = triton.next_power_of_2(size)
     if num_rows:
-        rows = rows_per_program(num_rows, size)
+        rows, block = rows_per_program(num_rows, size), triton.next_power_of_2(size)
         _norm_kernel[(num_rows // rows,)](
-            x, x if residual is None else residual, weight, weight if bias is None else bias, out, scales, size, norm.eps,
-            norm.offset, x.stride(0),
-            ROWS=rows, BLOCK=block, IS_LAYER=norm.kind == "layer", HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
+            x, x if other is None else other, x if residual is None else residual, weight, weight if bias is None else bias,
+            out, scales, size, norm.eps, norm.offset, x.stride(0),
+            ROWS=rows, BLOCK=block, IS_LAYER=norm.kind == "layer", HAS_OTHER=other is not None,
+            HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
             FORMAT=FORMATS[inputs], num_warps=min(16, max(1, block // 512)), **pdl_options(x),
         )  # fmt: skip
-    return as_activations(out, scales, inputs), x if residual is None else residual
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slipstream.errors import first_line
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.quantize import SMALLEST
 from slipstream.kernels.triton.cuda import CudaKernel
@@ -177,13 +178,13 @@ def try_rank_sums(group: Group, row_bytes: int) -> None:
         sums = RankSums(group, row_bytes)
         sums.compile_first()
     except Exception as error:  # of the driver, of torch or of a compiler: which, and why, is for the log
-        why = _first_line(error)
+        why = first_line(error)
     if group.least(sums is not None and not why)[0]:
         try:
             assert sums is not None
             sums.map_memory()
         except Exception as error:
-            why = _first_line(error)
+            why = first_line(error)
     else:
         why = why or "on another rank"
     if not group.least(not why)[0]:
@@ -194,10 +195,6 @@ def try_rank_sums(group: Group, row_bytes: int) -> None:
         group.sums = sums
     else:
         _logger.warning("sums go through NCCL: those through peers' memory came out otherwise")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
 @torch.inference_mode()

@@ -1,0 +1,181 @@
+"""Makes the parts of a layer (`model.layers`) from its spec and its parameters, which an op set lays out. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
+from slipstream.model.layers import MLP, Attention, CrossAttention, LatentAttention, Layer, MoE, Partition
+from slipstream.spec.model import (
+    AttentionSpec,
+    DenseSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MoESpec,
+    NormSpec,
+    RopeSpec,
+)
+from slipstream.spec.scheme import Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slipstream.kernels.ops import OpSet
+    from slipstream.kernels.positions import PositionTables
+    from slipstream.kernels.weights import Linear
+
+
+def build_layer(
+    spec: LayerSpec,
+    parameters: dict[str, Tensor],
+    ops: OpSet,
+    tables: PositionTables,
+    *,
+    name: str = "",
+    scheme: Scheme | None = None,
+    products: dict[str, Linear] | None = None,
+    partition: Partition | None = None,
+) -> Layer:
+    """A layer as in `Decoder`, from the `parameters` whose names begin with `name`. They are removed from the mapping. With a
+    `partition`, `spec` and they are a rank's part."""
+    products = {} if products is None else products
+    of_experts, scheme = scheme, None if scheme is not None and scheme.experts_only else scheme
+    attention_ranks = mlp_ranks = None
+    if partition is not None and partition.shard.size > 1:
+        attention_ranks = partition.group if partition.shard.tensor else None
+        mlp_ranks = partition.group if partition.shard.splits_mlp(spec.mlp) else None
+
+    def linear(stem: str, by: Scheme | None = scheme) -> Linear:
+        return build_linear(f"{name}{stem}", parameters, ops, by, products)
+
+    def dense(s: DenseSpec, stem: str) -> MLP:
+        return MLP(s, linear(f"{stem}.up"), linear(f"{stem}.down"))
+
+    def mixture(s: MoESpec) -> MoE:
+        up, down = (
+            _experts(f"{name}experts.{part}", parameters, ops, of_experts, products, s.num_held) for part in ("up", "down")
+        )
+        return MoE(
+            s,
+            linear("router", None),
+            Experts(up, down, s, parameters.pop(f"{name}correction.weight", None)),
+            dense(s.shared.mlp, "shared") if s.shared is not None else None,
+            linear("shared_weight", None) if s.shared is not None and s.shared.weighed else None,
+        )
+
+    def attention(s: AttentionSpec) -> Attention:
+        qkv, out = linear("attention.qkv"), linear("attention.out")
+        norms = [parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk"]
+        cos_sin, slopes, bias = tables.of(s, parameters.pop(f"{name}attention.distances.weight", None))
+        of_heads = s.qk_norm is not None and s.qk_norm.over == "head"
+        heads = _heads(s, cos_sin, *(norms if of_heads else ()))
+        params = AttentionParams(
+            scale=s.scale,
+            window=s.window,
+            softcap=s.softcap,
+            alibi_slopes=slopes,
+            sinks=parameters.pop(f"{name}attention.sinks.weight", None),
+            distance_bias=bias,
+            causal=s.causal,
+        )
+        q_norm, k_norm = (None, None) if of_heads else norms
+        return Attention(s, qkv, out, heads, params, q_norm, k_norm, attention_ranks)
+
+    def cross(s: AttentionSpec) -> CrossAttention:
+        q, kv, out = (linear(f"cross.{part}") for part in ("q", "kv", "out"))
+        return CrossAttention(s, q, kv, out, _heads(s), AttentionParams(scale=s.scale, causal=False))
+
+    def latent(s: LatentAttentionSpec) -> LatentAttention:
+        keys, values = ops.pack_latent(parameters.pop(f"{name}attention.expand.weight"), s)
+        q_norm, k_norm = (
+            None if weight is None else NormParams(kind="rms", weight=weight, eps=s.eps)
+            for weight in (parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk")
+        )
+        assert k_norm is not None
+        params = MLAParams(
+            keys=keys,
+            values=values,
+            norm=k_norm,
+            cos_sin=tables.rope(s.position),
+            interleaved=s.position.style == "interleaved",
+            scale=s.scale,
+        )
+        q_latent = linear("attention.q_latent") if s.q_rank is not None else None
+        q, latent, out = (linear(f"attention.{part}") for part in ("q", "latent", "out"))
+        return LatentAttention(s, q_latent, q, latent, out, q_norm, params)
+
+    norms = {key: build_norm(n, f"{name}{key}", parameters) for key, n in spec.norms.items()}
+    mlp = dense(spec.mlp, "mlp") if isinstance(spec.mlp, DenseSpec) else mixture(spec.mlp)
+    own = spec.attention
+    attended = latent(own) if isinstance(own, LatentAttentionSpec) else attention(own)
+    crossed = cross(spec.cross) if spec.cross is not None else None
+    return Layer(
+        spec,
+        attended,
+        mlp,
+        norms,
+        crossed,
+        attention_ranks=attention_ranks,
+        mlp_ranks=mlp_ranks,
+        shares_tokens=partition is not None and partition.sequence,
+    )
+
+
+def build_norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> NormParams:
+    weight, bias = parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None)
+    return NormParams(kind=spec.kind, weight=weight, eps=spec.eps, bias=bias, offset=spec.weight_offset)
+
+
+def build_linear(
+    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, products: dict[str, Linear]
+) -> Linear:
+    return _product(name, parameters, products, ops.pack_weight, lambda w, bias: ops.quantize_weight(w, bias, scheme))
+
+
+def _heads(
+    s: AttentionSpec, cos_sin: Tensor | None = None, q_norm: Tensor | None = None, k_norm: Tensor | None = None
+) -> QKVLayout:
+    """The layout of a layer's heads, with its rotary table and its norms' weights, if there are any."""
+    return QKVLayout(
+        num_heads=s.num_heads,
+        num_kv_heads=s.num_kv_heads,
+        head_dim=s.head_dim,
+        cos_sin=cos_sin,
+        interleaved=isinstance(s.position, RopeSpec) and s.position.style == "interleaved",
+        q_norm=q_norm,
+        k_norm=k_norm,
+        norm_eps=s.qk_norm.eps if s.qk_norm is not None else 0.0,
+        norm_offset=s.qk_norm.weight_offset if s.qk_norm is not None else 0.0,
+    )
+
+
+def _experts(
+    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, products: dict[str, Linear], num_experts: int
+) -> Linear:
+    return _product(
+        name,
+        parameters,
+        products,
+        lambda w: ops.pack_experts(w, num_experts=num_experts),
+        lambda w, bias: ops.quantize_experts(w, scheme, bias, num_experts=num_experts),
+    )
+
+
+def _product(
+    name: str,
+    parameters: dict[str, Tensor],
+    products: dict[str, Linear],
+    pack: Callable[[Linear], Linear],
+    quantize: Callable[[Tensor, Tensor | None], Linear],
+) -> Linear:
+    """A product from the weight that is held already, or else from the dense one. Afterwards it is in `products`."""
+    key, bias = f"{name}.weight", parameters.pop(f"{name}.bias", None)
+    dense, held = parameters.pop(key, None), products.get(key)  # a table that the head shares has both
+    if held is not None:
+        products[key] = pack(dataclasses.replace(held, bias=bias))
+    else:
+        assert dense is not None, key
+        products[key] = quantize(dense, bias)
+    return products[key]

@@ -1,0 +1,135 @@
+"""Sums of two GPUs that go on beside their products: each copies its part into the other's memory.
+
+The copies are made by the GPU's copy engines, so products lose no multiprocessor to them, as they would to a kernel of NCCL. A
+step's tokens are cut into pieces: while the part of one piece is on its way, the products of the next are computed. The sum
+itself is made by what reads it, a norm (`OpSet.norm_arriving`).
+
+There are two places for a step's rows, for the two sums of a layer. A rank writes into a place again one layer later. By then
+it has the other's rows of the sum between, all of which the other has sent after it had read the place.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import first_line
+from slipstream.platform.base import CopyQueue, Event, Platform
+
+if TYPE_CHECKING:
+    from slipstream.platform.collectives import Group
+
+FROM_TOKENS = 2048
+"""Smaller steps are summed at once: products of short pieces lose more than is gained."""
+PIECE_TOKENS = 2560
+"""Of a dense model: with 20 tiles of rows, products that give 4,096 or 14,336 numbers keep 97 % of an H200 busy."""
+LAST_TOKENS = 512
+"""The last piece, whose copy has few products beside it, has so many tokens or more."""
+TILE = 128
+"""Rows of a product's tile: pieces have a multiple of it, except the last."""
+TEST_TOKENS = 3000
+
+_logger = logging.getLogger("slipstream.engine")
+
+
+def cut(num_tokens: int, whole_experts: bool) -> tuple[slice, ...]:
+    """The pieces of a step's tokens. `whole_experts`: two halves, since each piece reads all of a mixture's experts."""
+    if whole_experts:
+        each = -(-num_tokens // (2 * TILE)) * TILE
+    else:
+        each = min(PIECE_TOKENS, (num_tokens - LAST_TOKENS) // TILE * TILE)
+    ends = list(range(each, num_tokens, each))
+    if ends and num_tokens - ends[-1] < LAST_TOKENS and not whole_experts:
+        ends[-1] -= LAST_TOKENS
+    return tuple(map(slice, [0, *ends], [*ends, num_tokens]))
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """`platform.SumBeside`. `own`: this rank's part; `other`: where the other's arrives."""
+
+    own: Tensor
+    other: Tensor
+    sent: Event | None
+    copies: PeerCopies
+    channel: int
+
+    def parts(self) -> tuple[Tensor, ...]:
+        if self.sent is not None:
+            self.sent.wait()  # `own` may be given back after this
+        self.copies.wait(self.channel)
+        return self.own, self.other
+
+
+class PeerCopies:
+    """`platform.SumsBeside` of the two ranks of `group`, for steps of up to `most_tokens` tokens, whose rows have `size`
+    numbers. `whole_experts`: see `cut`. Every rank makes the same calls in the same order."""
+
+    def __init__(
+        self, group: Group, queue: CopyQueue, most_tokens: int, size: int, dtype: torch.dtype, whole_experts: bool = False
+    ) -> None:
+        assert group.size == 2
+        self.group, self._queue, self._peer, self._whole_experts = group, queue, 1 - group.rank, whole_experts
+        self.shape, self.dtype = (2, most_tokens, size), dtype
+        self._own, self._handle = group.share_tensor(self.shape, dtype)
+        self._there = self._handle.get_buffer(self._peer, self.shape, dtype)
+
+    def pieces(self, num_tokens: int) -> tuple[slice, ...]:
+        return cut(num_tokens, self._whole_experts) if FROM_TOKENS <= num_tokens <= self.shape[1] else ()
+
+    def begin(self, x: Tensor, *, place: int, index: int, rows: slice) -> Arriving:
+        x, channel = x.contiguous(), 2 * index + place
+        with self._queue.behind():
+            self._there[place, rows].copy_(x)
+            self._handle.put_signal(self._peer, channel)
+        return Arriving(x, self._own[place, rows], self._queue.record(), self, channel)
+
+    def wait(self, channel: int) -> None:
+        """What is queued from now on runs once the other's rows are here."""
+        self._handle.wait_signal(self._peer, channel)
+
+
+def try_peer_copies(
+    group: Group, platform: Platform, most_tokens: int, size: int, dtype: torch.dtype, whole_experts: bool = False
+) -> None:
+    """Have `group` sum long steps beside their products from now on, if it is of two ranks that write to each other's memory,
+    and if they get what the library gets."""
+    if group.size != 2 or group.sums is None or most_tokens < FROM_TOKENS:
+        return
+    try:
+        copies = PeerCopies(group, platform.copy_queue(), most_tokens, size, dtype, whole_experts)
+    except RuntimeError as error:
+        _logger.warning("sums do not go on beside products: %s", first_line(error))
+        return
+    if group.least(agrees(copies, platform))[0]:
+        group.beside = copies
+    else:
+        _logger.warning("sums do not go on beside products: those by copies came out otherwise")
+
+
+@torch.inference_mode()
+def agrees(copies: PeerCopies, platform: Platform) -> bool:
+    """Whether sums in a graph that is replayed are the library's in every bit."""
+    group, (_, most, size), found = copies.group, copies.shape, True
+    rows = torch.arange(min(most, TEST_TOKENS), device=platform.device)
+    given = [(rows[:, None] * (i + 1) % 251 - 125 * group.rank).to(copies.dtype).expand(-1, size) for i in range(4)]
+    wanted = torch.stack([group.library_sum(x.clone(memory_format=torch.contiguous_format)) for x in given])
+
+    def sums() -> Tensor:
+        made = []
+        for i, x in enumerate(given):
+            pieces = cut(len(x), whole_experts=False)
+            begun = [copies.begin(x[p], place=i % 2, index=j, rows=p) for j, p in enumerate(pieces)]
+            made.append(torch.cat([torch.add(*one.parts()) for one in begun]))
+        return torch.stack(made)
+
+    graph, output = platform.graphs().capture(sums)
+    for _ in range(3):
+        output.zero_()
+        graph.replay()
+        found = found and torch.equal(output, wanted)
+    return found
