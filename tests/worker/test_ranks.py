@@ -187,10 +187,8 @@ def test_no_rank_outlives_a_process_that_is_killed(tiny_model):
         ({"pipeline_parallel_size": 9}, "pipeline_parallel_size", "more than the model's layers"),
         ({"pipeline_layers": "1,1"}, "pipeline_layers", "only with pipeline_parallel_size"),
         ({"pipeline_parallel_size": 2, "pipeline_layers": "1,x"}, "pipeline_layers", "2 numbers above 0"),
-        ({"pipeline_parallel_size": 2, "enable_lora": True}, "enable_lora", "adapters run on one device"),
         ({"sequence_parallel": True}, "sequence_parallel", "only with tensor_parallel_size"),
         ({"tensor_parallel_size": 2, "deterministic": True}, "deterministic", "deterministic"),
-        ({"tensor_parallel_size": 2, "enable_lora": True}, "enable_lora", "adapters run on one device"),
     ],
     ids=str,
 )

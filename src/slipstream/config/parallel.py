@@ -58,8 +58,6 @@ def parallel_section(
         raise ConfigError(f"device={args.device!r}: {ranks} ranks take the first {ranks} GPUs; use 'cuda'", field="device")
     if args.deterministic:
         raise ConfigError(f"deterministic=True does not cover sums over several devices ({field}); leave it out", field=field)
-    if args.enable_lora:
-        raise ConfigError(f"enable_lora: adapters run on one device; leave {field} at 1", field="enable_lora")
     if speculation is not None and speculation.by_model:
         raise ConfigError(
             f"method {speculation.method!r} of speculation runs on one device; use 'ngram' or 'suffix' with {field}",

@@ -22,6 +22,7 @@ from slipstream.kernels.weights import Activations, Linear
 if TYPE_CHECKING:
     from slipstream.kernels.metadata import ExpertLoad
     from slipstream.kernels.ops import Experts, OpSet
+    from slipstream.platform import Group
 
 FEW_TOKENS = 256
 """Steps of up to so many tokens are cut into tiles of TILES[0] tokens, larger ones into tiles of TILES[1]."""
@@ -107,6 +108,10 @@ class AdapterOps:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
+
+    def pieces(self, x: Tensor, group: Group) -> Sequence[slice]:
+        """None: `tokens` are the whole step's."""
+        return ()
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
         own = self._weights.get(id(w))

@@ -3,6 +3,9 @@
 A slot is one flat piece of memory with room for all products that can have an adapter. On the host an adapter is kept without
 the gaps that it leaves there (`HostAdapter`). A tensor of the checkpoint finds its place by the table of names that the base
 weights have: a part of a product in our order of rows.
+
+A rank of several has of an adapter what its products need: rows of `up` where their outputs are shared out, columns of `down`
+where their inputs are. In the latter case the adapter's result is a part of the sum over ranks, as the product's is.
 """
 
 from __future__ import annotations
@@ -22,19 +25,29 @@ from slipstream.kernels.weights import Linear
 from slipstream.model.checkpoint import canonical
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import MLP, Attention, MoE
+from slipstream.model.sharding import part_of
 from slipstream.model.weights import transform
 from slipstream.spec.adapters import WEIGHTS_NAME, AdapterConfig, read_adapter_config
 from slipstream.spec.description import ModelDescription
+from slipstream.spec.parallel import Cut, Range, Shard, cuts, split_shapes
 from slipstream.spec.parameters import Placement, Swap, Transpose, Ungroup, Unpermute, parameters
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _LAYER = re.compile(r"layers\.\d+\.(.+)\.weight")
+_STEMS = frozenset(
+    (
+        *("attention.qkv", "attention.q_latent", "attention.q", "attention.latent", "attention.out", "mlp.up", "mlp.down"),
+        *("router", "shared_weight", "shared.up", "shared.down"),
+    )
+)
+"""Of products that can have an adapter."""
+ALONE = Shard(0, 1, tensor=False)
 
 
 def adapted_products(decoder: Decoder) -> dict[str, Linear]:
     """The decoder's products that can have an adapter, by the names of their weights."""
     found: dict[str, Linear | None] = {}
-    for i, layer in enumerate(decoder.layers):
+    for i, layer in zip(decoder.spec.held, decoder.layers, strict=True):
         a, m = layer.attention, layer.mlp
         own: dict[str, Linear | None]
         if isinstance(a, Attention):
@@ -96,19 +109,39 @@ class _Piece:
         return len(self.value) * self.columns
 
 
-class Layout:
-    """The places of all products in a slot, for adapters of up to `max_rank` ranks a part."""
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What this rank has of a part of a product: its rows from `start` on, which are `rows` of the whole part, and `columns` of
+    its inputs. None: all."""
 
-    def __init__(self, description: ModelDescription, decoder: Decoder, max_rank: int) -> None:
+    start: int
+    rows: tuple[Range, ...] | None
+    columns: tuple[Range, ...] | None
+
+
+class Layout:
+    """The places of all products in a slot, for adapters of up to `max_rank` ranks a part. `decoder` is the `shard`'s part of
+    the model."""
+
+    def __init__(self, description: ModelDescription, decoder: Decoder, max_rank: int, shard: Shard = ALONE) -> None:
         self.max_rank = max_rank
         self.description = description
         self.names = description.family.names(description.spec)
-        shapes, parts = parameters(description.spec), dict[str, set[int]]()
-        for place in self.names.values():
-            parts.setdefault(place.target, set()).add(place.start)
+        self._whole = parameters(description.spec)
+        shapes, cut = split_shapes(description.spec, shard), cuts(description.spec, shard)
+        self._own = {
+            place: own
+            for place in self.names.values()
+            if place.target in shapes and (own := self._part_of(place, cut.get(place.target))) is not None
+        }
+        parts = dict[str, set[int]]()
+        for place, own in self._own.items():
+            parts.setdefault(place.target, set()).add(own.start)
         self.places: dict[str, Place] = {}
         end = 0
         for name, linear in adapted_products(decoder).items():
+            if name not in parts:  # this rank has nothing of it but zeros
+                continue
             out, inner = shapes[name]
             starts, match = tuple(sorted(parts[name])), _LAYER.fullmatch(name)
             assert match is not None
@@ -144,9 +177,10 @@ class Layout:
             if match is None:
                 raise AdapterError(f"the adapter has a tensor {name!r}, which is none of a LoRA's (lora_A, lora_B)", field=name)
             module, side = match[1], match[2]
-            place, part = self._place(module, name)
-            rank, rows = config.rank_of(module), self._rows(place, part)
-            expected = (rank, place.inner) if side == "A" else (rows.stop - rows.start, rank)
+            part = self._part(module, name)
+            rank, (num_rows, inner) = config.rank_of(module), self._whole[part.target]
+            num_rows = num_rows - part.start if part.rows is None else part.rows
+            expected = (rank, inner) if side == "A" else (num_rows, rank)
             if tuple(value.shape) != expected:
                 raise AdapterError(
                     f"the adapter's tensor {name!r} has shape {list(value.shape)}, and this model with rank {rank} asks for "
@@ -154,19 +188,23 @@ class Layout:
                     field=name,
                 )
             sides.add((module, side))
-            number = place.starts.index(rows.start)
+            own, place = self._own.get(part), self.places.get(part.target)
+            if own is None or place is None:
+                continue  # another rank has it
+            number = place.starts.index(own.start)
             if side == "A":
                 begin, columns = place.begin + number * self.max_rank * place.inner, place.inner
+                value = part_of(value, ((0, rank),), own.columns)
             else:
                 begin, columns = place.begin + len(place.starts) * self.max_rank * place.inner, self.max_rank
-                begin += rows.start * self.max_rank
-                value = _reordered(value, part).float() * config.scale_of(module)
+                begin += own.start * self.max_rank
+                value = part_of(_reordered(value, part), own.rows or ((0, num_rows),), None).float() * config.scale_of(module)
             found.append(_Piece(name, (place.stem, number), begin, columns, value))
         for module, side in sides:
             other = "B" if side == "A" else "A"
             if (module, other) not in sides:
                 raise AdapterError(f"the adapter has lora_{side} of {module}, and lacks its lora_{other}", field=module)
-        if not found:
+        if not sides:
             raise AdapterError(f"{folder / WEIGHTS_NAME} holds no tensors", field=WEIGHTS_NAME)
         return sorted(found, key=lambda piece: piece.begin)
 
@@ -187,13 +225,20 @@ class Layout:
             raise AdapterError(f"the adapter's tensor {name!r} holds numbers that are not finite", field=name)
         return HostAdapter(numbers, tuple(spans), frozenset(p.part for p in pieces))
 
-    def _place(self, module: str, name: str) -> tuple[Place, Placement]:
-        """Where a module's adapter goes."""
+    def _part_of(self, place: Placement, cut: Cut | None) -> _Own | None:
+        """This rank's of a part of a product; None: it has nothing of it."""
+        if cut is None:
+            return _Own(place.start, None, None)
+        found = cut.placed(place, self._whole[place.target][0])
+        return None if found is None else _Own(found[0].start, found[1], cut.columns)
+
+    def _part(self, module: str, name: str) -> Placement:
+        """The part of a product that a module's adapter belongs to."""
         key = canonical(f"{module}.weight", self.description.family.prefixes, self.names)
         part = None if key is None else self.names[key]
-        if part is not None and part.target in self.places and part.copies is None:
+        if part is not None and _can_adapt(part.target) and part.copies is None:
             assert part.transform is None or isinstance(part.transform, Transpose | Ungroup | Unpermute | Swap)
-            return self.places[part.target], part
+            return part
         if part is None:
             why = f"this model ({self.description.spec.family}) has no such module; it was trained for another base model"
         elif part.target.startswith(("head.", "embed")):
@@ -206,8 +251,10 @@ class Layout:
             why = "it is part of something computed in one piece here; train without it"
         raise AdapterError(f"the adapter has {name!r}: {why}", field=module)
 
-    def _rows(self, place: Place, part: Placement) -> slice:
-        return slice(part.start, place.out if part.rows is None else part.start + part.rows)
+
+def _can_adapt(name: str) -> bool:
+    match = _LAYER.fullmatch(name)
+    return match is not None and match[1] in _STEMS
 
 
 def _reordered(up: Tensor, part: Placement) -> Tensor:
@@ -217,7 +264,7 @@ def _reordered(up: Tensor, part: Placement) -> Tensor:
 
 def _are_finite(numbers: Tensor) -> bool:
     """By the lowest and the highest, which are no numbers if any is none: a sixth of the time of asking each."""
-    return all(bool(x.isfinite()) for x in numbers.aminmax())
+    return not len(numbers) or all(bool(x.isfinite()) for x in numbers.aminmax())
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:

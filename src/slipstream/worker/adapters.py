@@ -18,11 +18,12 @@ import torch
 from slipstream.config import LoRASettings
 from slipstream.errors import AdapterError, EngineOverloadedError
 from slipstream.kernels.adapters import LoRAWeights
-from slipstream.model.adapters import HostAdapter, Layout
+from slipstream.model.adapters import ALONE, HostAdapter, Layout
 from slipstream.model.decoder import Decoder
 from slipstream.platform import platform_of
 from slipstream.spec.adapters import CONFIG_NAME, WEIGHTS_NAME
 from slipstream.spec.description import ModelDescription
+from slipstream.spec.parallel import Shard
 from slipstream.stats import AdapterStats
 from slipstream.types import LoRARequest
 
@@ -35,10 +36,13 @@ class Loaded:
 
 
 class Adapters:
-    def __init__(self, settings: LoRASettings, description: ModelDescription, decoder: Decoder) -> None:
+    def __init__(
+        self, settings: LoRASettings, description: ModelDescription, decoder: Decoder, shard: Shard = ALONE
+    ) -> None:
+        """With a `shard`, `decoder` is a rank's part of the model. Ranks that make the same calls have the same slots."""
         self.settings = settings
         self.decoder = decoder
-        self.layout = Layout(description, decoder, settings.max_lora_rank)
+        self.layout = Layout(description, decoder, settings.max_lora_rank, shard)
         device = decoder.device
         self._platform = platform_of(device)
         self._slots = torch.zeros(settings.max_loras, self.layout.slot_size, dtype=decoder.dtype, device=device)

@@ -31,6 +31,7 @@ from slipstream.kernels.blocks import BlockRows
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import LayerKV, SamplingTensors
 from slipstream.kernels.select import select_ops
+from slipstream.model.adapters import ALONE
 from slipstream.model.device_stream import DeviceStream
 from slipstream.model.encoder import pool
 from slipstream.model.layers import Partition
@@ -133,7 +134,8 @@ class ModelRunner:
             self.forwards = Forwards(self.model.decoder)
             self.adapters: Adapters | None = None
             if config.lora is not None:
-                self.adapters = Adapters(config.lora, description, self.model.decoder)
+                shard = ALONE if partition is None else partition.shard
+                self.adapters = Adapters(config.lora, description, self.model.decoder, shard)
                 self.forwards.take_adapters(self.adapters)
                 for request in config.lora.requests:
                     try:

@@ -65,15 +65,19 @@ from slipstream.worker.rank_messages import (
     End,
     Forget,
     FromRank,
+    GetAdapterStats,
     GetExpertLoad,
     Launch,
     LaunchTexts,
     Link,
+    LoadAdapter,
     Meeting,
+    Question,
     RankFailed,
     Result,
     Sampled,
     ToRank,
+    UnloadAdapter,
     WarmUp,
 )
 from slipstream.worker.start_messages import Phase, Started
@@ -136,6 +140,7 @@ class ProcessExecutor(Executor):
         self._dead: SlipstreamError | None = None
         self._sending, self._asking = threading.Lock(), threading.Lock()  # all ranks get all messages in one order
         self._grammars: set[str] = set()  # requests that sample by one
+        self._adapters: set[int] = set()  # ids of those that the ranks may have in the host's memory
         self._group = Processes()
         self._finalizer = weakref.finalize(self, self._group.kill)
         size, own = num_ranks(args), args.local_ranks or num_ranks(args)
@@ -186,6 +191,8 @@ class ProcessExecutor(Executor):
         self.ledger, self.phases, self.tiles, self.canary = largest, first.phases, first.tiles, last.canary
         config = resolve(args, self.description, last.device if mixed else first.device)
         self.config = config.with_memory_limits(self.ledger.num_blocks - 1, self.ledger.block_bytes)
+        if config.lora is not None:
+            self._adapters.update(request.id for request in config.lora.requests)
         for number, ledger in enumerate(self.ledgers):
             _logger.info(
                 "rank %d: weights %.2f GiB, KV cache %.2f GiB of %s",
@@ -231,13 +238,27 @@ class ProcessExecutor(Executor):
         return tuple(sorted(layer for answer in self._ask(GetExpertLoad()) for layer in answer.expert_load))
 
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:
-        raise AdapterError("adapters run on one device, and this model is split over several", field="enable_lora")
+        """Every rank reads its part of it. Each refuses the same, but for files that one of them can't read; then no rank has
+        it."""
+        settings = self.config.lora
+        if settings is None:
+            raise AdapterError("adapters are off; start with enable_lora", field="enable_lora")
+        is_full = len(self._adapters | {request.id}) > settings.max_cpu_loras
+        answers = self._ask(LoadAdapter(request, tuple(keep()) if is_full else ()), len(self._ranks))
+        refusals = [answer.refused for answer in answers if answer.refused is not None]
+        if refusals:
+            if len(refusals) < len(answers):
+                self.unload_adapter(request.id)
+            raise refusals[0].as_error
+        self._adapters.add(request.id)
+        return answers[0].version
 
     def unload_adapter(self, adapter_id: int) -> None:
-        pass  # there is none
+        self._adapters.discard(adapter_id)
+        self._broadcast(UnloadAdapter(adapter_id))
 
     def adapter_stats(self) -> AdapterStats | None:
-        return None
+        return None if self.config.lora is None else self._ask(GetAdapterStats())[0].adapters
 
     def shutdown(self) -> None:
         """End the ranks, and wait until they have."""
@@ -292,11 +313,11 @@ class ProcessExecutor(Executor):
         except OSError:
             self._die()
 
-    def _ask(self, question: ToRank) -> list[Answer]:
-        """The answers of the stages."""
+    def _ask(self, question: Question, count: int | None = None) -> list[Answer]:
+        """The answers, `count` of them; None: one of each stage."""
         with self._asking:
             self._broadcast(question)
-            return [self._await(self._mail.next_answer) for _ in range(self._parallel.num_stages)]
+            return [self._await(self._mail.next_answer) for _ in range(count or self._parallel.num_stages)]
 
     def _await(self, find: Callable[[], T | None]) -> T:
         """Wait until `find` finds something in the mail. EngineError, or the error that a rank had, if one has ended."""

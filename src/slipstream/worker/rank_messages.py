@@ -1,8 +1,8 @@
 """What an executor and its ranks say to each other: msgpack over a Unix socket pair to each rank. No torch.
 
-To a rank: Begin, Launch, Constrain, Sampled, Forget, WarmUp, CaptureNext, GetExpertLoad, End. From rank 0: Meeting, Phase.
-From the first rank of each stage: Answer. From the first of the last stage: Result. From any rank: Started, RankFailed. Answers
-come in the order of the questions; results in that of the launches.
+To a rank: Begin, what a step needs, questions, UnloadAdapter, End. From rank 0: Meeting, Phase. From the first rank of each
+stage: Answer; to LoadAdapter from all ranks. From the first of the last stage: Result. From any rank: Started, RankFailed.
+Answers come in the order of the questions; results in that of the launches.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any, TypeAlias
 import msgspec
 
 from slipstream.config import DeviceInfo, EngineArgs
-from slipstream.stats import ExpertTokens
+from slipstream.stats import AdapterStats, ExpertTokens
 from slipstream.types import (
     Extra,
+    LoRARequest,
     PooledVector,
     PromptLogprobs,
     RequestFailure,
@@ -92,13 +93,28 @@ class GetExpertLoad(msgspec.Struct, tag=True):
     pass
 
 
+class LoadAdapter(msgspec.Struct, tag=True):
+    """`keep`: ids of those that must stay."""
+
+    request: LoRARequest
+    keep: tuple[int, ...]
+
+
+class UnloadAdapter(msgspec.Struct, tag=True):
+    adapter_id: int
+
+
+class GetAdapterStats(msgspec.Struct, tag=True):
+    pass
+
+
 class End(msgspec.Struct, tag=True):
     pass
 
 
-ToRank: TypeAlias = (
-    Begin | Refused | Launch | LaunchTexts | Constrain | Sampled | Forget | WarmUp | CaptureNext | GetExpertLoad | End
-)
+OfStep: TypeAlias = Launch | LaunchTexts | Constrain | Sampled | Forget
+Question: TypeAlias = WarmUp | CaptureNext | GetExpertLoad | LoadAdapter | GetAdapterStats
+ToRank: TypeAlias = Begin | Refused | OfStep | Question | UnloadAdapter | End
 
 
 class Join(msgspec.Struct, tag=True):
@@ -146,11 +162,15 @@ class Result(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, tag=True):
-    """To WarmUp (the step times), CaptureNext (whether there was one) and GetExpertLoad."""
+    """To WarmUp (the step times), CaptureNext (whether there was one), GetExpertLoad, LoadAdapter (the version of its files, or
+    why it can't be) and GetAdapterStats."""
 
     done: bool = True
     expert_load: ExpertTokens = ()
     step_times: tuple[StepTime, ...] = ()
+    version: str = ""
+    refused: Failed | None = None
+    adapters: AdapterStats | None = None
 
 
 class RankFailed(Failed, tag=True):

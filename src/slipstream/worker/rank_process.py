@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from slipstream import __version__
-from slipstream.errors import EngineError, SlipstreamError
+from slipstream.errors import AdapterError, EngineError, EngineOverloadedError, SlipstreamError
 from slipstream.hub import machine_folder
 from slipstream.plan.hardware import bound_spinning
 from slipstream.platform import Rendezvous
@@ -42,17 +42,20 @@ from slipstream.worker.rank_messages import (
     Constrain,
     End,
     Forget,
+    GetAdapterStats,
     GetExpertLoad,
     Join,
     Launch,
     LaunchTexts,
     Link,
+    LoadAdapter,
     Meeting,
     RankFailed,
     Refused,
     Result,
     Sampled,
     ToRank,
+    UnloadAdapter,
     WarmUp,
 )
 from slipstream.worker.start_messages import Failed, Phase, Started
@@ -149,8 +152,20 @@ class RankProcess:
             answer = Answer(executor.capture_next())
         elif isinstance(message, GetExpertLoad):
             answer = Answer(expert_load=executor.expert_load())
-        if answer is not None and self._answers:
+        elif isinstance(message, LoadAdapter):
+            answer = self._load_adapter(message)
+        elif isinstance(message, UnloadAdapter):
+            executor.unload_adapter(message.adapter_id)
+        elif isinstance(message, GetAdapterStats):
+            answer = Answer(adapters=executor.adapter_stats())
+        if answer is not None and (self._answers or isinstance(message, LoadAdapter)):
             self._link.send(answer)
+
+    def _load_adapter(self, message: LoadAdapter) -> Answer:
+        try:
+            return Answer(version=self._executor.load_adapter(message.request, lambda: message.keep))
+        except (AdapterError, EngineOverloadedError) as error:
+            return Answer(refused=Failed.of(error))
 
     def _launch(self, plan: StepPlan | TextsPlan) -> None:
         self._newest = step = self._executor.runner.launch(plan)
