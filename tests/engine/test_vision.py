@@ -20,6 +20,7 @@ from slipstream.engine.pictures import PreparedPicture
 from slipstream.errors import ConfigError, RequestError
 from slipstream.model.vision import pass_ends
 from slipstream.types import LoRARequest
+from tests import forked_ranks
 from tests.vision_models import IMAGE, PLACEHOLDER, build_vision, picture, their_inputs, token_id
 
 FAMILIES = ("smolvlm", "gemma3", "qwen2_5_vl")
@@ -107,6 +108,27 @@ def test_chunks_prefixes_forks_and_batches_give_the_same(models, family):
     with engine(path, enable_prefix_caching=False) as llm:
         (alone,) = llm.generate(other, wanted)
     assert list(alone.outputs[0].token_ids) == list(different.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_ranks_see_the_same(models, family, split):
+    """Each rank of the first stage encodes all pictures; later stages turn by their places, and look among their tokens."""
+    path, model = models[family]
+    pictures = [picture(4), picture(5, 64, 64)]
+    prompt, text = prompt_of(family, *pictures), {"prompt": "just words, some of them"}
+    wanted = dataclasses.replace(GREEDY, prompt_logprobs=0)
+    with forked_ranks.used(), engine(path, max_num_batched_tokens=24, **{split: 2}) as llm:
+        together = llm.generate([prompt, text, prompt], wanted)
+        (again,) = llm.generate(prompt, GREEDY)
+    ids = together[0].prompt_token_ids
+    for answer in (together[0], together[2]):
+        assert largest_difference(answer, their_logprobs(family, model, ids, pictures)) < 2e-4
+        assert answer.outputs[0].token_ids == again.outputs[0].token_ids
+    with torch.no_grad():
+        given = their_inputs(family, ids, pictures)
+        greedy = model.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, len(ids) :].tolist()
+    assert list(again.outputs[0].token_ids) == greedy
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -217,7 +239,6 @@ def test_without_pictures_the_decoder_is_served_alone(models):
 def test_settings_that_do_not_go_with_pictures(models):
     path, _ = models["gemma3"]
     for settings, field in (
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"max_num_batched_tokens": 18}, "max_num_batched_tokens"),
         ({"max_images": -1}, "max_images"),
     ):

@@ -28,7 +28,6 @@ from slipstream.config.settings import (
     SpeculationConfig,
     num_ranks,
     one_of,
-    split_setting,
 )
 from slipstream.config.speculative import speculation_section
 from slipstream.errors import ConfigError
@@ -302,9 +301,6 @@ def _image_section(
     if args.image_cache_bytes is not None and args.image_cache_bytes < 0:
         raise ConfigError(f"image_cache_bytes={args.image_cache_bytes} must not be negative", field="image_cache_bytes")
     alone = "max_images=0 serves the model without pictures"
-    if num_ranks(args) > 1:
-        field = split_setting(args)
-        raise ConfigError(f"{field}: a model with an image encoder runs on one device; {alone}", field=field)
     if speculation is not None and speculation.by_model:
         raise ConfigError(
             f"speculative_config: {speculation.method!r} drafts without seeing pictures; use 'ngram' or 'suffix' ({alone})",

@@ -152,7 +152,7 @@ def load_model(
         if isinstance(ops, HostExpertOps):
             ops.arena.pin()
         tower = None
-        if spec.vision is not None:
+        if spec.vision is not None and spec.has_first:
             assert description.images is not None
             # Thousands of patches at a time: oneDNN's products are faster for them than the C++ kernels, made for few tokens.
             tower = ImageTower(spec.vision, description.images, values, CpuOps() if ops.name == "cpu" else ops)

@@ -291,7 +291,7 @@ def _is_held(name: str, spec: ModelSpec) -> bool:
         return int(name.split(".")[1]) in spec.held
     if name == "embed.weight":
         return spec.has_first or (spec.tied_embeddings and spec.has_last)
-    if name.startswith(("embed_in.", "positions.", "token_types.", "embed_norm.")):
+    if name.startswith(("embed_in.", "positions.", "token_types.", "embed_norm.", "vision.")):
         return spec.has_first
     return name == "distances.weight" or spec.has_last
 

@@ -335,7 +335,8 @@ class WithImages(Variant):
 
     name = "images"
 
-    def __init__(self, base: Eager, encoder: ImageEncoder, adapters: Adapters | None) -> None:
+    def __init__(self, base: Eager, encoder: ImageEncoder | None, adapters: Adapters | None) -> None:
+        """`encoder`: None in a pipeline's later stages, which are sent its embeddings among those of tokens."""
         super().__init__(base)
         self.encoder, self.adapters = encoder, adapters
 
@@ -351,10 +352,12 @@ class WithImages(Variant):
         if batch.has_adapters:
             assert self.adapters is not None
             ops = AdapterOps(ops, self.adapters.weights, adapters_of(batch))
-        sections = getattr(self.decoder.spec.layers[0].attention.position, "sections", None)
-        decoder = self.decoder.with_ops(cast("OpSet", ImageOps(ops, images, given.meta, self.encoder.spec, sections)))
+        spec = self.decoder.spec
+        assert spec.vision is not None
+        sections = getattr(spec.layers[0].attention.position, "sections", None)
+        decoder = self.decoder.with_ops(cast("OpSet", ImageOps(ops, images, given.meta, spec.vision, sections)))
         h = self.decoder.embedded(given.token_ids, given.meta)
-        if images.parts:
+        if images.parts and self.encoder is not None:
             rows = torch.cat([x[a:b] for x, (_, a, b) in zip(self.encoder.embeddings(images), images.parts, strict=True)])
             h = h.index_copy(0, upload(images.tokens, h.device), rows.to(h.dtype))
         hidden, states = decoder.run(h, batch.kv, given.meta)
@@ -372,6 +375,7 @@ class Forwards:
         self.states: StateCache | None = None
         self.adapters: Adapters | None = None
         self.images: ImageEncoder | None = None
+        self.takes_images = False
         self._build()
 
     def take_adapters(self, adapters: Adapters) -> None:
@@ -379,9 +383,9 @@ class Forwards:
         self.adapters = adapters
         self._build()
 
-    def take_images(self, encoder: ImageEncoder) -> None:
-        """From now on requests may have pictures."""
-        self.images = encoder
+    def take_images(self, encoder: ImageEncoder | None) -> None:
+        """From now on requests may have pictures. `encoder`: see `WithImages`."""
+        self.images, self.takes_images = encoder, True
         self._build()
 
     @property
@@ -413,7 +417,7 @@ class Forwards:
                 self.paths = [OneToken(self.decoder, kernel, self.states), self.base]
         if self.adapters is not None:
             self.paths.append(self.adapted)
-        if self.images is not None:
+        if self.takes_images:
             self.paths.insert(0, WithImages(self.base, self.images, self.adapters))
 
     def _refuse(self, name: str, reason: Reason) -> None:
@@ -423,7 +427,7 @@ class Forwards:
 
     def add(self, path: Forward) -> None:
         """Ask `path` before all others but the one for images."""
-        self.paths.insert(self.images is not None, path)
+        self.paths.insert(self.takes_images, path)
 
     @property
     def num_cold(self) -> int:

@@ -143,8 +143,9 @@ class ModelRunner:
                     except AdapterError as error:
                         raise ConfigError(f"lora_modules: {request.name}: {error}", field="lora_modules") from error
             self.images: ImageEncoder | None = None
-            if self.model.tower is not None and config.images is not None:
-                self.images = ImageEncoder(self.model.tower, config.images.cache_bytes)
+            if config.images is not None:
+                if (tower := self.model.tower) is not None:
+                    self.images = ImageEncoder(tower, config.images.cache_bytes)
                 self.forwards.take_images(self.images)
             self.platform.synchronize()
         with self._phase("host experts"):
