@@ -16,7 +16,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.types import StructuredOutputsParams
-from tests import forked_ranks
+from tests import forked_ranks, tiny_models
 from tests.waiting import PATIENCE_S, wait_for
 
 SETTINGS = dict(device="cpu", dtype="float32", max_model_len=256, kv_cache_bytes=4 * 2**20, max_num_batched_tokens=64)
@@ -140,6 +140,23 @@ def test_a_question_keeps_no_result(split):
 def test_sleep(tiny_model, split):
     with pytest.raises(RequestError, match="level=2"):
         split.sleep(level=1)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("count", [3, "auto"])
+def test_a_draft_model_of_each_rank(tiny_model, tmp_path, count):
+    """Each rank has it whole and proposes the same, also where a grammar is to know the drafts."""
+    tiny_models.write_with_tokenizer(tmp_path, num_hidden_layers=1, max_position_embeddings=1024)
+    drafting = {"method": "draft", "model": str(tmp_path), "num_speculative_tokens": count}
+    with LLM(str(tiny_model), **SETTINGS) as llm:
+        wanted = answers(llm)
+    with LLM(str(tiny_model), tensor_parallel_size=2, speculative_config=drafting, **SETTINGS) as llm:
+        assert agree(answers(llm), wanted)
+        assert llm.stats().spec_draft_tokens > 20
+    for split, says in (({"pipeline_parallel_size": 2}, "use 'ngram'"), ({"tensor_parallel_size": 2}, "use 'draft'")):
+        method = "draft" if "pipeline_parallel_size" in split else "eagle"
+        with pytest.raises(ConfigError, match=says):
+            LLM(str(tiny_model), speculative_config={**drafting, "method": method}, **split, **SETTINGS)
 
 
 @pytest.mark.usefixtures("forked_ranks")

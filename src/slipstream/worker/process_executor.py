@@ -67,6 +67,7 @@ from slipstream.worker.rank_messages import (
     FromRank,
     GetAdapterStats,
     GetExpertLoad,
+    GetProposed,
     Launch,
     LaunchTexts,
     Link,
@@ -122,7 +123,7 @@ class RemoteStep:
     is_done = False
 
     def proposed(self) -> Sequence[int]:
-        return ()  # no draft model runs on several ranks
+        return self.executor.proposed()
 
     def result(self) -> StepResult:
         return self.executor.result_of(self.plan.step_id)
@@ -213,6 +214,10 @@ class ProcessExecutor(Executor):
         assert isinstance(step, RemoteStep)
         self._broadcast(Constrain(mask.positions, bytes(mask.bits)))
         step.awaits_mask = False
+
+    def proposed(self) -> Sequence[int]:
+        """The drafts of the newest step. Each rank has the draft model whole, and proposes the same."""
+        return self._ask(GetProposed())[0].proposed
 
     def max_in_flight(self, plan: Plan) -> int:
         return max(2, self.config.scheduling.pipeline_steps)

@@ -100,6 +100,10 @@ class LoadAdapter(msgspec.Struct, tag=True):
     keep: tuple[int, ...]
 
 
+class GetProposed(msgspec.Struct, tag=True):
+    """Of the newest launch, which awaits a mask: `Launched.proposed`."""
+
+
 class UnloadAdapter(msgspec.Struct, tag=True):
     adapter_id: int
 
@@ -113,7 +117,7 @@ class End(msgspec.Struct, tag=True):
 
 
 OfStep: TypeAlias = Launch | LaunchTexts | Constrain | Sampled | Forget
-Question: TypeAlias = WarmUp | CaptureNext | GetExpertLoad | LoadAdapter | GetAdapterStats
+Question: TypeAlias = WarmUp | CaptureNext | GetExpertLoad | LoadAdapter | GetAdapterStats | GetProposed
 ToRank: TypeAlias = Begin | Refused | OfStep | Question | UnloadAdapter | End
 
 
@@ -163,7 +167,7 @@ class Result(msgspec.Struct, tag=True):
 
 class Answer(msgspec.Struct, tag=True):
     """To WarmUp (the step times), CaptureNext (whether there was one), GetExpertLoad, LoadAdapter (the version of its files, or
-    why it can't be) and GetAdapterStats."""
+    why it can't be), GetAdapterStats and GetProposed."""
 
     done: bool = True
     expert_load: ExpertTokens = ()
@@ -171,6 +175,7 @@ class Answer(msgspec.Struct, tag=True):
     version: str = ""
     refused: Failed | None = None
     adapters: AdapterStats | None = None
+    proposed: tuple[int, ...] = ()
 
 
 class RankFailed(Failed, tag=True):

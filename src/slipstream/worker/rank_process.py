@@ -44,6 +44,7 @@ from slipstream.worker.rank_messages import (
     Forget,
     GetAdapterStats,
     GetExpertLoad,
+    GetProposed,
     Join,
     Launch,
     LaunchTexts,
@@ -158,6 +159,9 @@ class RankProcess:
             executor.unload_adapter(message.adapter_id)
         elif isinstance(message, GetAdapterStats):
             answer = Answer(adapters=executor.adapter_stats())
+        elif isinstance(message, GetProposed):
+            assert self._newest is not None
+            answer = Answer(proposed=tuple(self._newest.proposed()))
         if answer is not None and (self._answers or isinstance(message, LoadAdapter)):
             self._link.send(answer)
 
