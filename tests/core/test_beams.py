@@ -76,8 +76,10 @@ def run(engine, searches):
 
 
 def check(scheduler):
-    """Every block has as many holders as tables that name it."""
+    """Every block has as many holders as tables that name it, and copies of it that are to be made."""
     held = [0] * scheduler.pool.num_blocks
+    for block in scheduler.kv.copies.values():
+        held[block] += 1
     for r in scheduler.requests.by_id.values():
         for g, table in enumerate(r.blocks):
             for block in table[r.num_passed[g] :]:

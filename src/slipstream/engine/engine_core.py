@@ -39,6 +39,7 @@ from slipstream.types import (
     EngineOutput,
     EngineRequest,
     FinishReason,
+    LikeliestTokens,
     LoRARequest,
     Plan,
     StepPlan,
@@ -328,7 +329,7 @@ class EngineCore:
             now = time.monotonic()
             self._step_s += now - max(self._last_step, self._launched_at.popleft())
             self._last_step = now
-            self._generated_tokens += sum(len(o.token_ids) for o in tokens_of(new))
+            self._generated_tokens += sum(len(o.token_ids) for o in new if isinstance(o, TokenOutput | LikeliestTokens))
             outputs += new
             self._stalled = False  # drafts may follow
         if not self.scheduler.has_requests and not self._beams:

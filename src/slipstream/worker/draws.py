@@ -10,10 +10,10 @@ import numpy as np
 
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.sampling import Floats
-from slipstream.types import Extra, PromptLogprobs, StepPlan, TokenLogprobs, TokenMask
+from slipstream.types import Extra, PromptLogprobs, StepPlan, TokenLogprobs, TokenMask, as_logprobs
 from slipstream.worker.input_batch import SampledRows
 from slipstream.worker.rows import RowTable
-from slipstream.worker.sampler import PROMPT_LOGPROB_ROWS, as_logprobs, prompt_positions, sampling_tensors
+from slipstream.worker.sampler import PROMPT_LOGPROB_ROWS, prompt_positions, sampling_tensors
 from slipstream.worker.sampler_chain import draw_chained, places
 
 BestLogprobs: TypeAlias = tuple[list[int], tuple[Any, ...], list[int]]
