@@ -495,7 +495,8 @@ class LikeliestTokens:
     logprobs: npt.NDArray[np.float32]  # [N, K]
 
 
-EngineOutput: TypeAlias = TokenOutput | VectorOutput | BeamsOutput | LikeliestTokens
+EngineOutput: TypeAlias = TokenOutput | VectorOutput | BeamsOutput
+StepOutput: TypeAlias = EngineOutput | LikeliestTokens
 
 
 def tokens_of(outputs: Iterable[EngineOutput]) -> list[TokenOutput]:

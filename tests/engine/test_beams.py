@@ -122,6 +122,17 @@ def test_the_search_by_hand():
     assert sorted(taken.ended) == sorted([first, second.request_id])
 
 
+def test_a_search_ends_in_a_step_in_which_no_beam_does():
+    """Its answers are there, and a step takes the open beams below them."""
+    searches, params = BeamSearches(), BeamSearchParams(beam_width=2, max_tokens=9)
+    first = searches.begin(BeamsRequest(request_id="s", prompt_token_ids=(5, 6), params=params, eos_token_ids=(0,))).request_id
+    (second,) = took(searches, {first: ((1, -0.1), (0, -0.5), (2, -0.9))}).new
+    others = {second.request_id: ((1, -9.0), (2, -9.0), (3, -9.0))}
+    assert not took(searches, {first: ((1, -0.2), (0, -0.9), (2, -9.0)), **others}).outputs
+    (output,) = took(searches, {first: ((1, -2.5), (2, -2.9), (3, -9.0)), **others}).outputs
+    assert [a.token_ids for a in output.answers] == [(1,), ()]
+
+
 def test_groups_that_have_the_same_beam_share_its_request():
     """One token is so likely that two groups take it, whatever its second use costs. Then they part."""
     params = BeamSearchParams(beam_width=2, max_tokens=3, num_beam_groups=2, diversity_penalty=1.0)
@@ -165,16 +176,18 @@ def in_python(params, ends, tables):
 def test_searches_that_are_chosen_for_together(seed):
     """Of several kinds, begun in different steps, with many equal log-probabilities: each as if it were alone."""
     chance, searches, running, answers = random.Random(seed), BeamSearches(), {}, {}
-    kinds = [(chance.randint(1, 5), tuple(range(chance.randint(0, 3)))) for _ in range(2)]
+    kinds = [(chance.randint(1, 5), tuple(range(chance.randint(0, 3)))) for _ in range(3)]
     histories, expected = {}, {}
 
     def table(name, wanted, tokens):
         rng = random.Random(f"{seed} {name} {tokens}")
-        return list(zip(rng.sample(range(30), wanted), sorted(rng.choices([-0.5, -1, -2, -3], k=wanted), reverse=True), strict=True))
+        values = rng.choices([-0.5, -1, -2, -3], k=wanted)
+        scale = (1, 1, 4, 4, 0.125)[min(len(tokens), 4)]  # some searches end while no beam does, and would find better later
+        return list(zip(rng.sample(range(wanted + 2), wanted), sorted((scale * v for v in values), reverse=True), strict=True))
 
     for step in range(60):
-        if step < 20 and chance.random() < 0.6:
-            (width, ends), name = chance.choice(kinds), f"s{step}"
+        for i in range(chance.randint(0, 6) if step < 40 else 0):
+            (width, ends), name = chance.choice(kinds), f"s{step}.{i}"
             params = BeamSearchParams(
                 beam_width=width, max_tokens=chance.randint(1, 9), length_penalty=chance.choice([0.0, 1.0, -0.7, 2.5]),
                 early_stopping=chance.choice([True, False, "never"]),

@@ -34,6 +34,7 @@ from slipstream.types import (
     RequestFailure,
     SampledLogprobs,
     SamplerState,
+    StepOutput,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -90,13 +91,13 @@ class StepsInFlight:
         if self._pace is not None:
             self._pace.forget_steps()
 
-    def ended(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
+    def ended(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
         """Take in a step's result."""
         if self._pace is not None:
             self._pace.ended(plan.step_id, self._clock(), is_cold=result.is_cold)
         if self._kv.tiers is not None:
             self._kv.tiers.rates.ended(plan.step_id, self._clock())
-        outputs: list[EngineOutput] = []
+        outputs: list[StepOutput] = []
         step, extras = self.by_id.pop(plan.step_id, NOTHING), Extras(result.extras) if result.extras else None
         size, finish, beams = self._kv.block_size, self._requests.finish, list[Request]()
         for request, tokens in zip(step.requests, result.tokens_of_each, strict=True):

@@ -205,12 +205,11 @@ class KVCacheManager:
             parent.decodes_until = parent.verifies_until = 0
 
     def take_over(self, beam: Request, source: Request) -> list[TableUpdate]:
-        """`beam` goes on from `source`, of the same prompt: it holds the same blocks, and has computed the same tokens. Into the
-        block that both write next, the beam copies the source's if it has that block for itself. Otherwise they share one, and
-        copy it before they write to it, unless all others have left it. Returns the changes of the beam's tables."""
+        """`beam` goes on from `source`, of the same prompt: it holds the same blocks, and has computed the same tokens. If both
+        have begun a block, the source's is copied to the beam's. Otherwise they share the last, and each copies it before it
+        writes to it, unless all others have left it. Returns the changes of the beam's tables."""
         whole, updates = beam.num_prompt_tokens // self.block_size, list[TableUpdate]()
-        written, partly = divmod(source.num_computed_tokens, self.block_size)
-        shares = False
+        written, shares = source.num_computed_tokens // self.block_size, False
         for g, theirs in enumerate(source.blocks):
             own = beam.blocks[g]
             both, same = min(len(own), len(theirs)), 0
@@ -221,14 +220,17 @@ class KVCacheManager:
             while same < both and own[same] == theirs[same]:
                 same += 1
             stop = None
-            if partly and same <= written and len(own) == len(theirs) == written + 1 and self.pool.is_writable(own[written]):
+            if len(own) == len(theirs) == written + 1:  # both have written to their last blocks, and so hold them alone
+                assert self.pool.is_writable(own[written])
                 self._copy(theirs[written], own[written])
                 stop = written
             shares = shares or stop is None
+            if same == stop:
+                continue
             self.pool.hold(theirs[max(same, source.num_passed[g]) : stop])
             self.pool.release(own[max(same, beam.num_passed[g]) : stop])
-            changed = theirs[same:stop]
-            own[same:stop], beam.num_passed[g] = changed, source.num_passed[g]
+            own[same:stop] = changed = theirs[same:stop]
+            beam.num_passed[g] = source.num_passed[g]
             if changed:
                 updates.append(TableUpdate(g, same, tuple(changed)))
         beam.num_computed_tokens = source.num_computed_tokens

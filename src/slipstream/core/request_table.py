@@ -129,7 +129,7 @@ class RequestTable:
         del beam.block_keys[beam.num_prompt_tokens // self.kv.block_size :]  # those of its own tokens
         if source.holds_blocks:
             updates = self.kv.take_over(beam, source)
-            if beam.in_worker:
+            if updates and beam.in_worker:
                 self.table_updates.setdefault(beam.request_id, []).extend(updates)
         elif beam.status is Status.RUNNING:  # all is to be computed again
             self.preempt(beam)

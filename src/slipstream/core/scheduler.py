@@ -57,6 +57,7 @@ from slipstream.types import (
     FinishReason,
     ScheduledRequest,
     SharedPrefix,
+    StepOutput,
     StepPlan,
     StepResult,
 )
@@ -492,7 +493,7 @@ class Scheduler:
             shared = self.kv.shared_prefixes([(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes])
         return step.plan(self.in_flight.last_id, released, self.kv.begin_copies(), shared)
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
+    def update(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
         """Take in a step's result: new tokens, ends, full blocks. `core/in_flight.py` says how."""
         return self.in_flight.ended(plan, result)
 

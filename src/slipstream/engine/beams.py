@@ -44,6 +44,7 @@ from slipstream.types import (
     FinishReason,
     LikeliestTokens,
     SamplingParams,
+    StepOutput,
     TokenOutput,
 )
 
@@ -179,16 +180,17 @@ class Taken:
 
 
 class BeamSearches:
-    """The searches of an engine core, and a table of the likeliest next tokens of their beams. A step is chosen for all searches
-    of a kind at once, by arrays: R searches, P requests at most and B beams of each, K next tokens of a beam. Row 0 of the table
-    is nobody's."""
+    """The searches of an engine core, and a table of the likeliest next tokens of their beams, whose row 0 is nobody's. A step
+    is chosen for all searches of a kind at once, by arrays: of R searches, each with up to P requests and B beams, of which
+    each has K next tokens."""
 
     def __init__(self) -> None:
         self._running: dict[str, Search] = {}
         self._owners: dict[str, tuple[Search, int]] = {}  # of beams: the search and the row
         self._names = [""]  # of the request that a row has, if it has one
         self._free = list[int]()
-        self._tokens, self._logprobs = np.zeros((1, MAX_LOGPROBS), np.int64), np.zeros((1, MAX_LOGPROBS))
+        self._tokens: npt.NDArray[np.int64] = np.zeros((1, MAX_LOGPROBS), np.int64)
+        self._logprobs: npt.NDArray[np.float64] = np.zeros((1, MAX_LOGPROBS))
         self._ids = itertools.count()
 
     def __bool__(self) -> bool:
@@ -220,7 +222,7 @@ class BeamSearches:
     def clear(self) -> None:
         self.forget(list(self._running))
 
-    def take(self, outputs: Iterable[EngineOutput]) -> Taken:
+    def take(self, outputs: Iterable[StepOutput]) -> Taken:
         taken, ready = Taken(), list[Search]()
         for output in outputs:
             if isinstance(output, LikeliestTokens):
@@ -300,8 +302,8 @@ class BeamSearches:
     def _place(self, searches: Sequence[Search], taken: Taken) -> None:
         """Say where the chosen beams are computed, of searches with as many rows and beams. `Group.rows` are those they come
         from. The first of a row stays there, and the others go to rows from which nobody goes on."""
-        sources = np.array([[row for group in s.groups for row in group.rows] for s in searches])  # [R, B]
-        tokens = np.array([[t for group in s.groups if group.rows for t in group.steps[-1][1]] for s in searches])
+        sources = np.array([_joined([group.rows for group in s.groups]) for s in searches])  # [R, B]
+        tokens = np.array([_joined([group.steps[-1][1] for group in s.groups if group.rows]) for s in searches])
         own = np.array([search.rows for search in searches])  # [R, P]
         at, of_one = np.arange(sources.shape[1]), sources[:, :, None] == sources[:, None]
         same = (of_one & (tokens[:, :, None] == tokens[:, None])).argmax(2)  # the first that is the same beam
@@ -338,7 +340,8 @@ class BeamSearches:
         before, more = len(self._names), max(num_rows, len(self._names))
         self._names += [""] * more
         self._free += range(before, before + more)
-        self._tokens, self._logprobs = (np.pad(x, ((0, more), (0, 0))) for x in (self._tokens, self._logprobs))
+        self._tokens = np.pad(self._tokens, ((0, more), (0, 0)))
+        self._logprobs = np.pad(self._logprobs, ((0, more), (0, 0)))
 
     def _beam(self, search: Search, row: int, first: str = "") -> EngineRequest:
         """One more beam of a search that has the `first`, or its first."""
@@ -364,6 +367,10 @@ class BeamSearches:
 def _along(values: npt.NDArray[Any], which: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
     """Of each row of `values` those that its row of `which` says."""
     return values[np.arange(len(values))[:, None], which]
+
+
+def _joined(lists: list[list[int]]) -> list[int]:
+    return lists[0] if len(lists) == 1 else [x for one in lists for x in one]
 
 
 def _answer(group: Group, ended: Ended) -> BeamAnswer:

@@ -52,19 +52,25 @@ def draw(
 ) -> Drawn:
     """Draw a token of each row of `logits` [N, V], which may be overwritten. Log-probabilities are those of the model's own
     distribution: before the mask and the sampler. `params`: what `sampling_tensors` has given already."""
+    params = params or sampling_tensors(rows, sampled)
     which: list[int] = []
     if rows.wanted("logprobs", sampled.names):
         wanted = [rows.rows[i].sampling.logprobs for i in sampled.request_ids]
         which = [i for i, k in enumerate(wanted) if k is not None]
         counts = [wanted[i] or 0 for i in which]
-    index = rows.upload(np.array(which, np.int64)) if which else None
-    kept = None if index is None else logits[index]
+    kept: Any = None
+    index: Any = slice(None)
+    if which:
+        overwrites = mask is not None or params.changes_logits or not params.all_greedy
+        if overwrites or len(which) < len(wanted):
+            index = rows.upload(np.array(which, np.int64))
+        kept = logits[index]  # a copy, unless all rows are wanted and stay as they are
     if mask is not None and mask.positions:
         by.mask(logits, mask)
     chained = places(rows, sampled)
     at = rows.upload(np.array(chained, np.int64)) if chained else None
     own = None if at is None else logits[at]  # a copy
-    drawn = Drawn(by.sample(logits, sampling_tensors(rows, sampled) if params is None else params))
+    drawn = Drawn(by.sample(logits, params))
     if at is not None:
         tokens, drawn.extras = draw_chained(rows, sampled, chained, by.as_array(own))
         drawn.tokens[at] = rows.upload(tokens)
