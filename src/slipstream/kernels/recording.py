@@ -258,6 +258,9 @@ class RecordingOps:
         normed = self.record("norm", (x, residual), x.shape, x.shape, form=inputs, norm=norm)
         return normed, self.ops[-1].outputs[1]
 
+    def joined(self, x: Value, y: Value) -> Value:
+        return x + y
+
     def all_reduce_norm(
         self, x: Value, norm: NormParams, *, group: Any, residual: Value | None = None, inputs: InputFormat | None = None
     ) -> tuple[Value, Value]:

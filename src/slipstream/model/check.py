@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,14 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Layer, Part, finished, run_layers, whole
+from slipstream.model.layers import Layer, finished, run_layers, whole
 from slipstream.model.loaded import LoadedModel
 from slipstream.model.loader import load_model
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from slipstream.model.layers import Pending
 
 BLOCK_SIZE = 16
 ENDS = {"a decoder": "logits", "an encoder-decoder": "logits", "an encoder": "states", "a classifier": "scores"}
@@ -122,7 +125,7 @@ def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
     def through(layers: Sequence[Layer], kv: Sequence[LayerKV], meta: AttentionMetadata, name: str) -> Any:
         """Returns the residual before the final norm, and writes the states by name to `found`."""
 
-        def before(i: int, pending: Tensor | Part, residual: Tensor | None) -> None:
+        def before(i: int, pending: Pending, residual: Tensor | None) -> None:
             where = f"{name}layer {i - 1}" if i else f"{name}embeddings"
             h = whole(decoder.ops, pending)
             found[where] = h.clone() if residual is None else h + residual

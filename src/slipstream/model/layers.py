@@ -17,6 +17,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
+from slipstream.kernels.weights import Pair
 from slipstream.spec.model import (
     AttentionSpec,
     DenseSpec,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from slipstream.kernels.weights import Activations, Linear
     from slipstream.platform import Group, Pipe
 
-    Pending: TypeAlias = "Tensor | Part"
+    Pending: TypeAlias = "Tensor | Part | Pair"
     """What is to be added to the residual before the next norm."""
 
 
@@ -244,7 +245,7 @@ class Layer:
         With fewer rows than the step has tokens they are this rank's (`Partition.sequence`), and so are those of norms and
         residual. Products read all tokens; what they give is a part of a sum, of which each rank takes its tokens."""
         step, meta = meta, meta.of_group(self.group)
-        shared = self.shares_tokens and not isinstance(pending, Part) and len(pending) < len(meta.positions)
+        shared = self.shares_tokens and not isinstance(pending, Part | Pair) and len(pending) < len(meta.positions)
         n, scale = self.norms, self.spec.residual_scale
         # All products of a layer have the same scheme, except a router. Rows are gathered before they are quantised.
         to_attention, to_mlp = (None, None) if shared else (self.attention.inputs, self.mlp.inputs)
@@ -269,8 +270,9 @@ class Layer:
             rows, residual = self._before("norm", ops, pending, residual, to_attention if "mlp_norm" in n else to_mlp)
             for_mlp = ops.norm(residual, n["mlp_norm"], inputs=to_mlp)[0] if "mlp_norm" in n else rows
             if self.attention_ranks is self.mlp_ranks and not shared:  # one sum for both
-                both = self.attention(ops, rows, kv, meta) + self._fed(ops, for_mlp, kv, meta)
-                return _scaled(ops, _of_ranks(both, self.mlp_ranks), scale), residual
+                attended, fed = self.attention(ops, rows, kv, meta), self._fed(ops, for_mlp, kv, meta)
+                both = ops.joined(attended, fed) if self.mlp_ranks is None else Part(attended + fed, self.mlp_ranks)
+                return _scaled(ops, both, scale), residual
             return _scaled(ops, whole(ops, attend(rows)) + whole(ops, feed(for_mlp)), scale), residual
         rows, residual = self._before("pre_attention", ops, pending, residual, to_attention)
         h = self._after("post_attention", ops, attend(rows))
@@ -399,9 +401,11 @@ def finished(ops: OpSet, norm: NormParams | None, h: Pending, residual: Tensor |
 def _norm(
     ops: OpSet, norm: NormParams, pending: Pending, residual: Tensor | None, inputs: InputFormat | None = None
 ) -> tuple[Activations, Tensor]:
-    """`OpSet.norm`, of a sum over ranks too."""
+    """`OpSet.norm`, of a sum over ranks or of two branches too."""
     if isinstance(pending, Part):
         return ops.all_reduce_norm(pending.x, norm, group=pending.group, residual=residual, inputs=inputs)
+    if isinstance(pending, Pair):
+        return ops.norm_pair(pending, norm, residual=residual, inputs=inputs)
     return ops.norm(pending, norm, residual=residual, inputs=inputs)
 
 
@@ -415,7 +419,9 @@ def _of_ranks(h: Tensor, ranks: Group | None) -> Pending:
 
 
 def whole(ops: OpSet, h: Pending) -> Tensor:
-    """The sum over ranks, if `h` is one's part."""
+    """The sum over ranks, if `h` is one's part, or of two branches."""
+    if isinstance(h, Pair):
+        return h.x + h.y
     return ops.all_reduce(h.x, group=h.group) if isinstance(h, Part) else h
 
 
