@@ -22,11 +22,14 @@ from slipstream.types import EngineRequest, SamplingParams, StepResult
 STEPS = 200
 
 
-def make_scheduler(num_seqs: int, num_windows: int) -> Scheduler:
+def make_scheduler(
+    num_seqs: int, num_windows: int, *, max_num_seqs: int | None = None, num_blocks: int | None = None
+) -> Scheduler:
+    """With `num_seqs` requests, for which there is room."""
     groups = CacheGroup(kind="full"), *(CacheGroup(kind="window", window=128) for _ in range(num_windows))
     scheduling = SchedulingConfig(
         policy="inflight",
-        max_num_seqs=num_seqs,
+        max_num_seqs=max_num_seqs or num_seqs,
         max_num_batched_tokens=65536,
         max_num_mixed_tokens=65536,
         enable_chunked_prefill=True,
@@ -41,7 +44,8 @@ def make_scheduler(num_seqs: int, num_windows: int) -> Scheduler:
         enable_prefix_caching=True,
         groups=groups,
     )
-    scheduler = Scheduler(scheduling, cache, max_model_len=4096, num_blocks=num_seqs * 80 * (1 + num_windows))
+    num_blocks = num_blocks or num_seqs * 80 * (1 + num_windows)
+    scheduler = Scheduler(scheduling, cache, max_model_len=4096, num_blocks=num_blocks)
     for i in range(num_seqs):
         prompt = tuple((7 * i + j) % 1000 for j in range(100 + i % 64))
         sampling = SamplingParams(max_tokens=1000)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple, Required, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Required, TypeAlias, TypedDict
 
 from slipstream.errors import AdapterError
 from slipstream.sampling_params import MAX_CHOICES as MAX_CHOICES
@@ -22,6 +22,10 @@ from slipstream.sampling_params import MAX_LOGPROBS as MAX_LOGPROBS
 from slipstream.sampling_params import BeamSearchParams as BeamSearchParams
 from slipstream.sampling_params import SamplingParams as SamplingParams
 from slipstream.sampling_params import StructuredOutputsParams as StructuredOutputsParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class TokensPrompt(TypedDict):
@@ -334,10 +338,25 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs:
-    """Of a request that asked: one entry for each of its new tokens."""
+    """Log-probabilities at the N positions of a step where requests asked for some, in plan order: as arrays, in the machine's
+    order, since of a beam only the likeliest tokens are looked at."""
 
-    request_id: str
-    logprobs: tuple[TokenLogprobs, ...]
+    request_ids: tuple[str, ...]  # [N]
+    token_ids: tuple[int, ...]  # [N]: what was sampled there
+    counts: tuple[int, ...]  # [N]: how many of the likeliest tokens the request asked for, K at most
+    logprobs: bytes  # float32 [N]
+    ranks: bytes  # int64 [N]
+    top_ids: bytes  # int64 [N, K], the best first
+    top_logprobs: bytes  # float32 [N, K]
+
+
+def as_logprobs(tokens: Iterable[int], best: Iterable[Any], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Of tensors or arrays on the host, as `best_logprobs` has them. Row i has counts[i] alternatives."""
+    chosen, rank, ids, values = (t.tolist() for t in best)
+    return [
+        TokenLogprobs(token, chosen[i], rank[i], tuple(zip(ids[i][:k], values[i][:k], strict=True)))
+        for i, (token, k) in enumerate(zip(tokens, counts, strict=True))
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,7 +484,19 @@ class BeamsOutput:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LikeliestTokens:
+    """What a step has found for beams, for their searches in the engine core: of each its likeliest next tokens, the best
+    first."""
+
+    request_ids: Sequence[str]  # [N]
+    num_cached_tokens: Sequence[int]  # [N]
+    token_ids: npt.NDArray[np.int64]  # [N, K]
+    logprobs: npt.NDArray[np.float32]  # [N, K]
+
+
 EngineOutput: TypeAlias = TokenOutput | VectorOutput | BeamsOutput
+StepOutput: TypeAlias = EngineOutput | LikeliestTokens
 
 
 def tokens_of(outputs: Iterable[EngineOutput]) -> list[TokenOutput]:

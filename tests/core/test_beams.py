@@ -76,8 +76,10 @@ def run(engine, searches):
 
 
 def check(scheduler):
-    """Every block has as many holders as tables that name it."""
+    """Every block has as many holders as tables that name it, and copies of it that are to be made."""
     held = [0] * scheduler.pool.num_blocks
+    for block in scheduler.kv.copies.values():
+        held[block] += 1
     for r in scheduler.requests.by_id.values():
         for g, table in enumerate(r.blocks):
             for block in table[r.num_passed[g] :]:
@@ -176,6 +178,24 @@ def test_a_beam_takes_over_from_one_that_has_passed_other_blocks(seed):
         if len(running) > 1:
             engine.scheduler.requests.preempt(running[-1])
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable, "a block leaked"
+
+
+@pytest.mark.parametrize("length", [BLOCK + 1, 2 * BLOCK - 1])
+def test_a_beam_that_ends_leaves_no_copy(length):
+    """It has just taken over from another, into a block of its own that is given to somebody else before the copy is made."""
+    engine = Engine(config(num_blocks=40))
+    search = Search(engine, "s", range(length), 2, 9, None)
+    for steps in ([("s.0", "s.0", 0), ("s.1", "s.0", 1)], [("s.0", "s.0", 2), ("s.1", "s.0", 3)]):
+        engine.step()
+        if "s.1" not in engine.scheduler.requests.by_id:
+            search.join("s.0")
+        engine.scheduler.requests.go_on([BeamStep(*step) for step in steps])
+        check(engine.scheduler)
+    assert len(engine.scheduler.kv.copies) == (length % BLOCK != BLOCK - 1)
+    engine.scheduler.abort(["s.1"])
+    assert not engine.scheduler.kv.copies
+    engine.scheduler.abort(["s.0"])
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
 
 
 def test_a_beam_that_takes_over_other_tokens_has_their_keys():

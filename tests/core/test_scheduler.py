@@ -12,6 +12,7 @@ import itertools
 import sys
 import types
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ from slipstream.errors import ContextLengthError, EngineOverloadedError
 from slipstream.types import (
     EngineRequest,
     FinishReason,
+    LikeliestTokens,
     PooledVector,
     PromptLogprobs,
     SampledLogprobs,
@@ -115,7 +117,7 @@ class Worker:
                     assert slot not in written, "two sequences write one slot"
                     written.add(slot)
                     self.slots[slot] = hash((g, tuple(known[: position + 1])))
-        sampled, counts, extras = [], [], []
+        sampled, counts, extras, of_beams = [], [], [], {}
         for s in plan.scheduled:
             tables, tokens = self.tables[s.request_id], self.tokens[s.request_id]
             if self.num_read[s.request_id]:
@@ -142,8 +144,17 @@ class Worker:
                 sampled += new
                 counts.append(len(new))
             if s.num_sampled and s.request_id in self.beams:
-                extras.append(SampledLogprobs(s.request_id, (TokenLogprobs(new[0], -1.0, 1, ()),)))
+                of_beams[s.request_id] = new[0]
+        if of_beams:
+            extras.append(logprobs(of_beams))
         return StepResult(plan.step_id, sampled, counts if set(counts) != {1} else None, tuple(extras))
+
+
+def logprobs(tokens):
+    """Of one token of each request, by name, which is the most likely there."""
+    ids, values = np.array([*tokens.values()], np.int64)[:, None], np.full((len(tokens), 1), -1.0, np.float32)
+    arrays = values, np.ones(len(tokens), np.int64), ids, values
+    return SampledLogprobs(tuple(tokens), tuple(tokens.values()), (1,) * len(tokens), *(a.tobytes() for a in arrays))
 
 
 def request(name, prompt, max_tokens=4, **kw):
@@ -172,6 +183,11 @@ class Engine:
 
     def take(self, outputs):
         for o in outputs:
+            if isinstance(o, LikeliestTokens):
+                for name, (token, *_) in zip(o.request_ids, o.token_ids.tolist(), strict=True):
+                    assert name not in self.ends, "news of a beam that has ended"
+                    self.tokens.setdefault(name, []).append(token)
+                continue
             assert o.request_id not in self.ends, "news of a request that has ended"
             if isinstance(o, VectorOutput):
                 if o.num_texts:
@@ -982,11 +998,24 @@ def test_log_probabilities_come_with_their_tokens():
     scheduler.add(request("b", range(12), max_tokens=4, sampling=SamplingParams(prompt_logprobs=0)))
     plan = scheduler.schedule()
     assert scheduled(plan) == {"a": 3, "b": 12}
-    found = tuple(TokenLogprobs(t, -1.0, 1) for t in (5, 6))
-    extras = SampledLogprobs("a", found[:1]), PromptLogprobs("b", 0, found), PromptLogprobs("gone", 0, found)
+    found = tuple(TokenLogprobs(t, -1.0, 1, ((t, -1.0),)) for t in (5, 6))
+    extras = logprobs({"a": 5}), PromptLogprobs("b", 0, found), PromptLogprobs("gone", 0, found)
     first, second = scheduler.update(plan, StepResult(plan.step_id, [5, 6], None, extras))
     assert (first.request_id, first.logprobs, first.prompt_logprobs) == ("a", found[:1], None)
     assert (second.request_id, second.logprobs, second.prompt_logprobs) == ("b", (), extras[1])
+
+
+def test_searches_get_the_likeliest_tokens_of_their_beams():
+    """Of those that are still there, beside a request's own."""
+    scheduler = Engine(config()).scheduler
+    for name in "abcd":
+        scheduler.add(request(name, range(3), max_tokens=4, beam_of=None if name == "b" else name))
+    plan = scheduler.schedule()
+    scheduler.abort("a")
+    tokens = dict(zip("abcd", (5, 6, 7, 8), strict=True))
+    plain, beams = scheduler.update(plan, StepResult(plan.step_id, [*tokens.values()], None, (logprobs(tokens),)))
+    assert (plain.request_id, plain.logprobs) == ("b", (TokenLogprobs(6, -1.0, 1, ((6, -1.0),)),))
+    assert (beams.request_ids, beams.token_ids.tolist(), beams.logprobs.tolist()) == (["c", "d"], [[7], [8]], [[-1.0], [-1.0]])
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -30,7 +30,7 @@ class Mixed(Engine):
 
 def check(scheduler):
     """Blocks have as many holders as there are, and owners as many requests."""
-    held = Counter[int]()
+    held = Counter[int](scheduler.kv.copies.values())
     for r in scheduler.requests.by_id.values():
         for g, table in enumerate(r.blocks):
             held.update(table[r.num_passed[g] :])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import random
 
+import numpy as np
 import pytest
 import torch
 
 from slipstream import LLM, BeamSearchParams
-from slipstream.engine.beams import BeamSearch, BeamSearches
+from slipstream.engine.beams import BeamSearches
 from slipstream.errors import RequestError
-from slipstream.types import BeamsRequest, BeamStep, TokenLogprobs, TokenOutput
+from slipstream.types import BeamsRequest, BeamStep, LikeliestTokens
 from tests import adapters, tiny_models
 
 PROMPTS = [[5, 9, 200, 31, 7], list(range(3, 43)), [17, 4]]
@@ -91,15 +94,43 @@ def test_a_beam_of_one_is_greedy(tmp_path):
     assert beam.sequences[0].tokens == greedy.prompt_token_ids + greedy.outputs[0].token_ids
 
 
+def took(searches, *found, num_cached=0):
+    """What searches take from a step in which beams, by name, have found their likeliest next tokens; or several such."""
+    outputs = []
+    for of_each in found:
+        tokens, values = zip(*[zip(*pairs, strict=True) for pairs in of_each.values()], strict=True)
+        arrays = np.array(tokens, np.int64), np.array(values, np.float32)
+        outputs.append(LikeliestTokens([*of_each], [num_cached] * len(of_each), *arrays))
+    return searches.take(outputs)
+
+
 def test_the_search_by_hand():
     """Two beams over three tokens, of which 0 ends."""
-    search = BeamSearch(BeamSearchParams(beam_width=2, max_tokens=3, length_penalty=0.0), frozenset({0}))
-    search.take([[(1, -0.5), (2, -1.5), (0, -2.0)]])
-    assert [beam.tokens for beam in search.open] == [(1,), (2,)]
-    assert not search.answers  # the end was third of three, and two count
-    search.take([[(0, -0.1), (1, -3.0), (2, -4.0)], [(0, -0.2), (2, -3.0), (1, -4.0)]])
-    assert [(a.beam.tokens, round(a.score, 3)) for a in search.answers] == [((1, 0), -0.6), ((2, 0), -1.7)]
-    assert not search.open  # the best open beam, at -3.5, can't beat -1.7
+    searches = BeamSearches()
+    params = BeamSearchParams(beam_width=2, max_tokens=3, length_penalty=0.0)
+    first = searches.begin(BeamsRequest(request_id="s", prompt_token_ids=(5, 6), params=params, eos_token_ids=(0,))).request_id
+    taken = took(searches, {first: ((1, -0.5), (2, -1.5), (0, -2.0))})
+    (second,) = taken.new
+    assert taken.steps == [BeamStep(first, first, 1), BeamStep(second.request_id, first, 2)]
+    assert not taken.outputs  # the end was third of three, and two count
+    taken = took(
+        searches,
+        {first: ((0, -0.1), (1, -3.0), (2, -4.0)), second.request_id: ((0, -0.2), (2, -3.0), (1, -4.0))},
+    )
+    (output,) = taken.outputs  # the best open beam, at -3.5, can't beat -1.7
+    assert [(a.token_ids, round(a.score, 3)) for a in output.answers] == [((1,), -0.6), ((2,), -1.7)]
+    assert sorted(taken.ended) == sorted([first, second.request_id])
+
+
+def test_a_search_ends_in_a_step_in_which_no_beam_does():
+    """Its answers are there, and a step takes the open beams below them."""
+    searches, params = BeamSearches(), BeamSearchParams(beam_width=2, max_tokens=9)
+    first = searches.begin(BeamsRequest(request_id="s", prompt_token_ids=(5, 6), params=params, eos_token_ids=(0,))).request_id
+    (second,) = took(searches, {first: ((1, -0.1), (0, -0.5), (2, -0.9))}).new
+    others = {second.request_id: ((1, -9.0), (2, -9.0), (3, -9.0))}
+    assert not took(searches, {first: ((1, -0.2), (0, -0.9), (2, -9.0)), **others}).outputs
+    (output,) = took(searches, {first: ((1, -2.5), (2, -2.9), (3, -9.0)), **others}).outputs
+    assert [a.token_ids for a in output.answers] == [(1,), ()]
 
 
 def test_groups_that_have_the_same_beam_share_its_request():
@@ -108,19 +139,81 @@ def test_groups_that_have_the_same_beam_share_its_request():
     searches = BeamSearches()
     first = searches.begin(BeamsRequest(request_id="s", prompt_token_ids=(5, 6), params=params)).request_id
 
-    def take(**likeliest):
-        top = {name: TokenLogprobs(found[0][0], found[0][1], 1, found) for name, found in likeliest.items()}
-        return searches.take([TokenOutput(name, (t.token_id,), logprobs=(t,)) for name, t in top.items()])
-
-    taken = take(**{first: ((1, -0.1), (2, -9.0), (3, -9.5))})
+    taken = took(searches, {first: ((1, -0.1), (2, -9.0), (3, -9.5))})
     assert (taken.steps, taken.new, taken.ended) == ([BeamStep(first, first, 1)], [], [])
-    taken = take(**{first: ((4, -0.5), (2, -0.9), (3, -9.5))})  # the second group is turned away from 4 by its penalty
+    taken = took(searches, {first: ((4, -0.5), (2, -0.9), (3, -9.5))})  # the second group is turned away from 4 by its penalty
     (second,) = taken.new
     assert taken.steps == [BeamStep(first, first, 4), BeamStep(second.request_id, first, 2)]
-    taken = take(**{first: ((7, -0.1), (8, -2.0), (9, -3.0)), second.request_id: ((8, -0.2), (7, -4.0), (9, -5.0))})
+    taken = took(
+        searches,
+        {second.request_id: ((8, -0.2), (7, -4.0), (9, -5.0))},
+        {first: ((7, -0.1), (8, -2.0), (9, -3.0), (2, -9.0))},  # in another step, with another request that wants more
+    )
     assert sorted(taken.ended) == sorted([first, second.request_id])
     assert {answer.token_ids for answer in taken.outputs[0].answers} == {(1, 4, 7), (1, 2, 8)}
     assert not searches
+
+
+def in_python(params, ends, tables):
+    """The plain search, a list at a time. `tables[length](tokens)` are the likeliest next tokens of a beam."""
+    width, answers, beams = params.beam_width, [], [((), 0.0)]
+    for length in range(1, params.max_tokens + 1):
+        found = [((*t, token), total + value) for t, total in beams for token, value in tables(t)]
+        found.sort(key=lambda candidate: -candidate[1])  # of equals the first stays first
+        for tokens, total in found[:width]:
+            if tokens[-1] in ends or length == params.max_tokens:
+                answers.append((total / length**params.length_penalty, tokens[:-1] if tokens[-1] in ends else tokens))
+        answers = sorted(answers, key=lambda answer: -answer[0])[:width]
+        beams = [beam for beam in found if beam[0][-1] not in ends][:width]
+        longest = params.max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else length
+        attainable = beams[0][1] / longest**params.length_penalty
+        if len(answers) == width and (params.early_stopping is True or attainable <= answers[-1][0]):
+            break
+    return answers
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_searches_that_are_chosen_for_together(seed):
+    """Of several kinds, begun in different steps, with many equal log-probabilities: each as if it were alone."""
+    chance, searches, running, answers = random.Random(seed), BeamSearches(), {}, {}
+    kinds = [(chance.randint(1, 5), tuple(range(chance.randint(0, 3)))) for _ in range(3)]
+    histories, expected = {}, {}
+
+    def table(name, wanted, tokens):
+        rng = random.Random(f"{seed} {name} {tokens}")
+        values = rng.choices([-0.5, -1, -2, -3], k=wanted)
+        scale = (1, 1, 4, 4, 0.125)[min(len(tokens), 4)]  # some searches end while no beam does, and would find better later
+        return list(zip(rng.sample(range(wanted + 2), wanted), sorted((scale * v for v in values), reverse=True), strict=True))
+
+    for step in range(60):
+        for i in range(chance.randint(0, 6) if step < 40 else 0):
+            (width, ends), name = chance.choice(kinds), f"s{step}.{i}"
+            params = BeamSearchParams(
+                beam_width=width, max_tokens=chance.randint(1, 9), length_penalty=chance.choice([0.0, 1.0, -0.7, 2.5]),
+                early_stopping=chance.choice([True, False, "never"]),
+            )  # fmt: skip
+            first = searches.begin(BeamsRequest(request_id=name, prompt_token_ids=(5,), params=params, eos_token_ids=ends))
+            histories[first.request_id], running[first.request_id] = (), (name, width + len(ends))
+            expected[name] = in_python(params, ends, functools.partial(table, name, width + len(ends)))
+        if chance.random() < 0.1 and running:
+            name = chance.choice(list(running.values()))[0]
+            for beam in searches.forget([name]):
+                del histories[beam], running[beam]
+            expected.pop(name)
+        num_top = max([wanted for _, wanted in running.values()], default=0)
+        found = {beam: table(*of, histories[beam]) for beam, of in running.items()}
+        found = {beam: own + [(99, -9.0)] * (num_top - len(own)) for beam, own in found.items()}
+        taken = took(searches, found) if found else searches.take([])
+        before = dict(histories)
+        for request in taken.new:
+            running[request.request_id] = running[request.beam_of]
+        for beam, source, token in taken.steps:
+            histories[beam] = (*before[source], token)
+        for beam in taken.ended:
+            del histories[beam], running[beam]
+        answers |= {output.request_id: [(a.score, a.token_ids) for a in output.answers] for output in taken.outputs}
+    assert not searches
+    assert answers == expected
 
 
 @pytest.mark.parametrize(

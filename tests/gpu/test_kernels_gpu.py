@@ -315,6 +315,18 @@ def test_8_bit_rows(ops, inputs):
         assert (ours.values.float() != theirs.values.float()).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("inputs", [None, "fp8", "fp8-block", "int8"])
+def test_the_norm_of_a_pair_is_that_of_its_sum_bit_for_bit(ops, inputs):
+    x, y, residual = torch.randn(3, 300, 4096, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+    for norm in (NormParams(kind="rms", weight=w, eps=1e-5), NormParams(kind="layer", weight=w, bias=w, eps=1e-5)):
+        ours, our_sum = ops.norm_pair(ops.joined(x, y), norm, residual=residual.clone(), inputs=inputs)
+        theirs, their_sum = ops.norm(x + y, norm, residual=residual.clone(), inputs=inputs)
+        assert torch.equal(our_sum, their_sum)
+        for a, b in ((ours, theirs),) if inputs is None else ((ours.values, theirs.values), (ours.scales, theirs.scales)):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
 def test_overlapped_kernels_wait_for_what_they_read(ops):
     """Programmatic launches in a graph: a chain of norms and products, each reading what the one before wrote."""
     linear = ops.quantize_weight(torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64, None)

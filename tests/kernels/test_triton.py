@@ -33,7 +33,7 @@ from slipstream.kernels.triton.int4_groupwise import dequantize_int4, int4_gemv,
 from slipstream.kernels.triton.linear import INT4_DENSE_TOKENS, gemm, gemv, skinny_gemm
 from slipstream.kernels.triton.pointwise import rows_per_program
 from slipstream.kernels.triton.split_k import Scratch
-from slipstream.kernels.weights import Quantized
+from slipstream.kernels.weights import Pair, Quantized
 from slipstream.spec.autotune_table import NO_TILES, Measured, TileTable
 from slipstream.spec.model import ClampedSwiglu
 from slipstream.spec.scheme import SCHEMES
@@ -443,6 +443,44 @@ def test_norms(size, with_residual):
         copies = [None if residual is None else residual.clone() for _ in range(2)]
         for ours, theirs in zip(run(OURS, copies[0]), run(REFERENCE, copies[1]), strict=True):
             close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("inputs", [None, "fp8", "int8", "fp8-block"])
+def test_the_norm_of_a_pair_is_that_of_its_sum_bit_for_bit(dtype, inputs):
+    """Also of slices of wider rows. (The interpreter does not round bfloat16 as a GPU does: it cuts off.)"""
+    size = 256
+    x, residual = torch.randn(2, 7, size).to(dtype)
+    y, weight = torch.randn(7, 2 * size).to(dtype)[:, size:], torch.randn(size).to(dtype)
+    for norm in (cases.rms_norm(weight), cases.layer_norm(weight, weight)):
+        ours = OURS.norm_pair(OURS.joined(x, y), norm, residual=residual.clone(), inputs=inputs)
+        theirs = OURS.norm(x + y, norm, residual=residual.clone(), inputs=inputs)
+        rows = [(r,) if inputs is None else (r.values.view(torch.int8), r.scales) for r in (ours[0], theirs[0])]
+        assert all(torch.equal(a, b) for a, b in zip(rows[0], rows[1], strict=True))
+        assert torch.equal(ours[1], theirs[1])
+    for run in (OURS, REFERENCE):  # without a residual the sum is the second value
+        close(run.norm_pair(Pair(x.float(), y.float()), cases.rms_norm(weight.float()))[1], x.float() + y.float())
+
+
+NORM_PROGRAM = """
+from slipstream.kernels.ops import NormParams
+from slipstream.kernels.triton import pointwise
+
+pointwise._norm_kernel = Compiled(pointwise._norm_kernel)
+size = 4096
+x, y, residual = torch.zeros(3, 8192, size, dtype=torch.bfloat16)
+weight = torch.zeros(size, dtype=torch.bfloat16)
+pointwise.norm(x, NormParams(kind="layer", weight=weight, bias=weight, eps=1e-5), residual, sys.argv[1], y)
+print(json.dumps(pointwise._norm_kernel.binaries[0].asm["ptx"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inputs", ["fp8", "int8", "fp8-block"])
+def test_the_norm_of_a_pair_compiles(inputs):
+    found = run_for_hopper(NORM_PROGRAM, inputs)
+    assert found.count("ld.global.v4") >= 5  # x, y, the residual, weight and bias: 16 bytes at a time
+    assert found.count("add.bf16x2") == 2 * 8  # both sums of a thread's 16 numbers, each rounded, to the nearest
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])

@@ -71,6 +71,16 @@ def test_the_records_of_an_h200_are_met():
         assert cost.seconds(shape) * 1e3 == pytest.approx(ms, rel=0.12)
 
 
+def test_steps_that_no_graph_holds_are_launched_op_by_op():
+    """The host's time is that of results/beams*.json. Graphs are not longer than the context."""
+    gpt_j, fp8 = planned("gpt-j-6b"), planned(quantization="fp8", kv_cache_dtype="fp8")
+    assert 0.029 < gpt_j.simulated.cost.host.launch_s < 0.046
+    assert gpt_j.simulated.most_captured == 2048
+    assert fp8.simulated.most_captured == 4096
+    assert fp8.with_settings(max_model_len=1024).simulated.most_captured == 1024
+    assert fp8.with_settings(enforce_eager=True).simulated.most_captured < 0
+
+
 @pytest.mark.parametrize("device", list(known_devices()))
 def test_more_work_takes_longer_on_every_device(device):
     cost = planned("llama-3-8b", device, kv_cache_bytes=None if known_devices()[device].is_gpu else 2**30).analytic

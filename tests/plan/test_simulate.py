@@ -75,6 +75,17 @@ def test_a_longer_step_of_a_graph_is_paid_for():
     assert record.ttft_s == pytest.approx(0.026)
 
 
+def test_a_step_that_no_graph_holds_takes_as_long_as_its_launch():
+    """And the host does nothing else meanwhile: a token that is there waits for the launch of the next step. A step that takes
+    longer hides it."""
+    given = engine(Linear(HostCost(launch_s=0.025)), run_ahead=None)
+    for most_captured, ttft_s, tpot_s in ((64, 0.020, 0.011), (9, 0.025, 0.011), (10, 0.020, 0.011), (-1, 0.050, 0.175 / 8)):
+        (record,) = simulate(dataclasses.replace(given, most_captured=most_captured), traffic((0.0, 10, 9))).records
+        assert (record.ttft_s, record.tpot_s) == (pytest.approx(ttft_s), pytest.approx(tpot_s)), most_captured
+    (record,) = simulate(dataclasses.replace(given, most_captured=9), traffic((0.0, 16, 1))).records
+    assert record.ttft_s == pytest.approx(0.026)
+
+
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.floats(0, 2), st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=30),

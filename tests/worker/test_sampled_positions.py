@@ -70,10 +70,12 @@ def test_log_probabilities_of_several_positions(tmp_path):
     assert list(result.num_tokens) == [2, 3]
     (extra,) = result.extras
     assert isinstance(extra, SampledLogprobs)
-    assert (extra.request_id, [x.token_id for x in extra.logprobs]) == ("a", list(result.token_ids)[2:])
-    for position, found in zip((7, 8, 9), extra.logprobs, strict=True):
-        assert found.logprob == pytest.approx(float(expected[position].max()), abs=1e-4)
-        assert (found.rank, len(found.top)) == (1, 2)
+    assert (extra.request_ids, extra.token_ids, extra.counts) == (("a",) * 3, tuple(result.token_ids[2:]), (2,) * 3)
+    assert np.frombuffer(extra.logprobs, np.float32) == pytest.approx(expected[7:10].amax(1).numpy(), abs=1e-4)
+    assert np.frombuffer(extra.ranks, np.int64).tolist() == [1] * 3
+    values, ids = expected[7:10].topk(2)
+    assert np.frombuffer(extra.top_ids, np.int64).tolist() == ids.flatten().tolist()
+    assert np.frombuffer(extra.top_logprobs, np.float32) == pytest.approx(values.flatten().numpy(), abs=1e-4)
 
 
 PARAMS = st.builds(

@@ -13,8 +13,12 @@ A result has the tokens of each request that sampled. In turn, for each of them:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from slipstream.core.budget import Pace
 from slipstream.core.request import Request, Status
@@ -24,16 +28,19 @@ from slipstream.types import (
     EngineOutput,
     Extra,
     FinishReason,
+    LikeliestTokens,
     PooledVector,
     PromptLogprobs,
     RequestFailure,
     SampledLogprobs,
     SamplerState,
+    StepOutput,
     StepPlan,
     StepResult,
     TokenLogprobs,
     TokenOutput,
     VectorOutput,
+    as_logprobs,
 )
 
 
@@ -84,30 +91,30 @@ class StepsInFlight:
         if self._pace is not None:
             self._pace.forget_steps()
 
-    def ended(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
+    def ended(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
         """Take in a step's result."""
         if self._pace is not None:
             self._pace.ended(plan.step_id, self._clock(), is_cold=result.is_cold)
         if self._kv.tiers is not None:
             self._kv.tiers.rates.ended(plan.step_id, self._clock())
-        outputs: list[EngineOutput] = []
+        outputs: list[StepOutput] = []
         step, extras = self.by_id.pop(plan.step_id, NOTHING), Extras(result.extras) if result.extras else None
-        size, finish = self._kv.block_size, self._requests.finish
+        size, finish, beams = self._kv.block_size, self._requests.finish, list[Request]()
         for request, tokens in zip(step.requests, result.tokens_of_each, strict=True):
             if request.status is Status.FINISHED:
                 continue
             known, request_id = request.token_ids, request.request_id
-            before = len(known)
-            num_cached = request.num_cached_tokens if before == request.num_given else 0
             if extras is not None:
                 if request_id in extras.failed:
                     outputs.append(finish(request, FinishReason.INVALID, extras.failed[request_id]))
                     continue
-                if request.spec.beam_of is not None:
+                if request.is_beam:
                     if request.account is not None:
-                        request.account.charge(len(tokens))
-                    outputs.append(TokenOutput(request_id, tokens, None, None, num_cached, extras.logprobs[request_id]))
+                        request.account.charge(1)
+                    beams.append(request)
                     continue
+            before = len(known)
+            num_cached = request.num_cached_tokens if before == request.num_given else 0
             num_drafts = num_right = 0
             if step.drafts and (num_drafts := step.drafts.get(request, 0)):
                 num_right = len(tokens) - 1
@@ -133,6 +140,8 @@ class StepsInFlight:
             elif len(known) // size > request.num_registered:
                 self._kv.register(request, self.last_id)
         if extras is not None:
+            if beams:
+                outputs.append(extras.likeliest(beams))
             outputs += self._without_tokens(extras)
         if (speculation := self._requests.speculation) is not None:
             only_decodes = all(s.num_tokens == s.num_sampled for s in plan.scheduled)
@@ -185,7 +194,7 @@ class Extras:
     """What a result has besides tokens, by kind and request."""
 
     def __init__(self, extras: Iterable[Extra]) -> None:
-        self.logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
+        self.sampled: SampledLogprobs | None = None
         self.of_prompts: dict[str, PromptLogprobs] = {}
         self.failed: dict[str, str] = {}
         self.states: list[SamplerState] = []
@@ -193,7 +202,7 @@ class Extras:
         for extra in extras:
             match extra:
                 case SampledLogprobs():
-                    self.logprobs[extra.request_id] = extra.logprobs
+                    self.sampled = extra
                 case PromptLogprobs():
                     self.of_prompts[extra.request_id] = extra
                 case RequestFailure():
@@ -203,7 +212,36 @@ class Extras:
                 case PooledVector():
                     self.vectors.append(extra)
 
+    @cached_property
+    def _arrays(self) -> list[npt.NDArray[Any]]:
+        """What `sampled` has, as `best_logprobs` gave it."""
+        s = self.sampled
+        assert s is not None
+        num = len(s.request_ids)
+        chosen, ranks = np.frombuffer(s.logprobs, np.float32), np.frombuffer(s.ranks, np.int64)
+        ids, values = np.frombuffer(s.top_ids, np.int64), np.frombuffer(s.top_logprobs, np.float32)
+        return [chosen, ranks, ids.reshape(num, -1), values.reshape(num, -1)]
+
+    @cached_property
+    def _logprobs(self) -> dict[str, list[TokenLogprobs]]:
+        found: dict[str, list[TokenLogprobs]] = {}
+        if (s := self.sampled) is not None:
+            for request_id, own in zip(s.request_ids, as_logprobs(s.token_ids, self._arrays, s.counts), strict=True):
+                found.setdefault(request_id, []).append(own)
+        return found
+
+    def likeliest(self, beams: Sequence[Request]) -> LikeliestTokens:
+        """Of beams, each of which has one sampled position."""
+        assert self.sampled is not None
+        names, cached = [beam.request_id for beam in beams], [beam.num_cached_tokens for beam in beams]
+        *_, ids, values = self._arrays
+        if len(names) < len(ids):
+            at = {request_id: i for i, request_id in enumerate(self.sampled.request_ids)}
+            rows = [at[name] for name in names]
+            ids, values = ids[rows], values[rows]
+        return LikeliestTokens(names, cached, ids, values)
+
     def joined(self, output: TokenOutput) -> TokenOutput:
         """With the log-probabilities of its tokens, and of the prompt that ended in this step."""
-        logprobs = self.logprobs.get(output.request_id, ())[: len(output.token_ids)]
+        logprobs = tuple(self._logprobs.get(output.request_id, ())[: len(output.token_ids)])
         return output._replace(logprobs=logprobs, prompt_logprobs=self.of_prompts.pop(output.request_id, None))

@@ -6,12 +6,14 @@ A request has a block table in each group of layers (`CacheGroup`). All groups t
 2. A `cross` group's blocks, with an encoder's keys and values, are held as long as the request's own.
 3. A block of a prompt is offered to the prefix cache when it is scheduled, so that requests of one step can share it: the
    worker writes a layer's keys and values before any attention reads them.
-4. A request writes only to a block that it holds alone and that is not cached; otherwise the block is copied first. Copies run
-   before the step. Only beams need one, and choices that share a prompt, which join after the step that computed it.
+4. A request writes only to a block that it holds alone and that is not cached; otherwise the block is copied first. Only beams
+   need a copy, and choices that share a prompt, which join after the step that computed it. Copies run before the next step.
+   Until it is planned, `copies` has them, and a copy holds its source: no source is a target, too.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from slipstream.config import CacheConfig
@@ -46,6 +48,8 @@ class KVCacheManager:
         self.windows = tuple((g, group) for g, group in enumerate(cache.groups) if group.kind == "window")
         self.full = next((g for g, group in enumerate(cache.groups) if group.kind == "full"), None)
         self.cross = next((g for g, group in enumerate(cache.groups) if group.kind == "cross"), None)
+        self.copies: dict[int, int] = {}  # blocks that are to be written, and what is copied there
+        self._copied = Counter[int]()  # how often a block is
         self.tiers = None
         if store is not None:
             self.tiers = Tiers(store, self.pool, self.own, dict(self.windows), cache.block_size, clock)
@@ -74,7 +78,7 @@ class KVCacheManager:
         first = computed // size  # the block that is written next
         copies = []
         if request.needs_copy and first < length:
-            copies = [g for g in self.own if not pool.is_writable(tables[g][first], step.copied[tables[g][first]])]
+            copies = [g for g in self.own if not self._is_writable(tables[g][first])]
         passed = [(g, group.first_block(computed, size)) for g, group in self.windows]
         passed = [(g, keep) for g, keep in passed if keep > request.num_passed[g]]
         freed = sum(pool.ref_counts[b] == 1 for g, keep in passed for b in tables[g][request.num_passed[g] : keep])
@@ -89,8 +93,8 @@ class KVCacheManager:
             updates.append(TableUpdate(g, begin, (NULL_BLOCK,) * (keep - begin)))
         for g in copies:
             old, (new,) = tables[g][first], pool.allocate(1)
-            step.copies.append((old, new))
-            step.copied[old] += 1
+            self._copy(old, new)
+            pool.release([old])
             tables[g][first] = new
             updates.append(TableUpdate(g, first, (new,)))
         request.needs_copy = False
@@ -103,6 +107,25 @@ class KVCacheManager:
             step.updates.setdefault(request.request_id, []).extend(updates)
         return True
 
+    def _is_writable(self, block: int) -> bool:
+        """Whether one request alone holds it, beside the copies."""
+        return self.pool.is_writable(block, self._copied[block])
+
+    def _copy(self, source: int, target: int) -> None:
+        self.pool.hold([source])
+        self.copies[target] = source
+        self._copied[source] += 1
+
+    def begin_copies(self) -> tuple[tuple[int, int], ...]:
+        """(source, target), for the step that is planned."""
+        if not self.copies:
+            return ()
+        found = tuple([(source, target) for target, source in self.copies.items()])
+        self.pool.release([*self.copies.values()])
+        self.copies.clear()
+        self._copied.clear()
+        return found
+
     def allocate_encoder(self, request: Request, num_tokens: int) -> None:
         """Blocks for what an encoder reads. They must be free."""
         assert self.cross is not None, "the model has no encoder"
@@ -111,6 +134,10 @@ class KVCacheManager:
     def release(self, request: Request) -> None:
         """Release all blocks. None of the request's tokens is computed any more."""
         for g, table in enumerate(request.blocks):
+            for target in self.copies.keys() & table if self.copies else ():
+                source = self.copies.pop(target)
+                self._copied[source] -= 1
+                self.pool.release([source])
             self.pool.release(table[request.num_passed[g] :])
             request.blocks[g], request.num_passed[g] = [], 0
         request.num_computed_tokens = request.num_registered = 0
@@ -178,10 +205,11 @@ class KVCacheManager:
             parent.decodes_until = parent.verifies_until = 0
 
     def take_over(self, beam: Request, source: Request) -> list[TableUpdate]:
-        """`beam` goes on from `source`, of the same prompt: it holds the same blocks, and has computed the same tokens. A
-        sequence copies a shared block before it writes to it, unless all others have left it. Returns the changes of the beam's
-        tables."""
+        """`beam` goes on from `source`, of the same prompt: it holds the same blocks, and has computed the same tokens. If both
+        have begun a block, the source's is copied to the beam's. Otherwise they share the last, and each copies it before it
+        writes to it, unless all others have left it. Returns the changes of the beam's tables."""
         whole, updates = beam.num_prompt_tokens // self.block_size, list[TableUpdate]()
+        written, shares = source.num_computed_tokens // self.block_size, False
         for g, theirs in enumerate(source.blocks):
             own = beam.blocks[g]
             both, same = min(len(own), len(theirs)), 0
@@ -191,16 +219,26 @@ class KVCacheManager:
                 same = whole
             while same < both and own[same] == theirs[same]:
                 same += 1
-            self.pool.hold(theirs[max(same, source.num_passed[g]) :])
-            self.pool.release(own[max(same, beam.num_passed[g]) :])
-            own[same:], beam.num_passed[g] = theirs[same:], source.num_passed[g]
-            if same < len(theirs):
-                updates.append(TableUpdate(g, same, tuple(theirs[same:])))
+            stop = None
+            if len(own) == len(theirs) == written + 1:  # both have written to their last blocks, and so hold them alone
+                assert self.pool.is_writable(own[written])
+                self._copy(theirs[written], own[written])
+                stop = written
+            shares = shares or stop is None
+            if same == stop:
+                continue
+            self.pool.hold(theirs[max(same, source.num_passed[g]) : stop])
+            self.pool.release(own[max(same, beam.num_passed[g]) : stop])
+            own[same:stop] = changed = theirs[same:stop]
+            beam.num_passed[g] = source.num_passed[g]
+            if changed:
+                updates.append(TableUpdate(g, same, tuple(changed)))
         beam.num_computed_tokens = source.num_computed_tokens
         if len(beam.block_keys) != min(whole, len(source.block_keys)):
             beam.block_keys = source.block_keys[:whole]
         beam.num_registered = min(source.num_registered, whole)
-        beam.needs_copy = source.needs_copy = True
+        beam.needs_copy = shares
+        source.needs_copy = source.needs_copy or shares
         return updates
 
     def shared_prefixes(self, decodes: Iterable[tuple[Request, int]]) -> tuple[SharedPrefix, ...]:

@@ -26,6 +26,7 @@ from slipstream.types import (
     FinishReason,
     Plan,
     SamplingParams,
+    StepOutput,
     StepResult,
     TextsPlan,
     TextsRequest,
@@ -40,7 +41,7 @@ class Steps(Protocol):
     """The engine's interface to a scheduler. `Scheduler` documents the methods."""
 
     def schedule(self) -> Plan | None: ...
-    def update(self, plan: Any, result: StepResult) -> list[EngineOutput]: ...
+    def update(self, plan: Any, result: StepResult) -> list[StepOutput]: ...
     def abort(self, request_ids: Iterable[str], reason: FinishReason = ...) -> list[EngineOutput]: ...
     def fail_all(self, reason: FinishReason, error: str) -> list[EngineOutput]: ...
     def drain_outputs(self) -> list[EngineOutput]: ...
@@ -202,9 +203,9 @@ class TextScheduler:
             return None
         return self._waiting[0][3].spec.arrival + self.scheduling.batch_window_s
 
-    def update(self, plan: TextsPlan, result: StepResult) -> list[EngineOutput]:
+    def update(self, plan: TextsPlan, result: StepResult) -> list[StepOutput]:
         """Take in the vectors of a step: of each request in it those of its texts, and its end with the last of them."""
-        outputs: list[EngineOutput] = []
+        outputs: list[StepOutput] = []
         (found,) = result.extras
         assert isinstance(found, TextVectors)
         width = len(found.vectors) // (len(plan.lengths) // 4)

@@ -41,6 +41,7 @@ class Request:
         "forks",
         "held",
         "in_worker",
+        "is_beam",
         "looked_up",
         "may_draft",
         "mirostat_mu",
@@ -77,7 +78,8 @@ class Request:
         self.stops = frozenset((*spec.eos_token_ids, *spec.sampling.stop_token_ids))
         self.status = Status.WAITING
         self.account: Account | None = None  # its owner's, since it is queued
-        self.held = False  # it is not scheduled before `Scheduler.release`
+        self.is_beam = spec.beam_of is not None
+        self.held = False  # it is not scheduled before `RequestTable.release`, a beam not before `go_on`
         self.num_computed_tokens = 0
         self.num_pending = 0
         self.blocks: list[list[int]] = [[] for _ in range(num_groups)]
@@ -91,7 +93,7 @@ class Request:
         self.drafts: tuple[int, ...] = ()  # guessed tokens behind the last one, which the next step verifies
         self.num_pending_drafts = 0  # drafts in the step in flight, of which the right ones are not known yet
         sampling = spec.sampling
-        self.may_draft = not (spec.pooled or spec.beam_of is not None or sampling.mirostat_mode)  # its state: token by token
+        self.may_draft = not (spec.pooled or self.is_beam or sampling.mirostat_mode)  # its state: token by token
         self.drafting: Drafting | None = None  # made when drafts are first proposed
         self.in_worker = False
         self.mirostat_mu: float | None = None  # its sampler's state behind the last known token

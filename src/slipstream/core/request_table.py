@@ -59,7 +59,7 @@ class RequestTable:
         self._counter += 1
         order = (spec.priority, spec.arrival, self._counter)
         request = Request(spec, order, root_key, len(self.kv.cache.groups))
-        request.held = held or (spec.beam_of is not None and spec.parent is not None)
+        request.held = held or (request.is_beam and spec.parent is not None)
         self.waiting.enter(request)
         self.by_id[spec.request_id] = request
         self.num_joined += spec.parent is not None
@@ -116,15 +116,20 @@ class RequestTable:
             if beam != source:
                 self._take_over(self.by_id[beam], self.by_id[source])
         for beam, _, token in steps:
-            self.by_id[beam].token_ids.append(token)
-            self.release(beam)
+            request = self.by_id[beam]
+            request.token_ids.append(token)
+            request.held = False
+            if request.status is Status.WAITING:
+                self.wait(request)
+            elif self.kv.holds(request, len(request.token_ids)):
+                request.decodes_until = len(request.token_ids)
 
     def _take_over(self, beam: Request, source: Request) -> None:
         beam.token_ids[beam.num_prompt_tokens :] = source.token_ids[beam.num_prompt_tokens :]
         del beam.block_keys[beam.num_prompt_tokens // self.kv.block_size :]  # those of its own tokens
         if source.holds_blocks:
             updates = self.kv.take_over(beam, source)
-            if beam.in_worker:
+            if updates and beam.in_worker:
                 self.table_updates.setdefault(beam.request_id, []).extend(updates)
         elif beam.status is Status.RUNNING:  # all is to be computed again
             self.preempt(beam)

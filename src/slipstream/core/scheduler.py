@@ -57,6 +57,7 @@ from slipstream.types import (
     FinishReason,
     ScheduledRequest,
     SharedPrefix,
+    StepOutput,
     StepPlan,
     StepResult,
 )
@@ -219,12 +220,16 @@ class Scheduler:
             position = request.num_computed_tokens
             if position < request.decodes_until:
                 request.num_computed_tokens = position + 1
+                plain += 1
+                if request.is_beam:
+                    request.held, request.decodes_until = True, 0
+                    step.add(request, position, 1, 1, (request.token_ids[position],))
+                    continue
                 request.num_pending += 1
                 step.decodes.append(ScheduledRequest(request.request_id, position, 1, 1))
                 step.sampled_decodes.append(request)
                 step.scheduled.add(request)
-                plain += 1
-            elif request.drafts and self._verifies(step, request, plain):
+            elif request.held or (request.drafts and self._verifies(step, request, plain)):
                 continue
             elif request.status is Status.RUNNING:  # not preempted meanwhile
                 wanted = request.num_tokens - position
@@ -454,11 +459,10 @@ class Scheduler:
         request.num_computed_tokens = end
         step.budget -= count
         given = forced or (request.drafts[: num_sampled - 1] if num_sampled else ())
-        is_beam = request.spec.beam_of is not None
-        if is_beam and computed >= request.num_prompt_tokens:
+        if request.is_beam and computed >= request.num_prompt_tokens:
             given = tuple(request.token_ids[computed:end])
         step.add(request, computed, count, num_sampled, given)
-        if is_beam:
+        if request.is_beam:
             request.held = num_sampled > 0  # until it is told how to go on
         elif num_sampled:
             request.num_pending += num_sampled + len(forced)
@@ -484,13 +488,12 @@ class Scheduler:
     def _plan(self, step: StepBuilder, now: float) -> StepPlan:
         self.in_flight.launched(step, now)
         released, self.requests.released = self.requests.released, []
-        self.pool.release([*step.copied.elements()])
         shared: tuple[SharedPrefix, ...] = ()
         if self.requests.num_joined:
             shared = self.kv.shared_prefixes([(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes])
-        return step.plan(self.in_flight.last_id, released, shared)
+        return step.plan(self.in_flight.last_id, released, self.kv.begin_copies(), shared)
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
+    def update(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
         """Take in a step's result: new tokens, ends, full blocks. `core/in_flight.py` says how."""
         return self.in_flight.ended(plan, result)
 

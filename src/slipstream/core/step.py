@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from slipstream.config import MOST_STEP_DRAFTS
@@ -15,8 +14,6 @@ class StepBuilder:
 
     __slots__ = (
         "budget",
-        "copied",
-        "copies",
         "decodes",
         "drafts",
         "encoding",
@@ -44,8 +41,6 @@ class StepBuilder:
         self.drafts: dict[Request, int] = {}  # guessed tokens that are checked, of those that have some
         self.forced: dict[Request, tuple[int, ...]] = {}  # tokens that a grammar forces, of those that have some
         self.updates = updates
-        self.copies: list[tuple[int, int]] = []
-        self.copied: Counter[int] = Counter()  # the copies' sources, held until the plan is made: none may be a target too
 
     def add(self, request: Request, computed: int, count: int, num_sampled: int, drafts: tuple[int, ...]) -> None:
         """`count` tokens of the request behind the `computed` ones, the last of them `drafts` or forced, in blocks that it
@@ -84,12 +79,18 @@ class StepBuilder:
             spec.images,
         )
 
-    def plan(self, step_id: int, released: Sequence[str], shared: tuple[SharedPrefix, ...]) -> StepPlan:
+    def plan(
+        self,
+        step_id: int,
+        released: Sequence[str],
+        copies: tuple[tuple[int, int], ...],
+        shared: tuple[SharedPrefix, ...],
+    ) -> StepPlan:
         return StepPlan(
             step_id=step_id,
             scheduled=(*self.decodes, *self.prompts),
             new=tuple(self.new),
             released=tuple(released),
-            block_copies=tuple(self.copies),
+            block_copies=copies,
             shared=shared,
         )

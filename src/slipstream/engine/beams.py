@@ -22,12 +22,13 @@ prompt is computed once, no token twice, and what a step tells the worker does n
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from operator import itemgetter
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from slipstream.errors import RequestError
 from slipstream.sampling_params import MAX_LOGPROBS
@@ -41,7 +42,9 @@ from slipstream.types import (
     EngineOutput,
     EngineRequest,
     FinishReason,
+    LikeliestTokens,
     SamplingParams,
+    StepOutput,
     TokenOutput,
 )
 
@@ -67,71 +70,65 @@ class BeamSearchOutput:
     num_cached_tokens: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class Beam:
-    """A token and the beam that it goes on from. A step makes one of each candidate that goes on, so it copies no tokens."""
-
-    parent: Beam | None  # None: the prompt
-    token: int
-    length: int  # new tokens
-    logprob: float
-    request_id: str = ""  # of the core's request that computes it
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """The new ones."""
-        found, beam = list[int](), self
-        while beam.parent is not None:
-            found.append(beam.token)
-            beam = beam.parent
-        return tuple(reversed(found))
-
-
 @dataclass(frozen=True, slots=True)
 class Ended:
-    beam: Beam
+    """An answer: a token behind the beam at `place` of its group, which has one token less."""
+
+    length: int  # new tokens
+    place: int
+    token: int
+    logprob: float
     score: float
     reason: Literal["stop", "length"]
 
 
-Candidate: TypeAlias = tuple[float, Beam, int]
-"""A beam's next token, and the sum with it. Few of them become beams."""
+Candidate: TypeAlias = tuple[float, int, int]
+"""A sum, the place of the beam that goes on, and its next token."""
 
 
 @dataclass(slots=True)
 class Group:
-    """Beams that search by themselves: all of a search, or one of its `num_beam_groups`."""
+    """Beams that search by themselves: all of a search, or one of its `num_beam_groups`. Those of a step have places in it."""
 
     params: BeamSearchParams
-    ends: frozenset[int]  # end tokens
-    open: list[Beam] = field(default_factory=lambda: [Beam(None, -1, 0, 0.0)])
+    rows: list[int]  # of the open beams in the table of `BeamSearches`; none: it is done. Two groups may have the same beam
+    sums: list[float] = field(default_factory=lambda: [0.0])  # theirs
+    steps: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    """Of each step, for each beam that went on: the place of the one before it, and its token."""
     answers: list[Ended] = field(default_factory=list)  # the best first
 
     @property
     def width(self) -> int:
         return self.params.beam_width // self.params.num_beam_groups
 
-    def take(self, found: list[Candidate]) -> list[Beam]:
-        """All candidates, the best first. Returns those that would go on if the search did."""
-        width, length = self.width, found[0][1].length + 1
-        at_end = length >= self.params.max_tokens
-        diverse = self.params.num_beam_groups > 1
-        for candidate in found[:width]:
-            stops = candidate[2] in self.ends
-            if stops or (at_end and not diverse):
-                self._answer(_beam(candidate), length, "stop" if stops else "length")
-        self._keep_best()
-        going_on = [_beam(c) for c in islice((c for c in found if c[2] not in self.ends), width)]
-        done = self._is_done(found[0][0] if diverse else going_on[0].logprob, length)
-        if diverse and at_end and not done:
-            for beam in going_on:
-                self._answer(beam, length, "length")
-            self._keep_best()
-        self.open = [] if at_end or done else going_on
-        return going_on
+    def tokens(self, length: int, place: int) -> tuple[int, ...]:
+        """The new ones of a beam, which has so many."""
+        found = list[int]()
+        for places, tokens in reversed(self.steps[:length]):
+            found.append(tokens[place])
+            place = places[place]
+        return tuple(reversed(found))
 
-    def _answer(self, beam: Beam, length: int, reason: Literal["stop", "length"]) -> None:
-        self.answers.append(Ended(beam, beam.logprob / length**self.params.length_penalty, reason))
+    def settle(self, best: Sequence[Candidate], stops: Sequence[bool], going_on: Iterable[Candidate]) -> None:
+        """Take answers from the `best` candidates of the last step, where `stops` says which end with an end token. `going_on`
+        are open beams, unless the search is done with this step."""
+        length, diverse = len(self.steps), self.params.num_beam_groups > 1
+        at_end = length >= self.params.max_tokens
+        for candidate, stop in zip(best, stops, strict=True):
+            if stop or (at_end and not diverse):
+                self._answer(candidate, "stop" if stop else "length")
+        self._keep_best()
+        done = self._is_done(best[0][0] if diverse else self.sums[0], length)
+        if diverse and at_end and not done:
+            for candidate in going_on:
+                self._answer(candidate, "length")
+            self._keep_best()
+        if at_end or done:
+            self.rows = []
+
+    def _answer(self, candidate: Candidate, reason: Literal["stop", "length"]) -> None:
+        (logprob, place, token), length = candidate, len(self.steps)
+        self.answers.append(Ended(length, place, token, logprob, logprob / length**self.params.length_penalty, reason))
 
     def _keep_best(self) -> None:
         self.answers.sort(key=lambda ended: -ended.score)
@@ -147,81 +144,53 @@ class Group:
         return p.early_stopping is True or attainable <= self.answers[-1].score
 
 
-def _beam(candidate: Candidate) -> Beam:
-    logprob, beam, token = candidate
-    return Beam(beam, token, beam.length + 1, logprob)
-
-
-class BeamSearch:
-    """One prompt's search. While there are open beams, `take` wants the likeliest next tokens of each."""
-
-    def __init__(self, params: BeamSearchParams, ends: frozenset[int]) -> None:
-        self.params = params
-        self.groups = [Group(params, ends) for _ in range(params.num_beam_groups)]
-
-    @property
-    def open(self) -> list[Beam]:
-        """Of all groups. Two groups may have the same beam."""
-        return [beam for group in self.groups for beam in group.open]
-
-    @property
-    def answers(self) -> list[Ended]:
-        """The best first."""
-        return sorted((ended for group in self.groups for ended in group.answers), key=lambda ended: -ended.score)
-
-    @staticmethod
-    def num_wanted(params: BeamSearchParams, num_ends: int) -> int:
-        """How many next tokens of a beam are needed: end tokens among them, and tokens that other groups have taken, leave as
-        many others as a group has beams."""
-        return params.beam_width + num_ends
-
-    def take(self, likeliest: Sequence[Sequence[tuple[int, float]]]) -> None:
-        """Of each open beam its likeliest next tokens with their log-probabilities."""
-        taken: Counter[int] = Counter()  # by the beams of earlier groups in this step
-        rest = iter(likeliest)
-        for group in self.groups:
-            if not group.open:
-                continue
-            cost = self.params.diversity_penalty
-            found = [
-                (beam.logprob + logprob - (cost * taken[token] if cost else 0.0), beam, token)
-                for beam in group.open
-                for token, logprob in next(rest)
-            ]
-            found.sort(key=itemgetter(0), reverse=True)  # of equals the first stays first
-            going_on = group.take(found)
-            if cost:
-                taken.update(beam.token for beam in going_on)
-
-
-@dataclass(slots=True)
-class _Running:
-    """A search in the core. `names` are the requests of its open beams; `likeliest` is what came of those that have had their
-    step."""
+@dataclass(slots=True, eq=False)
+class Search:
+    """One prompt's. It has a row in the table of `BeamSearches` for each request that it may need."""
 
     request: BeamsRequest
-    search: BeamSearch
-    names: list[str]
-    likeliest: dict[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    kind: tuple[int, int, tuple[int, ...]]  # width, groups and end tokens; searches of a kind are chosen for together
+    rows: list[int]
+    groups: list[Group]
+    num_awaited: int = 1  # requests whose step has not come yet
+    taken: list[int] = field(default_factory=list)  # tokens of the step's beams, of the groups so far; while it is chosen
     num_cached_tokens: int = 0
+
+    def output(self) -> BeamsOutput:
+        """When it is done."""
+        answers = [(ended.score, group, ended) for group in self.groups for ended in group.answers]
+        answers.sort(key=lambda answer: -answer[0])
+        return BeamsOutput(self.request.request_id, tuple([_answer(g, e) for _, g, e in answers]), self.num_cached_tokens)
+
+
+def num_wanted(params: BeamSearchParams, num_ends: int) -> int:
+    """How many next tokens of a beam are needed: end tokens among them, and tokens that other groups have taken, leave as many
+    others as a group has beams."""
+    return params.beam_width + num_ends
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
     """What a step's outputs mean for the searches."""
 
-    outputs: list[EngineOutput]  # without those of beams, with those of searches that ended
-    new: list[EngineRequest]  # beams that join
-    steps: list[BeamStep]  # how beams go on, the new ones too
-    ended: list[str]  # beams that are not needed any more
+    outputs: list[EngineOutput] = field(default_factory=list)  # without those of beams, with those of searches that ended
+    new: list[EngineRequest] = field(default_factory=list)  # beams that join
+    steps: list[BeamStep] = field(default_factory=list)  # how beams go on, the new ones too
+    ended: list[str] = field(default_factory=list)  # beams that are not needed any more
 
 
 class BeamSearches:
-    """The searches of an engine core."""
+    """The searches of an engine core, and a table of the likeliest next tokens of their beams, whose row 0 is nobody's. A step
+    is chosen for all searches of a kind at once, by arrays: of R searches, each with up to P requests and B beams, of which
+    each has K next tokens."""
 
     def __init__(self) -> None:
-        self._running: dict[str, _Running] = {}
-        self._owners: dict[str, _Running] = {}  # of beams
+        self._running: dict[str, Search] = {}
+        self._owners: dict[str, tuple[Search, int]] = {}  # of beams: the search and the row
+        self._names = [""]  # of the request that a row has, if it has one
+        self._free = list[int]()
+        self._tokens: npt.NDArray[np.int64] = np.zeros((1, MAX_LOGPROBS), np.int64)
+        self._logprobs: npt.NDArray[np.float64] = np.zeros((1, MAX_LOGPROBS))
         self._ids = itertools.count()
 
     def __bool__(self) -> bool:
@@ -229,97 +198,162 @@ class BeamSearches:
 
     def begin(self, request: BeamsRequest) -> EngineRequest:
         """The first beam, which computes the prompt."""
-        search = BeamSearch(request.params, frozenset(request.eos_token_ids))
-        first = self._beam(request, None)
-        for beam in search.open:
-            beam.request_id = first.request_id
-        running = _Running(request, search, [first.request_id])
-        self._running[request.request_id] = self._owners[first.request_id] = running
-        return first
+        params = request.params
+        if len(self._free) < params.beam_width:
+            self._grow(params.beam_width)
+        rows = [self._free.pop() for _ in range(params.beam_width)]
+        kind = params.beam_width, params.num_beam_groups, request.eos_token_ids
+        search = Search(request, kind, rows, [Group(params, rows[:1]) for _ in range(params.num_beam_groups)])
+        self._running[request.request_id] = search
+        return self._beam(search, rows[0])
 
     def forget(self, request_ids: Iterable[str]) -> list[str]:
         """The requests to end where some of these are searches, which are forgotten."""
         found: list[str] = []
         for request_id in request_ids:
-            running = self._running.pop(request_id, None)
-            found += [request_id] if running is None else self._forget_beams(running)
+            search = self._running.pop(request_id, None)
+            if search is None:
+                found.append(request_id)
+            else:
+                found += self._freed(search.rows)
+                self._free += search.rows
         return found
 
     def clear(self) -> None:
-        self._running.clear()
-        self._owners.clear()
+        self.forget(list(self._running))
 
-    def take(self, outputs: Iterable[EngineOutput]) -> Taken:
-        taken = Taken([], [], [], [])
+    def take(self, outputs: Iterable[StepOutput]) -> Taken:
+        taken, ready = Taken(), list[Search]()
         for output in outputs:
-            running = self._owners.get(output.request_id)
-            if running is None or not isinstance(output, TokenOutput):
+            if isinstance(output, LikeliestTokens):
+                ready += self._noted(output)
+            elif (owner := self._owners.get(output.request_id)) is None:
                 taken.outputs.append(output)
-            elif output.finish_reason is not None:  # only for a reason of the engine's
-                taken.ended.extend(self.forget([running.request.request_id]))
-                taken.outputs.append(BeamsOutput(running.request.request_id, (), 0, output.finish_reason, output.error))
+            elif isinstance(output, TokenOutput) and output.finish_reason is not None:  # only for a reason of the engine's
+                request_id = owner[0].request.request_id
+                taken.ended.extend(self.forget([request_id]))
+                taken.outputs.append(BeamsOutput(request_id, (), 0, output.finish_reason, output.error))
+        for g in range(max([len(search.groups) for search in ready], default=0)):
+            alike = defaultdict[Any, list[Search]](list)
+            for search in ready:
+                if g < len(search.groups) and (rows := search.groups[g].rows):
+                    alike[search.kind, len(rows), len(search.taken)].append(search)
+            for searches in alike.values():
+                self._choose(searches, g)
+        alike = defaultdict(list)
+        for search in ready:
+            alike[search.kind[0], sum([len(group.rows) for group in search.groups])].append(search)
+        for (_, num_beams), searches in alike.items():
+            if num_beams:
+                self._place(searches, taken)
             else:
-                running.likeliest[output.request_id] = output.logprobs[0].top
-                running.num_cached_tokens = max(running.num_cached_tokens, output.num_cached_tokens)
-                if len(running.likeliest) == len(running.names):
-                    self._advance(running, taken)
+                taken.outputs.extend([search.output() for search in searches])
+                taken.ended.extend(self.forget([search.request.request_id for search in searches]))
         return taken
 
-    def _advance(self, running: _Running, taken: Taken) -> None:
-        """All beams of a search have had their step."""
-        search, before, likeliest = running.search, running.names, running.likeliest
-        search.take([likeliest[beam.request_id] for beam in search.open])
-        running.names, running.likeliest = [], {}
-        unused = dict.fromkeys(before)
-        names: dict[tuple[str, int], str] = {}  # by what a beam goes on from, and its token: two groups may have the same
-        others: list[tuple[str, int]] = []  # that need a request
-        for beam in search.open:
-            assert beam.parent is not None
-            key = source, token = beam.parent.request_id, beam.token
-            if key in names:
+    def _noted(self, output: LikeliestTokens) -> list[Search]:
+        """Write what came of beams to the table. Returns the searches of which nothing is missing any more."""
+        rows, ready = list[int](), list[Search]()
+        for name, num_cached in zip(output.request_ids, output.num_cached_tokens, strict=True):
+            owner = self._owners.get(name)
+            if owner is None:  # its search was given up
+                rows.append(0)
                 continue
-            if source in unused:
-                del unused[source]
-                names[key] = source
-                taken.steps.append(BeamStep(source, source, token))
-            else:
-                names[key] = ""
-                others.append(key)
-        for source, token in others:
-            if unused:
-                name = unused.popitem()[0]
-            else:
-                new = self._beam(running.request, before[0])
-                taken.new.append(new)
-                name = new.request_id
-                self._owners[name] = running
-            names[source, token] = name
-            taken.steps.append(BeamStep(name, source, token))
-        for beam in search.open:
-            assert beam.parent is not None
-            beam.request_id = names[beam.parent.request_id, beam.token]
-        running.names = list(names.values())
-        for name in unused:
-            del self._owners[name]
-        taken.ended.extend(unused)
-        if not running.names:
-            del self._running[running.request.request_id]
-            answers = tuple([_answer(ended) for ended in search.answers])
-            taken.outputs.append(BeamsOutput(running.request.request_id, answers, running.num_cached_tokens))
+            search, row = owner
+            rows.append(row)
+            search.num_awaited -= 1
+            if not search.num_awaited:
+                search.num_cached_tokens = max(search.num_cached_tokens, num_cached)
+                ready.append(search)
+        num_top = output.token_ids.shape[1]
+        self._tokens[rows, :num_top], self._logprobs[rows, :num_top] = output.token_ids, output.logprobs
+        return ready
 
-    def _forget_beams(self, running: _Running) -> list[str]:
-        for name in running.names:
-            del self._owners[name]
-        return running.names
+    def _choose(self, searches: Sequence[Search], g: int) -> None:
+        """A step of the searches' groups g, of one kind and with as many beams. A sum is that of the beam's and the token's
+        log-probability, less the token's cost. Of equal sums the first stays first."""
+        groups, (width, num_groups, eos) = [search.groups[g] for search in searches], searches[0].kind
+        width //= num_groups
+        num_top = num_wanted(groups[0].params, len(eos))
+        rows = np.array([group.rows for group in groups])  # [R, B]
+        tokens = self._tokens[rows, :num_top]  # [R, B, K]
+        sums = np.array([group.sums for group in groups])[..., None] + self._logprobs[rows, :num_top]
+        if searches[0].taken:
+            costs = np.array([group.params.diversity_penalty for group in groups])[:, None, None]
+            taken = np.array([search.taken for search in searches])[:, None, None]
+            sums -= costs * (tokens[..., None] == taken).sum(-1)
+        sums, tokens = sums.reshape(len(groups), -1), tokens.reshape(len(groups), -1)
+        order = (-sums).argsort(1, kind="stable")
+        best = _along(sums, order), order // num_top, _along(tokens, order)  # sums, places, tokens [R, B · K]
+        stops = (best[2][..., None] == np.array(eos, np.int64)).any(-1)
+        ends = stops[:, :width].any(1).tolist()
+        goes_on = stops.argsort(1, kind="stable")[:, :width]  # the first that don't stop
+        going_on = [_along(values, goes_on) for values in best]
+        sources = _along(rows, going_on[1]).tolist()
+        for r, (search, group, *chosen) in enumerate(zip(searches, groups, *(x.tolist() for x in going_on), strict=True)):
+            group.rows, (group.sums, places, next_tokens) = sources[r], chosen
+            group.steps.append((places, next_tokens))
+            if num_groups > 1:
+                search.taken += next_tokens
+            if ends[r] or len(group.steps) >= group.params.max_tokens or len(group.answers) == width:
+                firsts = zip(*(values[r, :width].tolist() for values in best), strict=True)
+                group.settle([*firsts], stops[r, :width].tolist(), zip(*chosen, strict=True))
 
-    def _beam(self, request: BeamsRequest, first: str | None) -> EngineRequest:
-        """One more beam of a search, or its first."""
-        params, name = request.params, f"{request.request_id}/beam-{next(self._ids)}"
-        num_wanted = BeamSearch.num_wanted(params, len(request.eos_token_ids))
+    def _place(self, searches: Sequence[Search], taken: Taken) -> None:
+        """Say where the chosen beams are computed, of searches with as many rows and beams. `Group.rows` are those they come
+        from. The first of a row stays there, and the others go to rows from which nobody goes on."""
+        sources = np.array([_joined([group.rows for group in s.groups]) for s in searches])  # [R, B]
+        tokens = np.array([_joined([group.steps[-1][1] for group in s.groups if group.rows]) for s in searches])
+        own = np.array([search.rows for search in searches])  # [R, P]
+        at, of_one = np.arange(sources.shape[1]), sources[:, :, None] == sources[:, None]
+        same = (of_one & (tokens[:, :, None] == tokens[:, None])).argmax(2)  # the first that is the same beam
+        stays = of_one.argmax(2) == at
+        moves = (same == at) & ~stays
+        is_used = (own[:, :, None] == sources[:, None]).any(2)
+        spare = _along(own, is_used.argsort(1, kind="stable"))  # those first
+        rows = np.where(stays, sources, _along(spare, np.maximum(moves.cumsum(1) - 1, 0)))
+        rows = _along(rows, same)
+        names = self._names
+        for r, row in zip(moves.nonzero()[0].tolist(), rows[moves].tolist(), strict=True):
+            if not names[row]:
+                taken.new.append(self._beam(searches[r], row, names[sources[r, 0]]))
+        differ = stays | moves
+        chosen = rows[differ].tolist(), sources[differ].tolist(), tokens[differ].tolist()
+        taken.steps.extend([BeamStep(names[row], names[source], token) for row, source, token in zip(*chosen, strict=True)])
+        for search, found, num_awaited in zip(searches, rows.tolist(), differ.sum(1).tolist(), strict=True):
+            search.num_awaited, search.taken = num_awaited, []
+            for group in search.groups:
+                num_beams = len(group.rows)
+                group.rows, found[:num_beams] = found[:num_beams], []
+            if num_awaited < len(search.rows):
+                used = {row for group in search.groups for row in group.rows}
+                taken.ended.extend(self._freed([row for row in search.rows if row not in used]))
+
+    def _freed(self, rows: Iterable[int]) -> list[str]:
+        """The requests that have had these rows."""
+        names = [self._names[row] for row in rows if self._names[row]]
+        for name in names:
+            self._names[self._owners.pop(name)[1]] = ""
+        return names
+
+    def _grow(self, num_rows: int) -> None:
+        before, more = len(self._names), max(num_rows, len(self._names))
+        self._names += [""] * more
+        self._free += range(before, before + more)
+        self._tokens = np.pad(self._tokens, ((0, more), (0, 0)))
+        self._logprobs = np.pad(self._logprobs, ((0, more), (0, 0)))
+
+    def _beam(self, search: Search, row: int, first: str = "") -> EngineRequest:
+        """One more beam of a search that has the `first`, or its first."""
+        request, name = search.request, f"{search.request.request_id}/beam-{next(self._ids)}"
+        self._names[row], self._owners[name] = name, (search, row)
+        params = request.params
         return EngineRequest(
             request_id=name,
             prompt_token_ids=request.prompt_token_ids,
-            sampling=SamplingParams(temperature=0.0, max_tokens=params.max_tokens, logprobs=num_wanted),
+            sampling=SamplingParams(
+                temperature=0.0, max_tokens=params.max_tokens, logprobs=num_wanted(params, len(request.eos_token_ids))
+            ),
             max_tokens=params.max_tokens,
             arrival=request.arrival,
             priority=request.priority,
@@ -330,16 +364,25 @@ class BeamSearches:
         )
 
 
-def _answer(ended: Ended) -> BeamAnswer:
-    stops = ended.reason == "stop"
-    tokens = ended.beam.tokens
-    reason = FinishReason.STOP if stops else FinishReason.LENGTH
-    return BeamAnswer(tokens[:-1] if stops else tokens, ended.beam.logprob, ended.score, reason)
+def _along(values: npt.NDArray[Any], which: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """Of each row of `values` those that its row of `which` says."""
+    return values[np.arange(len(values))[:, None], which]
+
+
+def _joined(lists: list[list[int]]) -> list[int]:
+    return lists[0] if len(lists) == 1 else [x for one in lists for x in one]
+
+
+def _answer(group: Group, ended: Ended) -> BeamAnswer:
+    tokens = group.tokens(ended.length - 1, ended.place)
+    if ended.reason == "stop":
+        return BeamAnswer(tokens, ended.logprob, ended.score, FinishReason.STOP)
+    return BeamAnswer((*tokens, ended.token), ended.logprob, ended.score, FinishReason.LENGTH)
 
 
 def check(params: BeamSearchParams, num_ends: int, spec: ModelSpec) -> None:
     """RequestError: a search with this model and so many end tokens can't be had."""
-    if BeamSearch.num_wanted(params, num_ends) > MAX_LOGPROBS:
+    if num_wanted(params, num_ends) > MAX_LOGPROBS:
         message = f"with the model's {num_ends} end tokens beam_width may be {MAX_LOGPROBS - num_ends} at most"
         raise RequestError(message, field="beam_width")
     if spec.vocab_size < 2 * (params.beam_width + num_ends) or spec.encoder is not None:

@@ -39,8 +39,10 @@ from slipstream.types import (
     EngineOutput,
     EngineRequest,
     FinishReason,
+    LikeliestTokens,
     LoRARequest,
     Plan,
+    StepOutput,
     StepPlan,
     TextsRequest,
     TokenOutput,
@@ -302,9 +304,9 @@ class EngineCore:
         if self._unplaced and self._planned is None:
             compiled += self._place()
         plan, self._planned = self._planned or self.scheduler.schedule(), None
-        outputs = self.scheduler.drain_outputs()
-        self.grammars.forget(o.request_id for o in outputs)
-        outputs += compiled
+        ended = self.scheduler.drain_outputs()
+        self.grammars.forget(o.request_id for o in ended)
+        outputs: list[StepOutput] = [*ended, *compiled]
         self._stalled = plan is None
         limit = 0 if plan is None else self.executor.max_in_flight(plan)
         if plan is not None and len(self._in_flight) >= limit:
@@ -328,15 +330,17 @@ class EngineCore:
             now = time.monotonic()
             self._step_s += now - max(self._last_step, self._launched_at.popleft())
             self._last_step = now
-            self._generated_tokens += sum(len(o.token_ids) for o in tokens_of(new))
+            self._generated_tokens += sum(len(o.token_ids) for o in new if isinstance(o, TokenOutput | LikeliestTokens))
             outputs += new
             self._stalled = False  # drafts may follow
         if not self.scheduler.has_requests and not self._beams:
             self.tend(LAST_BLOCKS)
-        return self._texts.joined(self._searched(outputs) if self._beams else outputs)
+        return self._texts.joined(self._searched(outputs))
 
-    def _searched(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+    def _searched(self, outputs: list[StepOutput]) -> list[EngineOutput]:
         """Beam searches go on where a step of theirs is complete."""
+        if not self._beams:
+            return outputs  # type: ignore[return-value]  # none is for a search
         found = self._beams.take(outputs)
         if found.steps:
             assert isinstance(self.scheduler, Scheduler)
@@ -368,9 +372,9 @@ class EngineCore:
         self.executor.constrain(step, mask)
         return [output for request_id, error in ended.items() for output in self._end(request_id, error)]
 
-    def _accept(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+    def _accept(self, outputs: list[StepOutput]) -> list[StepOutput]:
         """Grammars advance by new tokens. An answer after which nothing can follow is complete."""
-        found: list[EngineOutput] = []
+        found: list[StepOutput] = []
         for output in outputs:
             found.append(output)
             if not isinstance(output, TokenOutput) or output.request_id not in self.grammars:

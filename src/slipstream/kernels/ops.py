@@ -35,7 +35,7 @@ from slipstream.kernels.layouts import TokenShape as TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, PackedParts, SamplingTensors
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.quantize import numbers, round_linear
-from slipstream.kernels.weights import Activations, Linear, Quantized, SplitLinear
+from slipstream.kernels.weights import Activations, Linear, Pair, Quantized, SplitLinear
 from slipstream.platform import Group, SumBeside
 from slipstream.spec.model import Activation, AttentionSpec, LatentAttentionSpec, MoESpec, OwnNorm
 from slipstream.spec.reason import Reason
@@ -304,6 +304,16 @@ class OpSet(ABC):
         With `residual`, x + residual is normed, and returned as the second value, which may reuse residual's memory. Without
         it the second value is x.
         """
+
+    def joined(self, x: Tensor, y: Tensor) -> Tensor | Pair:
+        """x + y of two branches of a layer, for a norm. A `Pair` if that takes less time for `norm_pair`."""
+        return x + y
+
+    def norm_pair(
+        self, pair: Pair, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
+    ) -> tuple[Activations, Tensor]:
+        """`norm` of the pair's sum."""
+        return self.norm(pair.x + pair.y, norm, residual=residual, inputs=inputs)
 
     def _own_norm(
         self, x: Tensor, norm: NormParams, residual: Tensor | None, inputs: InputFormat | None

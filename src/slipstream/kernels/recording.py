@@ -258,6 +258,9 @@ class RecordingOps:
         normed = self.record("norm", (x, residual), x.shape, x.shape, form=inputs, norm=norm)
         return normed, self.ops[-1].outputs[1]
 
+    def joined(self, x: Value, y: Value) -> Value:
+        return x + y
+
     def pieces(self, x: Value, group: Any) -> tuple[slice, ...]:
         """What is recorded is a short step."""
         return ()

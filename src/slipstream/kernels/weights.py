@@ -33,6 +33,14 @@ Activations: TypeAlias = "Tensor | Quantized"
 """The input of `linear`: rows of the model's type, or quantised as the weight's scheme needs them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A sum that the next norm makes: x + y, rounded to the model's type."""
+
+    x: Tensor  # [T, E]
+    y: Tensor  # [T, E]
+
+
 def chunk_of(inner: int, size: int) -> int:
     """`GroupedLinear.chunk` of a weight with `inner` inputs in groups of `size`. A longer chunk means longer reads. A
     quarter of a chunk may not hold two groups, or fewer than 16 inputs."""

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
+from slipstream.kernels.weights import Pair
 from slipstream.spec.model import (
     AttentionSpec,
     DenseSpec,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from slipstream.kernels.weights import Activations, Linear
     from slipstream.platform import Group, Pipe, SumBeside
 
-    Pending: TypeAlias = "Tensor | Part | Arriving"
+    Pending: TypeAlias = "Tensor | Part | Arriving | Pair"
     """What is to be added to the residual before the next norm."""
 
 
@@ -238,6 +239,10 @@ class Arriving:
     pieces: Sequence[slice]
 
 
+SUMS = (Part, Arriving, Pair)
+"""What is pending may be one of several tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """With a group, what attention or MLP gives is a part of a sum over its ranks."""
@@ -264,7 +269,7 @@ class Layer:
         step, meta = meta, meta.of_group(self.group)
         if pieces := self._pieces(ops, pending):
             return self._in_pieces(ops, pending, residual, kv, meta, pieces)
-        shared = self.shares_tokens and not isinstance(pending, Part | Arriving) and len(pending) < len(meta.positions)
+        shared = self.shares_tokens and not isinstance(pending, SUMS) and len(pending) < len(meta.positions)
         n, scale = self.norms, self.spec.residual_scale
         # All products of a layer have the same scheme, except a router. Rows are gathered before they are quantised.
         to_attention, to_mlp = (None, None) if shared else (self.attention.inputs, self.mlp.inputs)
@@ -289,8 +294,9 @@ class Layer:
             rows, residual = self._before("norm", ops, pending, residual, to_attention if "mlp_norm" in n else to_mlp)
             for_mlp = ops.norm(residual, n["mlp_norm"], inputs=to_mlp)[0] if "mlp_norm" in n else rows
             if self.attention_ranks is self.mlp_ranks and not shared:  # one sum for both
-                both = self.attention(ops, rows, kv, meta) + self._fed(ops, for_mlp, kv, meta)
-                return _scaled(ops, _of_ranks(both, self.mlp_ranks), scale), residual
+                attended, fed = self.attention(ops, rows, kv, meta), self._fed(ops, for_mlp, kv, meta)
+                both = ops.joined(attended, fed) if self.mlp_ranks is None else Part(attended + fed, self.mlp_ranks)
+                return _scaled(ops, both, scale), residual
             return _scaled(ops, whole(ops, attend(rows)) + whole(ops, feed(for_mlp)), scale), residual
         rows, residual = self._before("pre_attention", ops, pending, residual, to_attention)
         h = self._after("post_attention", ops, attend(rows))
@@ -306,7 +312,7 @@ class Layer:
         is_plain = isinstance(block, SequentialBlock) and set(self.norms) == {"pre_attention", "pre_mlp"}
         if ranks is None or ranks is not self.mlp_ranks or not is_plain or self.spec.residual_scale != 1.0:
             return ()
-        if self.shares_tokens or self.cross is not None or isinstance(pending, Part):
+        if self.shares_tokens or self.cross is not None or isinstance(pending, Part | Pair):
             return ()
         return pending.pieces if isinstance(pending, Arriving) else ops.pieces(pending, ranks)
 
@@ -452,12 +458,14 @@ def finished(ops: OpSet, norm: NormParams | None, h: Pending, residual: Tensor |
 def _norm(
     ops: OpSet, norm: NormParams, pending: Pending, residual: Tensor | None, inputs: InputFormat | None = None
 ) -> tuple[Activations, Tensor]:
-    """`OpSet.norm`, of a sum over ranks too."""
+    """`OpSet.norm`, of a sum over ranks or of two branches too."""
     if isinstance(pending, Arriving):
         assert residual is not None
         return ops.norm_arriving(pending.sums, norm, residual=residual, inputs=inputs)
     if isinstance(pending, Part):
         return ops.all_reduce_norm(pending.x, norm, group=pending.group, residual=residual, inputs=inputs)
+    if isinstance(pending, Pair):
+        return ops.norm_pair(pending, norm, residual=residual, inputs=inputs)
     return ops.norm(pending, norm, residual=residual, inputs=inputs)
 
 
@@ -471,9 +479,11 @@ def _of_ranks(h: Tensor, ranks: Group | None) -> Pending:
 
 
 def whole(ops: OpSet, h: Pending) -> Tensor:
-    """The sum over ranks, if `h` is one's part."""
+    """The sum over ranks, if `h` is one's part, or of two branches."""
     if isinstance(h, Arriving):
         return ops.sum_arriving(h.sums)
+    if isinstance(h, Pair):
+        return h.x + h.y
     return ops.all_reduce(h.x, group=h.group) if isinstance(h, Part) else h
 
 

@@ -9,6 +9,7 @@ that comes of it is *estimated*.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from slipstream.plan.devices import Hardware
@@ -24,6 +25,11 @@ FIXED_OPS = 6.0
 
 ACTIVATION_PASSES = 3.6
 """How often an operator's inputs and outputs pass through memory, norms, rotation and rounding included."""
+
+LAUNCH_S = 120e-6
+"""In which the host launches an operator where no graph does. In five runs of an engine beside H200s (benchmarks/results:
+beams, also that of November 23, beams_tiles, beams_16k, beams_16k_tiles) a prompt step of GPT-J took it 29 to 46 ms, 103 to
+165 µs an operator; in two loops that do nothing else 54 µs (mixed_steps, mixed_steps_h100). This is the median."""
 
 ONE_TOKEN_SHARE = 0.3
 """Of the fixed times where a step of one token is one kernel."""
@@ -128,6 +134,11 @@ class AnalyticCost:
             decodes = cached * max(token_bytes / h.read_bytes_s, each * pair_operations / rate)
             seconds += count * (decodes + pairs * pair_operations / (rate * h.attention_share))
         return seconds / self.num_gpus
+
+
+def launch_s(spec: ModelSpec, products: Iterable[Product]) -> float:
+    """Of a GPU's step whose operators the host launches one by one."""
+    return LAUNCH_S * (sum(p.count for p in products) + FIXED_OPS * len(spec.layers))
 
 
 def _fixed_share(shape: StepShape) -> float:

@@ -9,11 +9,11 @@ from typing import Any
 from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig, SpeculationConfig, resolve
 from slipstream.errors import ConfigError
 from slipstream.hub import resolve_model
-from slipstream.plan.analytic import AnalyticCost
+from slipstream.plan.analytic import AnalyticCost, launch_s
 from slipstream.plan.devices import Hardware, find_device, known_devices
 from slipstream.plan.drafts import Acceptance, Drafts
 from slipstream.plan.estimate import bytes_by_part, config_of_draft, estimate, held_weights_bytes, this_device
-from slipstream.plan.graph_sizes import padding
+from slipstream.plan.graph_sizes import mixed_prompts, padding
 from slipstream.plan.memory import MemoryLedger
 from slipstream.plan.offload import estimate_offload
 from slipstream.plan.operators import products
@@ -70,6 +70,7 @@ class PlannedEngine:
                 else ScaledTable(table=self.table, one=self.analytic.on(1), several=self.analytic)
             )
         is_gpu, threads = self.hardware.is_gpu, self.config.device.num_threads
+        has_graphs = is_gpu and not self.config.device.enforce_eager
         return SimulatedEngine(
             scheduling=self.config.scheduling,
             cache=self.config.cache,
@@ -77,7 +78,8 @@ class PlannedEngine:
             num_blocks=self.ledger.num_blocks,
             cost=cost,
             run_ahead=None if is_gpu else RUN_AHEAD if threads > 1 else 0,
-            padded=padding(self.config, self.description.spec) if is_gpu and not self.config.device.enforce_eager else None,
+            padded=padding(self.config, self.description.spec) if has_graphs else None,
+            most_captured=max([0, *mixed_prompts(self.config, self.description.spec)]) if has_graphs else -1,
             drafts=self.drafts,
         )
 
@@ -206,9 +208,10 @@ def _analytic(config: EngineConfig, description: ModelDescription, hardware: Har
     if description.stored and not hardware.is_gpu:  # a GGUF file's types, of which only the sum is known
         share = held_weights_bytes(config, description) / sum(parts.values())
         held = {part: num_bytes * share for part, num_bytes in held.items()}
+    multiplied = products(spec, held)
     return AnalyticCost(
         spec=spec,
-        products=products(spec, held),
+        products=multiplied,
         hardware=hardware,
         dtype=dtype,
         dtype_bytes=DTYPE_BYTES[dtype],
@@ -221,6 +224,7 @@ def _analytic(config: EngineConfig, description: ModelDescription, hardware: Har
             step_s=hardware.host_step_s,
             sequence_s=hardware.host_sequence_s,
             request_s=hardware.host_request_s,
+            launch_s=launch_s(spec, multiplied) if hardware.is_gpu else 0.0,
             label=hardware.label,
         ),
     )

@@ -61,7 +61,8 @@ class SimulatedEngine:
 
     `run_ahead`: the most sequences of a step of decodes that runs while the host goes on; None: every step does (GPU). `padded`
     gives the (decodes, prompt tokens) that a step of so many decodes, prompt tokens and prompts computes, where graphs have
-    fixed sizes. `drafts`: how many are right, and what they cost; None: there are none.
+    fixed sizes. `most_captured`: a step of more prompt tokens runs in no graph (−1: any step), and its operators are launched
+    one by one. `drafts`: how many are right, and what they cost; None: there are none.
     """
 
     scheduling: SchedulingConfig
@@ -71,6 +72,7 @@ class SimulatedEngine:
     cost: StepCost
     run_ahead: int | None = None
     padded: Padding | None = None
+    most_captured: int = -1
     drafts: Drafts | None = None
 
 
@@ -240,12 +242,13 @@ class Replica:
         self.busy_s += seconds
         self.num_decodes += shape.num_decodes
         self.num_prompt_tokens += shape.num_prompt_tokens
+        launch_s = cost.host.launch_s if shape.num_prompt_tokens > engine.most_captured else 0.0
         begin = max(self.now, self.device_free)
-        self.device_free = begin + seconds
+        self.device_free = max(begin + seconds, self.now + launch_s)
         ahead = engine.run_ahead is None or (not shape.num_prompts and shape.num_decodes <= engine.run_ahead)
         if engine.run_ahead is not None:
             self.now = begin if ahead else self.device_free  # a CPU's host takes part
-        self.now += host
+        self.now += host + launch_s
         self._in_flight.append(_InFlight(plan, self.device_free, not ahead, shape.num_sampled))
 
     def _shape(self, plan: StepPlan) -> StepShape:

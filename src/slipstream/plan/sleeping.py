@@ -28,7 +28,7 @@ from slipstream.core.request import Request, Status
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.step import StepBuilder
 from slipstream.errors import ConfigError
-from slipstream.types import EngineOutput, EngineRequest, StepPlan, StepResult
+from slipstream.types import EngineRequest, StepOutput, StepPlan, StepResult
 
 ANY_TOKEN = 7
 """Stands for every token that is sampled."""
@@ -139,7 +139,7 @@ class SleepingScheduler(Scheduler):
         self._pass(this)
         return StepPlan(this, ())
 
-    def update(self, plan: StepPlan, result: StepResult | None = None) -> list[EngineOutput]:
+    def update(self, plan: StepPlan, result: StepResult | None = None) -> list[StepOutput]:
         """Every request that sampled gets a token. `result` is not looked at."""
         last, caching = self._last, self.cache.enable_prefix_caching
         nobody = not plan.scheduled and plan.step_id not in last and not (caching and plan.step_id + 1 in last)

@@ -10,10 +10,10 @@ import numpy as np
 
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.sampling import Floats
-from slipstream.types import Extra, PromptLogprobs, StepPlan, TokenLogprobs, TokenMask
+from slipstream.types import Extra, PromptLogprobs, StepPlan, TokenLogprobs, TokenMask, as_logprobs
 from slipstream.worker.input_batch import SampledRows
 from slipstream.worker.rows import RowTable
-from slipstream.worker.sampler import PROMPT_LOGPROB_ROWS, as_logprobs, prompt_positions, sampling_tensors
+from slipstream.worker.sampler import PROMPT_LOGPROB_ROWS, prompt_positions, sampling_tensors
 from slipstream.worker.sampler_chain import draw_chained, places
 
 BestLogprobs: TypeAlias = tuple[list[int], tuple[Any, ...], list[int]]
@@ -52,19 +52,25 @@ def draw(
 ) -> Drawn:
     """Draw a token of each row of `logits` [N, V], which may be overwritten. Log-probabilities are those of the model's own
     distribution: before the mask and the sampler. `params`: what `sampling_tensors` has given already."""
+    params = params or sampling_tensors(rows, sampled)
     which: list[int] = []
     if rows.wanted("logprobs", sampled.names):
         wanted = [rows.rows[i].sampling.logprobs for i in sampled.request_ids]
         which = [i for i, k in enumerate(wanted) if k is not None]
         counts = [wanted[i] or 0 for i in which]
-    index = rows.upload(np.array(which, np.int64)) if which else None
-    kept = None if index is None else logits[index]
+    kept: Any = None
+    index: Any = slice(None)
+    if which:
+        overwrites = mask is not None or params.changes_logits or not params.all_greedy
+        if overwrites or len(which) < len(wanted):
+            index = rows.upload(np.array(which, np.int64))
+        kept = logits[index]  # a copy, unless all rows are wanted and stay as they are
     if mask is not None and mask.positions:
         by.mask(logits, mask)
     chained = places(rows, sampled)
     at = rows.upload(np.array(chained, np.int64)) if chained else None
     own = None if at is None else logits[at]  # a copy
-    drawn = Drawn(by.sample(logits, sampling_tensors(rows, sampled) if params is None else params))
+    drawn = Drawn(by.sample(logits, params))
     if at is not None:
         tokens, drawn.extras = draw_chained(rows, sampled, chained, by.as_array(own))
         drawn.tokens[at] = rows.upload(tokens)

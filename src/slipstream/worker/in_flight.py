@@ -16,10 +16,9 @@ from slipstream.types import (
     SampledLogprobs,
     StepResult,
     TextVectors,
-    TokenLogprobs,
 )
 from slipstream.worker.input_batch import SampledRows
-from slipstream.worker.sampler import as_logprobs, verified
+from slipstream.worker.sampler import verified
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,11 +72,9 @@ class InFlightStep:
             extras.append(TextVectors(np.asarray(self.vectors).tobytes()))
         if self.logprobs is not None and self.sampled is not None:
             which, best, counts = self.logprobs
-            values = as_logprobs([tokens[i] for i in which], best, counts)  # type: ignore[arg-type]
-            ids, found = self.sampled.request_ids, dict[str, list[TokenLogprobs]]()
-            for i, value in zip(which, values, strict=True):
-                found.setdefault(ids[i], []).append(value)
-            extras += [SampledLogprobs(request_id, tuple(own)) for request_id, own in found.items()]
+            ids = self.sampled.request_ids
+            names, chosen = tuple([ids[i] for i in which]), tuple([tokens[i] for i in which])
+            extras.append(SampledLogprobs(names, chosen, tuple(counts), *[np.asarray(values).tobytes() for values in best]))
         num_tokens = None if self.sampled is None else self.sampled.num_tokens
         if num_tokens is not None and self.sampled is not None:
             drafts = () if self.drafts is None else self.drafts.tolist()

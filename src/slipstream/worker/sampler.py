@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.types import FROM_MODEL, ScheduledRequest, TokenLogprobs
+from slipstream.types import FROM_MODEL, ScheduledRequest
 from slipstream.worker.input_batch import SampledRows
 from slipstream.worker.rows import Row, RowTable, Want
 
@@ -157,17 +157,6 @@ def verified(
         counts.append(last + 1 - begin)
         begin = end
     return kept, tuple(counts)
-
-
-def as_logprobs(
-    tokens: Sequence[int], best: tuple[Tensor, Tensor, Tensor, Tensor], counts: Sequence[int]
-) -> list[TokenLogprobs]:
-    """The host's values of `best_logprobs`. Row i has counts[i] alternatives."""
-    chosen, rank, ids, values = (t.tolist() for t in best)
-    return [
-        TokenLogprobs(token, chosen[i], rank[i], tuple(zip(ids[i][:k], values[i][:k], strict=True)))
-        for i, (token, k) in enumerate(zip(tokens, counts, strict=True))
-    ]
 
 
 def prompt_positions(row: Row, s: ScheduledRequest) -> int:

@@ -32,7 +32,7 @@ from slipstream.kernels.triton import (
 )
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.mla import mla_paged_attention, mla_queries
-from slipstream.kernels.weights import Activations, GroupedLinear, Linear, ScaledLinear, SplitLinear
+from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Pair, ScaledLinear, SplitLinear
 from slipstream.platform import Group, SumBeside, platform_of
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.model import OwnNorm
@@ -140,6 +140,16 @@ class TritonOps(OpSet):
             return self._own_norm(x, norm, residual, inputs)
         return pointwise.norm(x, norm, residual, inputs)
 
+    def joined(self, x: Tensor, y: Tensor) -> Pair:
+        return Pair(x, y)
+
+    def norm_pair(
+        self, pair: Pair, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
+    ) -> tuple[Activations, Tensor]:
+        if residual is None or isinstance(norm.kind, OwnNorm):
+            return super().norm_pair(pair, norm, residual=residual, inputs=inputs)
+        return pointwise.norm(pair.x, norm, residual, inputs, pair.y)
+
     def all_reduce_norm(
         self,
         x: Tensor,
@@ -165,7 +175,7 @@ class TritonOps(OpSet):
             x, *others = s.parts()
             other = functools.reduce(torch.add, others) if others else None
             rows = slice(first, first + len(x))
-            pointwise.norm_into(out[rows], scales[rows], x, other, norm, residual[rows], inputs)
+            pointwise.norm_into(out[rows], scales[rows], x, norm, residual[rows], inputs, other)
             first = rows.stop
         return pointwise.as_activations(out, scales, inputs), residual
 

@@ -79,12 +79,12 @@ def as_activations(out: Tensor, scales: Tensor, inputs: InputFormat | None) -> A
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, other_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, scales_ptr, size, eps, offset, x_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_LAYER: tl.constexpr, HAS_OTHER: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    x_ptr, more_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, scales_ptr, size, eps, offset, x_stride, more_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_LAYER: tl.constexpr, HAS_MORE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows, one after another. The sum with the other x is rounded. That with the residual is rounded and stored there,
-    and then normed."""
+    """ROWS rows, one after another. The sum of x and `more` is rounded; that with the residual is rounded and stored there, and
+    then normed."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     at = tl.arange(0, BLOCK)
     mask = at < size
@@ -94,9 +94,9 @@ def _norm_kernel(
     for i in tl.static_range(ROWS):
         row = first + i
         x = tl.load(x_ptr + row * x_stride + at, mask=mask, other=0.0).to(tl.float32)
-        if HAS_OTHER:
-            x += tl.load(other_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)
-            x = x.to(other_ptr.dtype.element_ty).to(tl.float32)
+        if HAS_MORE:
+            x += tl.load(more_ptr + row * more_stride + at, mask=mask, other=0.0).to(tl.float32)
+            x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
         if HAS_RESIDUAL:
             x += tl.load(residual_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)
             rounded = x.to(residual_ptr.dtype.element_ty)
@@ -111,11 +111,11 @@ def _norm_kernel(
 
 
 def norm(
-    x: Tensor, norm: NormParams, residual: Tensor | None, inputs: InputFormat | None = None
+    x: Tensor, norm: NormParams, residual: Tensor | None, inputs: InputFormat | None = None, more: Tensor | None = None
 ) -> tuple[Activations, Tensor]:
-    """`OpSet.norm`, but for functions from outside."""
+    """`OpSet.norm`, and with `more` (and a residual) `norm_pair`, but for functions from outside."""
     out, scales = empty_rows(len(x), x.shape[1], x, inputs)
-    norm_into(out, scales, x, None, norm, residual, inputs)
+    norm_into(out, scales, x, norm, residual, inputs, more)
     return as_activations(out, scales, inputs), x if residual is None else residual
 
 
@@ -123,21 +123,20 @@ def norm_into(
     out: Tensor,
     scales: Tensor,
     x: Tensor,
-    other: Tensor | None,
     norm: NormParams,
     residual: Tensor | None,
     inputs: InputFormat | None,
+    more: Tensor | None = None,
 ) -> None:
-    """Write the norm of x (+ `other`, the sum rounded to its type) to rows as `empty_rows` gives them."""
+    """`norm`, to rows as `empty_rows` gives them."""
     (num_rows, size), weight, bias = x.shape, norm.weight, norm.bias
     if num_rows:
         rows, block = rows_per_program(num_rows, size), triton.next_power_of_2(size)
         _norm_kernel[(num_rows // rows,)](
-            x, x if other is None else other, x if residual is None else residual, weight, weight if bias is None else bias,
-            out, scales, size, norm.eps, norm.offset, x.stride(0),
-            ROWS=rows, BLOCK=block, IS_LAYER=norm.kind == "layer", HAS_OTHER=other is not None,
-            HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
-            FORMAT=FORMATS[inputs], num_warps=min(16, max(1, block // 512)), **pdl_options(x),
+            x, x if more is None else more, x if residual is None else residual, weight, weight if bias is None else bias, out,
+            scales, size, norm.eps, norm.offset, x.stride(0), (x if more is None else more).stride(0),
+            ROWS=rows, BLOCK=block, IS_LAYER=norm.kind == "layer", HAS_MORE=more is not None, HAS_RESIDUAL=residual is not None,
+            HAS_BIAS=bias is not None, FORMAT=FORMATS[inputs], num_warps=min(16, max(1, block // 512)), **pdl_options(x),
         )  # fmt: skip
 
 
