@@ -22,7 +22,7 @@ from slipstream.spec.description import read_spec
 from slipstream.spec.head_readers import read_head
 from slipstream.spec.scheme import SCHEMES
 from slipstream.worker.host_chain import head_scheme
-from tests import draft_heads, tiny_models
+from tests import draft_heads, forked_ranks, tiny_models
 from tests.engine.test_speculation import PROMPTS, SETTINGS, SIZES, answers
 from tests.naive_heads import fused, medusa_states, naive_drafts
 
@@ -342,6 +342,20 @@ def test_with_all_that_the_engine_does_beside(setup, name, more):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "joint-norm", "peagle", "dflash", "shared-medusa", "mtp"])
+def test_each_of_two_ranks_has_the_head(tmp_path, kind):
+    """The head reads sums over the ranks, and embeddings and an output head that are shared out. It proposes what it does on
+    one device, so as many drafts are right."""
+    setup, found = Setup(tmp_path, kind), []
+    for ranks in (1, 2):
+        with forked_ranks.used(), setup.llm(tensor_parallel_size=ranks) as llm:
+            own = [answers(llm, SETTINGS[name], SOME) for name in ("greedy", "drawn")]
+            stats = llm.stats()
+            found.append((own, stats.spec_num_drafts, stats.spec_draft_tokens, stats.spec_accepted_tokens))
+    assert found[0] == found[1]
+    assert found[0][2] > 50
+
+
 def test_a_head_sleeps_with_its_model(setup, plain):
     with setup.llm() as llm:
         llm.sleep()

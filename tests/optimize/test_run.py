@@ -292,12 +292,12 @@ def test_what_several_ranks_cannot_do_is_left_out_in_the_engines_words(tiny_mode
     base = EngineArgs(str(tiny_model), device="cpu")
     assert run.check_parallel(["tp2", "pp2"], base, description, info) == ("tp2", "tp1pp2")
     drafts = (None, "suffix", f"eagle3:{tmp_path}")
-    space = Space(compressions=("none", "int8"), axes={"speculative_model": drafts, "parallel": ("tp1", "tp2")})
+    space = Space(compressions=("none", "int8"), axes={"speculative_model": drafts, "parallel": ("tp1", "tp1pp2")})
     refused = run.refusals(space, base, description, info)
-    settings = (("speculative_model", f"eagle3:{tmp_path}"), ("parallel", "tp2"))
+    settings = (("speculative_model", f"eagle3:{tmp_path}"), ("parallel", "tp1pp2"))
     assert refused.keys() == {Candidate("none", settings), Candidate("int8", settings)}
-    assert all("does not run with tensor_parallel_size" in reason for reason in refused.values())
-    words = ["optimize", str(tiny_model), f"--out={tmp_path / 'out'}", "--device=cpu", "--parallel=tp2", "--text", __file__]
+    assert all("does not run over stages" in reason for reason in refused.values())
+    words = ["optimize", str(tiny_model), f"--out={tmp_path / 'out'}", "--device=cpu", "--parallel=pp2", "--text", __file__]
     assert main([*words, "--eval-windows=1", f"--drafts=eagle3:{tmp_path}", "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["field"] == "parallel"

@@ -58,10 +58,10 @@ def parallel_section(
         raise ConfigError(f"device={args.device!r}: {ranks} ranks take the first {ranks} GPUs; use 'cuda'", field="device")
     if args.deterministic:
         raise ConfigError(f"deterministic=True does not cover sums over several devices ({field}); leave it out", field=field)
-    if speculation is not None and speculation.by_model and (speculation.method != "draft" or num_stages(args) > 1):
-        others = "'ngram' or 'suffix'" if num_stages(args) > 1 else "'draft', 'ngram' or 'suffix'"
+    if speculation is not None and speculation.by_model and num_stages(args) > 1:
         raise ConfigError(
-            f"method {speculation.method!r} of speculation does not run with {field}; use {others}", field=field
+            f"method {speculation.method!r} of speculation does not run over stages; use 'ngram' or 'suffix' with {field}",
+            field=field,
         )
     if args.cpu_layers is not None:
         own = int(args.cpu_layers)

@@ -285,6 +285,11 @@ class SpeculationConfig:
         return self.method not in ("ngram", "suffix")
 
     @property
+    def by_head(self) -> bool:
+        """The worker proposes, by states of the model."""
+        return self.by_model and self.method != "draft"
+
+    @property
     def limit(self) -> int:
         """The most drafts of a request in a step."""
         return self.num_speculative_tokens or self.most_drafts

@@ -173,6 +173,10 @@ class OpSet(ABC):
         """The sum of x over the ranks of `group`; x may be written. [T, E] → [T, E]"""
         return group.all_reduce(x)
 
+    def sum_of_parts(self, x: Tensor, group: Group) -> Tensor:
+        """`all_reduce`, but x stays as it is."""
+        return self.all_reduce(x.clone(), group)
+
     def all_reduce_norm(
         self,
         x: Tensor,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.model.building import build_layer, build_linear, build_norm
 from slipstream.model.encoder import Classifier, Encoder
 from slipstream.model.layers import AnyTap, Layer, MoE, Partition, finished, normed, run_layers
+from slipstream.model.vocabulary import Vocabulary
 from slipstream.spec.model import LayerSpec, ModelSpec
 from slipstream.spec.scheme import Scheme
 
@@ -63,7 +64,7 @@ class Decoder:
         self.spec = spec
         self.ops = ops
         self.partition = partition
-        self.vocabulary = partition if partition is not None and partition.shard.tensor else None  # shared out among ranks
+        self.vocabulary = Vocabulary(spec.vocab_size, partition)
         self.pipe = None if partition is None else partition.pipe
         held = products.get("embed.weight")
         table: Tensor | Linear | None = parameters.pop("embed.weight", None) if held is None else held
@@ -181,14 +182,7 @@ class Decoder:
         if not self.spec.has_first:
             assert self.pipe is not None
             return self.pipe.receive((len(token_ids), self.spec.hidden_size), self.dtype)
-        if (part := self.vocabulary) is not None:
-            size = part.shard.vocabulary(self.spec.vocab_size)
-            own = self.ops.embed_part(
-                token_ids, self.embed, self.spec.embed_scale, first=part.shard.rank * size, size=size
-            )
-            h = self.ops.all_reduce(own, group=part.group)
-        else:
-            h = self.ops.embed(token_ids, self.embed, self.spec.embed_scale)
+        h = self.vocabulary.embed(self.ops, token_ids, self.embed, self.spec.embed_scale)
         if self.embed_in is not None:
             h = self.ops.linear(h, self.embed_in)
         if self.positions is not None and self.spec.learned_positions is not None:
@@ -206,16 +200,11 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, E] → [N, V]"""
-        own = self._own_logits(hidden)
-        if self.vocabulary is None:
-            return own
-        return self.ops.all_gather(own, self.vocabulary.group, self.spec.vocab_size)
+        return self.vocabulary.gathered(self.ops, self._own_logits(hidden))
 
     def greedy(self, hidden: Tensor) -> Tensor | None:
         """[N, E] → int64 [N], the tokens whose logits are largest; None where the vocabulary is not shared out among ranks."""
-        if self.vocabulary is None:
-            return None
-        return self.ops.best_of_ranks(self._own_logits(hidden), self.vocabulary.group, self.spec.vocab_size)
+        return self.vocabulary.best(self.ops, self._own_logits(hidden)) if self.vocabulary.is_shared else None
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
         """Of this rank's tokens."""

@@ -28,6 +28,7 @@ from slipstream.model.decoder import Decoder
 from slipstream.model.layers import AnyTap, Attention, JoinedTap, Layer, Tap, whole
 from slipstream.model.loaded import held_bytes
 from slipstream.model.step_program import CompiledOps, Floats, compiled
+from slipstream.model.vocabulary import Vocabulary
 from slipstream.spec.draft_heads import WRAPPED, HeadDescription, HeadSpec, LayeredSpec, MedusaSpec
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.reason import Reason
@@ -131,8 +132,9 @@ def as_model(logits: Any, model: ModelSpec | None) -> Any:
 
 class LayeredHead:
     """A head of layers. `tap`: the model's states that it reads; None: the final hidden states. `mask_state` [E]: the state of
-    a token that is not known. `model`: the one whose output head this is; None: the head's own. A pass and its likeliest tokens
-    are C++ programs where the kernels have them (`program`)."""
+    a token that is not known. `model`: the one whose output head this is; None: the head's own. `ends`: whose rows the table of
+    embeddings and the output head have, each. A pass and its likeliest tokens are C++ programs where the kernels have them
+    (`program`)."""
 
     def __init__(
         self,
@@ -144,7 +146,10 @@ class LayeredHead:
         tap: AnyTap | None,
         mask_state: Any = None,
         model: ModelSpec | None = None,
+        *,
+        ends: tuple[Vocabulary, Vocabulary],
     ) -> None:
+        self._tokens_in, self._tokens_out = ends
         self.spec, self.ops, self.tap, self.head, self.mask_state = body.spec, ops, tap, head, mask_state
         self._model = model
         self._body, self._embed, self._scale = body, embed, scale
@@ -154,8 +159,11 @@ class LayeredHead:
         self._argmax: LinearArgmax | None = None
         if ops.name == "cpu":
             pool: ThreadPool = ops.pool  # type: ignore[attr-defined]
-            self._compile(pool)
-            if isinstance(head, NativeLinear):
+            if self._tokens_in.is_shared:
+                self.program = Reason("the model's embeddings are shared out among ranks", notable=False)
+            else:
+                self._compile(pool)
+            if isinstance(head, NativeLinear) and not self._tokens_out.is_shared:
                 self._logits = LinearProgram(pool, head)
                 self._argmax = LinearArgmax(pool, head) if len(head.parts) == 1 else None
 
@@ -187,7 +195,7 @@ class LayeredHead:
         """tokens [T], the states before them [T, E] → (what `logits` reads, the states for the next pairs) [T, E]. With a
         context `states` are None, and there are none for a next pair."""
         if isinstance(self.program, Reason):
-            embedded = self.ops.embed(token_ids, self._embed, self._scale)
+            embedded = self._tokens_in.embed(self.ops, token_ids, self._embed, self._scale)
             hidden, following = self._body(self.ops, embedded, None if states is None else states.to(embedded.dtype), kv, meta)
             return hidden, following
         hidden = np.empty((len(token_ids), self.spec.hidden_size), np.float32)
@@ -241,7 +249,7 @@ class LayeredHead:
 
     def _products(self, hidden: Any) -> Any:
         if self._logits is None:
-            return self.ops.linear(hidden, self.head).float()
+            return self._tokens_out.gathered(self.ops, self.ops.linear(hidden, self.head)).float()
         return _like(hidden, self._logits(_floats(hidden)))
 
     def greedy(self, hidden: Any, place: int = 0) -> Any:
@@ -250,7 +258,7 @@ class LayeredHead:
             return _like(hidden, self._argmax(_floats(hidden)))
         if isinstance(hidden, np.ndarray):
             return self._products(hidden).argmax(-1)
-        return self.ops.argmax(self.ops.linear(hidden, self.head))
+        return self._tokens_out.best(self.ops, self.ops.linear(hidden, self.head))
 
     @property
     def token_bytes(self) -> int:
@@ -260,7 +268,8 @@ class LayeredHead:
 
 
 class MedusaHead:
-    """Cai et al. 2024, section 2.1.1. `model`: the one whose output head serves all places; None: each has its own."""
+    """Cai et al. 2024, section 2.1.1. `model`: the one whose output head serves all places; None: each has its own. `tokens`:
+    whose rows an output head has."""
 
     tap = None
 
@@ -271,8 +280,10 @@ class MedusaHead:
         blocks: tuple[tuple[Linear, ...], ...],
         heads: tuple[Linear, ...],
         model: ModelSpec | None,
+        tokens: Vocabulary,
     ) -> None:
         self.spec, self.ops, self.blocks, self.heads, self._model = spec, ops, blocks, heads, model
+        self._tokens = tokens
         self._programs = dict[int, LinearProgram]()  # by weight: the model's head may be every place's
 
     def logits(self, hidden: Any, place: int) -> Any:
@@ -288,7 +299,7 @@ class MedusaHead:
             else:
                 x = x + y * y.sigmoid()
         y = self._product(x, self.heads[place])
-        return y if isinstance(y, np.ndarray) else y.float()
+        return y if isinstance(y, np.ndarray) else self._tokens.gathered(self.ops, y).float()
 
     def greedy(self, hidden: Any, place: int) -> Any:
         """[N, E] → int64 [N], the tokens whose logits are largest."""
@@ -343,6 +354,7 @@ def build_head(
 ) -> LayeredHead | MedusaHead:
     """Makes the parts of a head from parameters by the names of `spec.shapes`, which it removes."""
     ops, products = decoder.ops, dict[str, Linear]()
+    own, of_model = Vocabulary(spec.draft_vocab_size), decoder.vocabulary
 
     def linear(name: str) -> Linear:
         return build_linear(name, values, ops, scheme, products)
@@ -351,7 +363,8 @@ def build_head(
     if isinstance(spec, MedusaSpec):
         blocks = tuple(tuple(linear(f"{i}.blocks.{j}") for j in range(spec.num_layers)) for i in range(spec.num_heads))
         heads = tuple(linear(f"{i}.head") if spec.own_heads else decoder.head for i in range(spec.num_heads))
-        return MedusaHead(spec, ops, blocks, heads, None if spec.own_heads else decoder.spec)
+        tokens = own if spec.own_heads else of_model
+        return MedusaHead(spec, ops, blocks, heads, None if spec.own_heads else decoder.spec, tokens)
     embed = ops.embedding(values.pop("embed.weight"), None) if spec.own_embedding else decoder.embed
     head = linear("head") if spec.own_head else decoder.head
     norms = {name: build_norm(spec.norm, name, values) for name in spec.norms}
@@ -386,7 +399,9 @@ def build_head(
     assert not values, f"unused: {list(values)}"
     body = HeadLayers(spec, layers, norms, tuple(halves))
     scale = decoder.spec.embed_scale if spec.scales_embedding else 1.0
-    return LayeredHead(body, ops, embed, scale, head, tap, mask_state, None if spec.own_head else decoder.spec)
+    model = None if spec.own_head else decoder.spec
+    ends = own if spec.own_embedding else of_model, own if spec.own_head else of_model
+    return LayeredHead(body, ops, embed, scale, head, tap, mask_state, model, ends=ends)
 
 
 def head_tensors(

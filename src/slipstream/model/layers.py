@@ -411,8 +411,7 @@ class Tap:
         """`taken`, plus this layer's product."""
         if layer not in self.products:
             return taken
-        assert not isinstance(pending, Part | Arriving)  # no draft head runs on several ranks
-        state, w = _sum(ops, pending, residual), self.products[layer]
+        state, w = _state(ops, pending, residual), self.products[layer]
         rows = ops.norm(state, self.norms[layer], inputs=w.inputs)[0] if layer in self.norms else state
         part = ops.linear(rows, w)
         return part if taken is None else taken + part
@@ -430,8 +429,7 @@ class JoinedTap:
         """`taken` with this layer's state in its place; at the last of the layers the result."""
         if layer not in self.layers:
             return taken
-        assert not isinstance(pending, Part | Arriving)  # no draft head runs on several ranks
-        state = _sum(ops, pending, residual)
+        state = _state(ops, pending, residual)
         size, count = state.shape[-1], len(self.layers)
         rows: Any = ops.place(state, taken, column=self.layers.index(layer) * size, width=count * size)
         if layer != self.layers[-1]:
@@ -471,6 +469,13 @@ def _norm(
 
 def _sum(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
     h = whole(ops, pending)
+    return h if residual is None else h + residual
+
+
+def _state(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
+    """`_sum`, for a reader before the layer that comes to it, too."""
+    assert not isinstance(pending, Arriving)  # which are read once: no sums go on beside products where a head reads states
+    h = ops.sum_of_parts(pending.x, group=pending.group) if isinstance(pending, Part) else whole(ops, pending)
     return h if residual is None else h + residual
 
 

@@ -1,0 +1,43 @@
+"""A model's two ends, its table of embeddings and its output head. Of several ranks each has some tokens' rows. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slipstream.kernels.ops import OpSet
+    from slipstream.model.layers import Partition
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """`size` tokens. Without a `partition` by tensors all of them are here."""
+
+    size: int
+    partition: Partition | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        return self.partition is not None and self.partition.shard.tensor
+
+    def embed(self, ops: OpSet, token_ids: Any, table: Any, scale: float) -> Tensor:
+        """tokens [T] → [T, E]"""
+        part = self.partition
+        if part is None or not self.is_shared:
+            return ops.embed(token_ids, table, scale)
+        size = part.shard.vocabulary(self.size)
+        own = ops.embed_part(token_ids, table, scale, first=part.shard.rank * size, size=size)
+        return ops.all_reduce(own, group=part.group)
+
+    def gathered(self, ops: OpSet, logits: Tensor) -> Tensor:
+        """Logits of the tokens that are here [N, W] → of all [N, V]"""
+        part = self.partition
+        return logits if part is None or not self.is_shared else ops.all_gather(logits, part.group, self.size)
+
+    def best(self, ops: OpSet, logits: Tensor) -> Tensor:
+        """[N, W] → int64 [N], the tokens of all whose logits are largest."""
+        part = self.partition
+        return ops.argmax(logits) if part is None or not self.is_shared else ops.best_of_ranks(logits, part.group, self.size)
