@@ -342,18 +342,24 @@ def test_with_all_that_the_engine_does_beside(setup, name, more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "joint-norm", "peagle", "dflash", "shared-medusa", "mtp"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("eagle3", "joint-norm", "shared-medusa", "mtp"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle", "peagle", "dflash")),
+    ],
+)
 def test_each_of_two_ranks_has_the_head(tmp_path, kind):
     """The head reads sums over the ranks, and embeddings and an output head that are shared out. It proposes what it does on
     one device, so as many drafts are right."""
     setup, found = Setup(tmp_path, kind), []
     for ranks in (1, 2):
         with forked_ranks.used(), setup.llm(tensor_parallel_size=ranks) as llm:
-            own = [answers(llm, SETTINGS[name], SOME) for name in ("greedy", "drawn")]
+            own = [answers(llm, SETTINGS[name], SOME[:2]) for name in ("greedy", "drawn")]
             stats = llm.stats()
             found.append((own, stats.spec_num_drafts, stats.spec_draft_tokens, stats.spec_accepted_tokens))
     assert found[0] == found[1]
-    assert found[0][2] > 50
+    assert found[0][2] > 30
 
 
 def test_a_head_sleeps_with_its_model(setup, plain):
