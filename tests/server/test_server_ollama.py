@@ -118,7 +118,7 @@ def test_options(http, tiny_server):
         ("/api/chat", {"options": {"heat": 1}}, "heat"),
         ("/api/chat", {"tools": [{"type": "function"}]}, "tools"),
         ("/api/chat", {"think": True}, "think"),
-        ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aa"]}]}, "images"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aa"]}]}, "pictures"),
         ("/api/chat", {"messages": [{"role": "robot", "content": "x"}]}, "robot"),
         ("/api/chat", {"options": {"temperature": -1}}, "temperature"),
         ("/api/generate", {"prompt": "x", "context": [1]}, "context"),

@@ -297,8 +297,9 @@ def _image_section(
             if value is not None:
                 raise ConfigError(f"{name} has an effect only with a model that takes pictures; leave it out", field=name)
         return None
-    if args.max_images is not None:
-        positive("max_images", args.max_images)
+    most = args.max_images
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
+        raise ConfigError(f"max_images must be a whole number (0: only text), got {most!r}", field="max_images")
     if args.image_cache_bytes is not None and args.image_cache_bytes < 0:
         raise ConfigError(f"image_cache_bytes={args.image_cache_bytes} must not be negative", field="image_cache_bytes")
     alone = "max_images=0 serves the model without pictures"
