@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING
 
 from slipstream.config.chosen import Chosen, Origins, positive
 from slipstream.config.cpu_layers import with_cpu_layers
@@ -48,7 +48,6 @@ FEW_SEQUENCES = 8
 
 def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> EngineConfig:
     """Check `args` against the model and the device, and choose what was left open. ConfigError names the setting at fault."""
-    _check_values(args)
     stored = _stored_scheme(args, model, device)
     num_ranks(args)
     args = with_cpu_layers(args, model, device, stored.value)
@@ -399,21 +398,6 @@ def _on_cpu(args: EngineArgs, device: DeviceInfo) -> bool:
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------
-
-
-def _check_values(args: EngineArgs) -> None:
-    """Each setting has the type it is declared with (a whole number does for a float), and is one of its choices."""
-    hints = get_type_hints(EngineArgs)
-    for declared in dataclasses.fields(args):
-        name, value, hint = declared.name, getattr(args, declared.name), hints[declared.name]
-        plain = tuple(get_origin(kind) or kind for kind in (get_args(hint) or (hint,)))
-        kinds = (str,) if get_origin(hint) is Literal else plain
-        fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
-        if not fits or (isinstance(value, bool) and bool not in kinds):
-            wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise ConfigError(f"{name} must be {wanted}, got {value!r}", field=name)
-        if choices := declared.metadata.get("choices"):
-            one_of(name, value, choices)
 
 
 def _computes_on_host(args: EngineArgs, device: DeviceInfo) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from slipstream.arguments import likely_value, suggesting_init
 from slipstream.errors import ConfigError, OutOfMemoryError
@@ -178,6 +178,30 @@ class EngineArgs:
     num_threads: int | None = setting(
         None, "CPU threads, always so many", unset="the fastest number, fewer while other programs take cores"
     )
+
+    def __post_init__(self) -> None:
+        """Paths become texts. Each setting has the type it is declared with (a whole number does for a float), and is one of
+        its choices: some are read before `resolve` looks at them."""
+        hints = _hints()
+        for declared in dataclasses.fields(self):
+            name, value, hint = declared.name, getattr(self, declared.name), hints[declared.name]
+            plain = tuple(get_origin(kind) or kind for kind in (get_args(hint) or (hint,)))
+            kinds = (str,) if get_origin(hint) is Literal else plain
+            if isinstance(value, Path) and str in kinds:
+                value = str(value)
+                object.__setattr__(self, name, value)
+            fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+            if not fits or (isinstance(value, bool) and bool not in kinds):
+                wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+                raise ConfigError(f"{name} must be {wanted}, got {value!r}", field=name)
+            if choices := declared.metadata.get("choices"):
+                one_of(name, value, choices)
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    """The types of `EngineArgs`, which Python evaluates from their texts."""
+    return get_type_hints(EngineArgs)
 
 
 def num_ranks(args: EngineArgs) -> int:
