@@ -6,7 +6,8 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from types import UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -130,3 +131,24 @@ def _message(name: str, known: list[str], what: str) -> str:
         return f"there is no {what} {name!r}; the nearest is {other}"
     near = difflib.get_close_matches(name.lower(), known, n=1)
     return f"there is no {what} {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+@functools.cache
+def types_of(owner: type) -> dict[str, Any]:
+    """Of a dataclass's fields. Python evaluates each from its text."""
+    return get_type_hints(owner)
+
+
+def wrong_type(value: Any, hint: Any) -> str:
+    """What a value declared as `hint` must be, such as "int or None"; "" if it is so. A whole number does for a float, and a
+    list for a tuple. Of what is in a dict nothing is said."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = [str if get_origin(kind) is Literal else get_origin(kind) or kind for kind in options]
+    takes = {float: (float, int), tuple: (tuple, list)}
+    fits = any(isinstance(value, takes.get(kind, kind)) for kind in kinds)
+    if isinstance(value, bool) and bool not in kinds:
+        fits = False
+    if fits and tuple in kinds and isinstance(value, (tuple, list)):
+        fits = all(isinstance(one, str) for one in value)
+    names = {type(None): "None", tuple: "a list of texts"}
+    return "" if fits else " or ".join(names.get(kind, kind.__name__) for kind in kinds)

@@ -184,6 +184,8 @@ def test_unknown_fields(tiny, change, field, said):
         ({"model": "x", "max_model_len": 3}, "models.a.b.versions[0]", "no field 'max_model_len'"),
         ({"model": "x", "engine": {"max_modellen": 3}}, "models.a.b.versions[0].engine", "did you mean 'max_model_len'?"),
         ({"model": "x", "engine": {"num_threads": "4"}}, "models.a.b.versions[0].engine", "num_threads must be int or None"),
+        ({"model": "x", "server": {"max_body_bytes": 1.5}}, "models.a.b.versions[0].server", "must be int, got 1.5"),
+        ({"model": "x", "server": {"allowed_media_hosts": "a.example"}}, "models.a.b.versions[0].server", "a list of texts"),
         ({"model": "x", "server": {"max_body_byte": 3}}, "models.a.b.versions[0].server", "did you mean 'max_body_bytes'?"),
     ],
 )

@@ -72,7 +72,6 @@ def run(args: argparse.Namespace) -> int:
     import yaml
 
     from slipstream.server import manifests
-    from slipstream.server.state import ServerSettings
 
     for name in ("replicas", "cpus"):
         if getattr(args, name) < 1:
@@ -101,8 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if image and not re.fullmatch(IMAGE, args.image):
         message = f"--image must be [REGISTRY/]NAME[:TAG] in small letters, as Docker takes it, got {args.image!r}"
         raise ConfigError(message, field="image")
-    found = _checked(words, args.gpus)
-    drain_s = float(getattr(found, "drain_timeout_s", ServerSettings().drain_timeout_s))
+    found, drain_s = _checked(words, args.gpus)
     extras = [*args.extras, *(extra for option, extra in NEEDS.items() if getattr(found, option, None))]
     made = manifests.Deployment(
         words=words, drain_s=drain_s, name=args.name, replicas=args.replicas, cpus=args.cpus, gpus=args.gpus,
@@ -137,9 +135,11 @@ def extras_of(project: Path) -> set[str]:
     return set(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["optional-dependencies"])
 
 
-def _checked(words: list[str], gpus: int) -> argparse.Namespace:
-    """What `serve` reads in them. What it would refuse is refused here, in its own words, and so is what a container lacks."""
+def _checked(words: list[str], gpus: int) -> tuple[argparse.Namespace, float]:
+    """What `serve` reads in them, and its seconds for requests in flight. What it would refuse is refused here, in its own
+    words, and so is what a container lacks."""
     from slipstream.cli.main import Parser
+    from slipstream.cli.serve import check_watch, server_settings
     from slipstream.config.settings import num_ranks
     from slipstream.server import manifests
 
@@ -161,4 +161,9 @@ def _checked(words: list[str], gpus: int) -> argparse.Namespace:
         raise ConfigError(f"--serve has --device {device}, and --gpus is {gpus}; make them agree", field="gpus")
     if asked > max(gpus, 1):
         raise ConfigError(f"--serve asks for {asked} devices, and --gpus is {gpus}; give --gpus {asked}", field="gpus")
-    return found
+    check_watch(found)
+    drain_s = server_settings(argparse.Namespace(**{**vars(found), "logits_processors": []})).drain_timeout_s
+    if not drain_s < 1e6:
+        message = f"--serve: --drain-timeout {drain_s:g}: whoever ends containers needs a number of seconds"
+        raise ConfigError(message, field="serve")
+    return found, drain_s

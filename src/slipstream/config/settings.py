@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-from slipstream.arguments import likely_value, suggesting_init
+from slipstream.arguments import likely_value, suggesting_init, types_of, wrong_type
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence, longest_sequence
 from slipstream.spec.parallel import ONE_UNIT, Shard, Units
@@ -182,26 +182,16 @@ class EngineArgs:
     def __post_init__(self) -> None:
         """Paths become texts. Each setting has the type it is declared with (a whole number does for a float), and is one of
         its choices: some are read before `resolve` looks at them."""
-        hints = _hints()
+        hints = types_of(EngineArgs)
         for declared in dataclasses.fields(self):
             name, value, hint = declared.name, getattr(self, declared.name), hints[declared.name]
-            plain = tuple(get_origin(kind) or kind for kind in (get_args(hint) or (hint,)))
-            kinds = (str,) if get_origin(hint) is Literal else plain
-            if isinstance(value, Path) and str in kinds:
+            if isinstance(value, Path) and not wrong_type("", hint):
                 value = str(value)
                 object.__setattr__(self, name, value)
-            fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
-            if not fits or (isinstance(value, bool) and bool not in kinds):
-                wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            if wanted := wrong_type(value, hint):
                 raise ConfigError(f"{name} must be {wanted}, got {value!r}", field=name)
             if choices := declared.metadata.get("choices"):
                 one_of(name, value, choices)
-
-
-@cache
-def _hints() -> dict[str, Any]:
-    """The types of `EngineArgs`, which Python evaluates from their texts."""
-    return get_type_hints(EngineArgs)
 
 
 def num_ranks(args: EngineArgs) -> int:
