@@ -101,6 +101,9 @@ def _model_section(
         longest = min(longest, model.pooling.max_length)
     max_model_len = chosen("max_model_len", longest, "model", "the context the model was made for")
     positive("max_model_len", max_model_len)
+    if spec.generates and max_model_len < 2:
+        message = f"max_model_len={max_model_len} has no room for a prompt and an answer, of a token each; raise it"
+        raise ConfigError(message, field="max_model_len")
     if max_model_len > spec.max_position:
         raise ConfigError(
             f"max_model_len={max_model_len} is beyond the {spec.max_position} tokens that the model was made for; lower it",
