@@ -48,6 +48,14 @@ SETTINGS = {
     "draft_model": "speculative_model",
     "model_draft": "speculative_model",
     "limit_mm_per_prompt": "max_images",
+    "mm_processor_cache_gb": "image_cache_bytes",
+    "pp_size": "pipeline_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "ep_size": "expert_parallel_size",
+    "ep": "expert_parallel_size",
+    "master_addr": "rank_address",
+    "dist_init_addr": "rank_address",
+    "nnodes": "local_ranks",
 }
 """The same of settings, also llama.cpp's, SGLang's and text-generation-inference's. On the command line they are options."""
 
@@ -63,6 +71,8 @@ VALUES = {
 
 _READ = "leave it out: what the model does is read from its files, and each gives vectors"
 _CONFIG = "leave it out: the model's config.json has it"
+_REPLICAS = "`slipstream fleet` makes one of several replicas (docs/fleet.md)"
+_METRICS = "leave it out: /metrics is always there"
 _GENERATION = "leave it out: the model's generation_config.json has it, and a request's own fields go first"
 
 NEEDLESS = {
@@ -84,7 +94,13 @@ NEEDLESS = {
     "compilation_config": "leave it out: enforce_eager turns CUDA graphs off",
     "guided_decoding_backend": "leave it out: grammars are llguidance's",
     "max_logprobs": "leave it out: a request may have 20",
-    "data_parallel_size": "`slipstream fleet` makes one of several replicas (docs/fleet.md)",
+    **dict.fromkeys(("data_parallel_size", "dp_size", "dp"), _REPLICAS),
+    **dict.fromkeys(("disable_log_stats", "enable_metrics", "metrics"), _METRICS),
+    "node_rank": "leave it out: ranks take their numbers in the order in which they come (docs/parallelism.md)",
+    "mm_processor_kwargs": "leave it out: preprocessor_config.json has it, and a request's `detail` reads a picture smaller",
+    "language_model_only": "max_images=0 leaves the image encoder out",
+    "enable_multimodal": "leave it out: a model that sees takes pictures unless max_images is 0",
+    "allowed_local_media_path": "leave it out: no files of the server are read; send pictures as data: URIs",
     "n_gpu_layers": "leave it out: a GPU holds all layers, but those of cpu_layers",
     "gpu_layers": "leave it out: a GPU holds all layers, but those of cpu_layers",
     "flash_attn": "leave it out: attention never holds its whole matrix",

@@ -176,6 +176,13 @@ def test_short_forms_of_a_picture(server):
             assert answer.status_code == 200, answer.text
 
 
+def test_vllms_settings_of_a_picture_are_answered_with_ours(server):
+    with server.http() as plain:
+        body = {"model": "eyes", "messages": message(uri(png())), "mm_processor_kwargs": {"size": 1}}
+        answer = plain.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, "here it is the detail of an image_url" in answer.json()["error"]["message"]) == (400, True)
+
+
 def test_ollamas_pictures(server):
     picture = base64.b64encode(png()).decode()
     with server.http() as plain:

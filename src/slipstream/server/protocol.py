@@ -258,6 +258,8 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
 class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions"""
 
+    OTHER_NAMES: ClassVar[dict[str, str]] = {"mm_processor_kwargs": "the detail of an image_url"}  # vLLM's
+
     messages: Annotated[list[Message], Meta(min_length=1)]
     compress_prompt: PromptCompression | None = None
     add_generation_prompt: bool | None = None  # vLLM's, as the next
