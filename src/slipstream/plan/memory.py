@@ -98,9 +98,14 @@ def block_bytes(spec: ModelSpec, block_size: int, dtype_bytes: int) -> int:
     return spec.block_bytes_per_token(dtype_bytes) * block_size
 
 
+MOST_BLOCKS = 2**22
+"""Each costs the host some 100 bytes. Only a toy of a model on a large device has room for more: 67 million tokens."""
+
+
 def plan_kv(*, budget_bytes: int, block_bytes: int) -> int:
-    """Whole blocks that fit in `budget_bytes`, the null block included; 0 if the budget is spent already."""
-    return max(0, budget_bytes) // block_bytes
+    """Whole blocks that fit in `budget_bytes`, the null block included, MOST_BLOCKS at most; 0 if the budget is spent
+    already."""
+    return min(MOST_BLOCKS, max(0, budget_bytes) // block_bytes)
 
 
 def scratch_blocks(config: EngineConfig) -> int:
