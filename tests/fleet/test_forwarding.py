@@ -10,8 +10,8 @@ import threading
 import time
 from urllib.parse import urlsplit
 
-import openai
 import httpx
+import openai
 import pytest
 
 from slipstream.fleet import forward
