@@ -30,6 +30,9 @@ settings.register_profile("gate", UNTIMED, derandomize=True, database=None)
 settings.register_profile("explore", UNTIMED, derandomize=False)
 settings.load_profile("gate")
 
+OWN_LOGGERS = ("slipstream", "uvicorn", "asyncio", "opentelemetry")
+"""That `slipstream serve` gives a stream of its own."""
+
 NUM_MODULES = 0
 """That were imported when what is there was kept."""
 
@@ -111,7 +114,7 @@ def pytest_runtest_setup(item):
 @pytest.fixture(autouse=True)
 def own_logging():
     """`slipstream serve` in a test's process sends its lines to a stream that ends with the test."""
-    kept = [(logger, *_settings(logger)) for logger in map(logging.getLogger, ("slipstream", "uvicorn"))]
+    kept = [(logger, *_settings(logger)) for logger in map(logging.getLogger, OWN_LOGGERS)]
     yield
     for logger, handlers, propagate, level in kept:
         if _settings(logger) != (handlers, propagate, level):

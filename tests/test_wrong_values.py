@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from slipstream.arguments import likely_value
-from slipstream.config.settings import one_of
+from slipstream.config.settings import EngineArgs, one_of
 from slipstream.engine.tools import ROLES, for_template
 from slipstream.errors import ConfigError, RequestError
 from slipstream.server.errors import ApiError
@@ -51,3 +53,18 @@ def test_top_logprobs_is_named_as_such(given):
     with pytest.raises(ApiError, match=f"top_logprobs must be from 0 to 20, got {given}") as caught:
         body.check()
     assert caught.value.param == "top_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_threads", "4"), ("device", 0), ("model", 5), ("kv_cache_bytes", "2GiB"), ("enforce_eager", "yes")],
+)
+def test_settings_of_another_type_are_named_where_they_are_given(name, value):  # some are read before the others are looked at
+    with pytest.raises(ConfigError, match=f"{name} must be .*, got {value!r}") as caught:
+        EngineArgs(**{"model": "m", name: value})
+    assert caught.value.field == name
+
+
+def test_a_setting_may_be_a_path():
+    args = EngineArgs(model=Path("a") / "b", tokenizer=Path("c"))
+    assert (args.model, args.tokenizer) == (str(Path("a") / "b"), "c")

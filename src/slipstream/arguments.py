@@ -6,7 +6,8 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from types import UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,6 +48,14 @@ SETTINGS = {
     "draft_model": "speculative_model",
     "model_draft": "speculative_model",
     "limit_mm_per_prompt": "max_images",
+    "mm_processor_cache_gb": "image_cache_bytes",
+    "pp_size": "pipeline_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "ep_size": "expert_parallel_size",
+    "ep": "expert_parallel_size",
+    "master_addr": "rank_address",
+    "dist_init_addr": "rank_address",
+    "nnodes": "local_ranks",
 }
 """The same of settings, also llama.cpp's, SGLang's and text-generation-inference's. On the command line they are options."""
 
@@ -62,6 +71,8 @@ VALUES = {
 
 _READ = "leave it out: what the model does is read from its files, and each gives vectors"
 _CONFIG = "leave it out: the model's config.json has it"
+_REPLICAS = "`slipstream fleet` makes one of several replicas (docs/fleet.md)"
+_METRICS = "leave it out: /metrics is always there"
 _GENERATION = "leave it out: the model's generation_config.json has it, and a request's own fields go first"
 
 NEEDLESS = {
@@ -83,7 +94,13 @@ NEEDLESS = {
     "compilation_config": "leave it out: enforce_eager turns CUDA graphs off",
     "guided_decoding_backend": "leave it out: grammars are llguidance's",
     "max_logprobs": "leave it out: a request may have 20",
-    "data_parallel_size": "`slipstream fleet` makes one of several replicas (docs/fleet.md)",
+    **dict.fromkeys(("data_parallel_size", "dp_size", "dp"), _REPLICAS),
+    **dict.fromkeys(("disable_log_stats", "enable_metrics", "metrics"), _METRICS),
+    "node_rank": "leave it out: ranks take their numbers in the order in which they come (docs/parallelism.md)",
+    "mm_processor_kwargs": "leave it out: preprocessor_config.json has it, and a request's `detail` reads a picture smaller",
+    "language_model_only": "max_images=0 leaves the image encoder out",
+    "enable_multimodal": "leave it out: a model that sees takes pictures unless max_images is 0",
+    "allowed_local_media_path": "leave it out: no files of the server are read; send pictures as data: URIs",
     "n_gpu_layers": "leave it out: a GPU holds all layers, but those of cpu_layers",
     "gpu_layers": "leave it out: a GPU holds all layers, but those of cpu_layers",
     "flash_attn": "leave it out: attention never holds its whole matrix",
@@ -130,3 +147,24 @@ def _message(name: str, known: list[str], what: str) -> str:
         return f"there is no {what} {name!r}; the nearest is {other}"
     near = difflib.get_close_matches(name.lower(), known, n=1)
     return f"there is no {what} {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+@functools.cache
+def types_of(owner: type) -> dict[str, Any]:
+    """Of a dataclass's fields. Python evaluates each from its text, which takes 2 ms for all of an engine's."""
+    return get_type_hints(owner)
+
+
+def wrong_type(value: Any, hint: Any) -> str:
+    """What a value declared as `hint` must be, such as "int or None"; "" if it is so. A whole number does for a float, and a
+    list for a tuple. Of what is in a dict nothing is said."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = [str if get_origin(kind) is Literal else get_origin(kind) or kind for kind in options]
+    takes = {float: (float, int), tuple: (tuple, list)}
+    fits = any(isinstance(value, takes.get(kind, kind)) for kind in kinds)
+    if isinstance(value, bool) and bool not in kinds:
+        fits = False
+    if fits and tuple in kinds and isinstance(value, (tuple, list)):
+        fits = all(isinstance(one, str) for one in value)
+    names = {type(None): "None", tuple: "a list of texts"}
+    return "" if fits else " or ".join(names.get(kind, kind.__name__) for kind in kinds)

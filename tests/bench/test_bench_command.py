@@ -287,6 +287,21 @@ def test_output_that_cannot_be_written(config_only, capsys):
     assert result(capsys, *words, code=2)["error"]["field"] == "output"
 
 
+@pytest.mark.parametrize("name", [".", "/proc/self/x.json"])  # where root may write, too, as to the permissions
+def test_an_output_is_tried_before_anything_is_measured(config_only, tmp_path, capsys, monkeypatch, name):
+    monkeypatch.setattr("slipstream.bench.adapters.slipstream.OfflineSlipstream", lambda *_, **__: pytest.fail("it has begun"))
+    words = ["latency", config_only, *DUMMY, f"--output={tmp_path / name}"]
+    assert result(capsys, *words, code=2)["error"]["field"] == "output"
+
+
+def test_what_was_measured_is_shown_though_the_disk_is_full(config_only, capsys):
+    words = ["latency", config_only, "--batch-sizes=1", "--output-len=3", "--repeat=1", *DUMMY, "--output=/dev/full"]
+    assert main(["bench", *map(str, words)]) == 2
+    out, err = capsys.readouterr()
+    assert "ms/token" in out
+    assert "No space left" in err
+
+
 def test_batch_size_of_transformers(tiny_model):
     with pytest.raises(ConfigError, match="batch_size"):
         make_engine(Setup(engine="transformers", model="tiny", path=tiny_model, batch_size=0, settings={"dtype": "float32"}))

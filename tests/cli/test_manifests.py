@@ -114,6 +114,12 @@ def test_the_image_has_what_it_copies(tmp_path):
     assert (context / build["dockerfile"]).resolve() == (tmp_path / "deploy" / "Dockerfile").resolve()
 
 
+def test_the_image_has_what_the_servers_options_need(tmp_path):
+    docker, _, _ = write(tmp_path, "--image", "registry.example:5000/a/b_c:1.0", serve="smollm2 --detect --otlp-endpoint http://c:4318")
+    assert "slipstream[detect,otel] @" in docker
+    write(tmp_path, serve="smollm2 --files-dir files --state-dir /home/slipstream/state --audit-log /tmp/log")
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
@@ -129,6 +135,20 @@ def test_the_image_has_what_it_copies(tmp_path):
         (("--name", "Chat"), "small letters"),
         (("--source", "/"), "no clone of Slipstream: it has no pyproject.toml; give the clone's folder"),
         (("--extra", "cuda"), "no extra"),
+        (("--image", "My Image"), "[REGISTRY/]NAME[:TAG]"),
+        (("--image", "a:b:c"), "[REGISTRY/]NAME[:TAG]"),
+        (("--memory", "8"), "give a unit"),
+        (("--volume", "0"), "give a unit"),
+        (("--serve", "smollm2 --ssl-certfile /c.pem"), "end TLS before the service"),
+        (("--serve", "smollm2 --files-dir /files"), "writes below /home/slipstream"),
+        (("--serve", "smollm2 --drain-timeout inf"), "a number of seconds"),
+        (("--serve", "smollm2 --drain-timeout nan"), "drain_timeout_s must be 0 or more"),
+        (("--serve", "smollm2 --max-body-bytes 0"), "max_body_bytes must be above 0"),
+        (("--serve", "smollm2 --dtype half"), "did you mean 'float16'"),
+        (("--serve", "smollm2 --alert-url http://a"), "only with --detect"),
+        (("--serve", "smollm2 --device cuda"), "--gpus is 0"),
+        (("--serve", "smollm2 --device cpu", "--gpus", "1"), "--gpus is 1"),
+        (("--serve", "smollm2 --tensor-parallel-size 2", "--gpus", "1"), "give --gpus 2"),
     ],
 )
 def test_what_is_refused(tmp_path, capsys, monkeypatch, more, says):

@@ -51,7 +51,8 @@ def test_every_field_can_be_set(field):
     elif "dict" in str(field.type):
         words, value = [flag, '{"method": "suffix"}'], {"method": "suffix"}
     elif "str" in str(field.type) or field.metadata["choices"]:
-        words, value = [flag, "word"], "word"
+        value = (field.metadata["choices"] or ("word",))[-1]
+        words = [flag, value]
     elif field.type == "float":
         words, value = [flag, "0.25"], 0.25
     else:

@@ -61,6 +61,18 @@ def test_what_no_device_can_keep_is_told_with_the_nearest(capsys):
     assert "--slo tpot_s=0.00" in shown
 
 
+def test_a_toy_on_a_large_device(capsys, tmp_path):
+    """It has room for a billion blocks, which took all of this machine's memory; and its context is too short for the load."""
+    config = json.loads((Path(CONFIG).parent / "tiny" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    words = ("plan", str(tmp_path), "--gpu", "h200", "--workload", "fixed:60/8", "--no-search")
+    main([*words])
+    out = capsys.readouterr().out
+    assert "not met                     too many requests do not fit the context" in out
+    assert "requests: prompt and answer are 68 tokens" in out
+    assert "nearest" not in out
+
+
 def test_a_load_beyond_the_devices(capsys):
     words = (CONFIG, "--gpu", "l4", "--max-gpus", "1", "--quantization", "fp8", "--rate", "500", "--slo", "ttft_s=0.5", *QUICK)
     code, found = plan(capsys, *words)

@@ -54,6 +54,16 @@ def test_run_json_is_one_object(tiny_model, llm, capsys):
     assert answer["speed"]["ttft_s"] > 0
 
 
+def test_a_picture_that_can_not_be_read_is_named_before_the_model_is_loaded(tiny_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("slipstream.cli.answer.open_llm", lambda *_: pytest.fail("the model was loaded"))
+    (tmp_path / "cat.png").write_bytes(b"no picture")
+    for name, why in ((str(tmp_path / "cat.png"), "formats"), ("https://a.example/cat.png", "nothing is fetched")):
+        assert main(["run", str(tiny_model), "what?", "--image", name, *FAST]) == 2
+        err = capsys.readouterr().err
+        assert name in err
+        assert why in err
+
+
 def test_run_raw_continues_the_prompt(tiny_model, llm, capsys, stdin):
     stdin("hello the")
     assert main(["run", str(tiny_model), "-", "--raw", "--max-tokens=8", "--temperature=0", *FAST]) == 0

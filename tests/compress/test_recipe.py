@@ -88,6 +88,15 @@ def test_neither_a_file_nor_a_preset(tmp_path):
         read_recipe(str(tmp_path / "bad.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("given", "likely"),
+    [("int88", "int8"), ("INT8", "int8"), ("awq", "int4-awq"), ("GPTQ", "int4-gptq"), ("W8A8", "int8")],
+)
+def test_a_misspelt_preset_is_answered_with_the_likely_one(given, likely):
+    with pytest.raises(ConfigError, match=f"did you mean '{likely}'"):
+        read_recipe(given)
+
+
 def test_groups_fit_the_inputs():
     quantize = parse(preset("int4-gptq")).one(Quantize)
     assert [quantize.format(n).group_size for n in (4096, 576, 96, 100)] == [128, 64, 32, None]

@@ -76,8 +76,8 @@ class ScriptedChild:
             raise message
         return message
 
-    async def end(self):
-        self.ended = True
+    async def end(self, *, at_once=False):
+        self.ended, self.at_once = True, at_once
 
 
 class World:
@@ -203,7 +203,7 @@ async def test_shutdown_during_a_restart_ends_the_new_child(world):
     engine = await world.start([world.ready, DEAD], [])  # the second never becomes ready
     await world.until(lambda: len(world.children) == 2)
     await engine.shutdown()
-    assert world.children[1].ended
+    assert [child.at_once for child in world.children] == [False, True]  # who starts reads no messages: it isn't waited for
     assert engine._core.reader.done()
 
 

@@ -451,6 +451,9 @@ def test_a_bad_request_is_refused_by_name_and_leaves_nothing(llm, prompt, sampli
         ({"target_itl_ms": float("inf")}, ConfigError, "target_itl_ms"),
         ({"target_itl_ms": 20.0, "enable_chunked_prefill": False}, ConfigError, "target_itl_ms"),
         ({"max_model_len": 128, "kv_cache_bytes": 30_000}, OutOfMemoryError, "max_model_len"),
+        ({"max_model_len": 1}, ConfigError, "max_model_len"),
+        ({"max_num_batched_tokens": 10**11}, OutOfMemoryError, "max_num_batched_tokens"),
+        ({"max_num_seqs": 10**9, "max_num_batched_tokens": None}, OutOfMemoryError, "max_num_seqs"),
     ],
     ids=str,
 )

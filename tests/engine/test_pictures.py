@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,7 +161,9 @@ def test_what_can_not_be_read_is_refused():
         ("text", "bytes"),
         (np.zeros((4, 4), np.uint8), "array"),
         (np.zeros((4, 4, 3), np.float32), "array"),
-        (Image.fromarray(np.ones((4, 4), np.float32)), "32 bits"),
+        (Image.fromarray(np.ones((4, 4), np.float32)), "^a picture: its pixels are numbers of 32 bits"),
+        ("cat.png", "read the file"),
+        (Path("cat.png"), "read the file"),
     ):
         with pytest.raises(RequestError, match=why) as caught:
             opened(data)

@@ -241,6 +241,7 @@ def test_settings_that_do_not_go_with_pictures(models):
     for settings, field in (
         ({"max_num_batched_tokens": 18}, "max_num_batched_tokens"),
         ({"max_images": -1}, "max_images"),
+        ({"max_images": "3"}, "max_images"),
     ):
         with pytest.raises(ConfigError) as caught, engine(path, **settings):
             pass
@@ -267,6 +268,18 @@ def test_a_chat_with_pictures(models):
                 llm.chat([{"role": "system", "content": parts}], GREEDY)
             with pytest.raises(RequestError, match="nothing is fetched"):
                 llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/"}}]}], GREEDY)
+            short = [parts[0], {"type": "image_url", "image_url": url}]
+            assert llm.chat([{"role": "user", "content": short}], GREEDY)[0].prompt_token_ids == one.prompt_token_ids
+            low = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url, "detail": "low"}}]}]
+            if family == "smolvlm":  # which reads it as one tile
+                assert len(llm.chat(low, GREEDY)[0].prompt_token_ids) < len(one.prompt_token_ids) - 50
+            elif family == "gemma3":
+                with pytest.raises(RequestError, match="in one size"):
+                    llm.chat(low, GREEDY)
+            for wrong, why in (({"detail": "lowest"}, "auto, low or high"), ({"detial": "low"}, "detial")):
+                said = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url, **wrong}}]}]
+                with pytest.raises(RequestError, match=why):
+                    llm.chat(said, GREEDY)
         assert one.prompt_token_ids == two.prompt_token_ids
         assert one.outputs[0].token_ids == two.outputs[0].token_ids
         assert token_id(family, IMAGE[family]) in one.prompt_token_ids

@@ -165,6 +165,8 @@ def test_one_and_many(head_says, tmp_path, tiny, number, replica, request_):
         ({"port": 9000, "grpc_port": 9000}, "grpc_port", "one of its own"),
         ({"audit_prompts": True}, "audit_log", "only with audit_log"),
         ({"batch_beside": 1}, "batch_beside", "only with files_dir"),
+        ({"backend": "kubernetes"}, "backend", "it is one of processes, ray"),
+        ({"router": {"policy": "random"}}, "router.policy", "round_robin"),
     ],
 )
 def test_unknown_fields(tiny, change, field, said):
@@ -181,6 +183,9 @@ def test_unknown_fields(tiny, change, field, said):
         ({"model": "x", "replicas": {"mn": 1, "max": 2}}, "models.a.b.versions[0].replicas", "did you mean 'min'?"),
         ({"model": "x", "max_model_len": 3}, "models.a.b.versions[0]", "no field 'max_model_len'"),
         ({"model": "x", "engine": {"max_modellen": 3}}, "models.a.b.versions[0].engine", "did you mean 'max_model_len'?"),
+        ({"model": "x", "engine": {"num_threads": "4"}}, "models.a.b.versions[0].engine", "num_threads must be int or None"),
+        ({"model": "x", "server": {"max_body_bytes": 1.5}}, "models.a.b.versions[0].server", "must be int, got 1.5"),
+        ({"model": "x", "server": {"allowed_media_hosts": "a.example"}}, "models.a.b.versions[0].server", "a list of texts"),
         ({"model": "x", "server": {"max_body_byte": 3}}, "models.a.b.versions[0].server", "did you mean 'max_body_bytes'?"),
     ],
 )

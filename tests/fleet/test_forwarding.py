@@ -10,6 +10,7 @@ import threading
 import time
 from urllib.parse import urlsplit
 
+import httpx
 import openai
 import pytest
 
@@ -306,3 +307,11 @@ def test_errors_reach_the_client_when_nobody_else_can_answer(start):
         client.completions.create(model="tiny", prompt="x", max_tokens=8)
     assert (failed.value.status_code, failed.value.code) == (503, "replica_failed")
     assert threading.active_count() < before + 50
+
+
+def test_the_root_names_what_the_fleet_serves(start):
+    """Of a replica's own `/` a client would hear of the first model alone."""
+    fleet, stubs = start()
+    text = httpx.get(fleet.url, timeout=PATIENCE_S).text
+    assert "serves tiny: OpenAI's API at /v1" in text
+    assert not any(stub.asked for stub in stubs)

@@ -36,11 +36,12 @@ def fleet(tiny, tmp_path_factory):
     pytest.importorskip("ray", reason="the extra fleet is not installed")
     folder = tmp_path_factory.mktemp("ray") / "state"
     one = version(tiny, replicas={"min": 1, "max": 2}, resources={"cpus": 0.5})
+    others = psutil.Process().children(recursive=True)  # of tests before, such as the one that ranks are forked from
     made = RunningFleet(fleet_of(one, backend="ray", router={"probe_s": 0}, drain_timeout_s=5), folder, start_s=START_S)
     try:
         yield made
     finally:
-        here = psutil.Process().children(recursive=True)
+        here = [process for process in psutil.Process().children(recursive=True) if process not in others]
         made.stop()
         for process in here:
             made.wait_for(lambda p=process: not alive(p.pid) or p.status() == psutil.STATUS_ZOMBIE, f"{process} is left")

@@ -170,6 +170,7 @@ def test_the_root(serve):
     with serve().http() as http:
         page = http.get("/", headers={"accept": "text/html,*/*"}, follow_redirects=True)
         assert (page.status_code, page.url.path) == (200, "/docs")
+        assert ('name="viewport"' in page.text, 'rel="icon"' in page.text) == (True, True)
         assert "/docs" in http.get("/").text
         assert http.head("/").status_code == 200
     with serve(api_keys=("secret",)).http() as http:

@@ -77,6 +77,8 @@ def test_what_the_server_says_of_itself(both, server):
         assert client.is_server_ready()
         assert client.is_model_ready("fake")
         assert client.is_model_ready("fake", "1")
+        assert not client.is_model_ready("none")  # over gRPC, too, it is an answer and no error
+        assert not client.is_model_ready("fake", "2")
     http, rpc = both[0][0], both[1][0]
     assert http.get_server_metadata()["name"] == rpc.get_server_metadata().name == "slipstream"
     told = rpc.get_model_metadata("fake", as_json=True)

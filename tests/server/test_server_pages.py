@@ -70,6 +70,8 @@ def test_pages_fit_the_window(browser, width, height):
             browser.visit(f"{server.url}/{page}", width=width, height=height)
             browser.wait_for("return document.body.innerText.includes('fake') || document.getElementById('model')?.value", page)
             assert fits(browser)
+        browser.visit(server.url + "/docs", width=width, height=height)
+        assert fits(browser)
         browser.visit("about:blank", width=width, height=height)
     assert browser.errors() == []
 

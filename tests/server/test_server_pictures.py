@@ -151,6 +151,84 @@ def test_what_can_not_be_read_is_a_400(server, host):
         assert text.status_code == 200
 
 
+def test_a_beam_search_does_not_answer_without_its_picture(server):
+    with server.http() as plain:
+        body = {"model": "eyes", "messages": message(uri(png())), "max_tokens": 2, "use_beam_search": True, "n": 2}
+        answer = plain.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "use_beam_search")
+
+
+def test_tokens_are_counted_with_their_pictures(server):
+    with server.http() as plain:
+        said = message(uri(png()))
+        used = plain.post("/v1/chat/completions", json={"model": "eyes", "messages": said, "max_tokens": 1}).json()["usage"]
+        tokens = plain.post("/tokenize", json={"messages": said}).json()
+        assert tokens["count"] == len(tokens["tokens"]) == used["prompt_tokens"] > 90
+        wrong = plain.post("/tokenize", json={"messages": message(uri(b"no picture"))})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
+
+
+def test_short_forms_of_a_picture(server):
+    with server.http() as plain:
+        for said in ([{"type": "image_url", "image_url": uri(png())}], message(uri(png()), detail=None)[0]["content"]):
+            body = {"model": "eyes", "messages": [{"role": "user", "content": said}], "max_tokens": 1}
+            answer = plain.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+
+
+def test_vllms_settings_of_a_picture_are_answered_with_ours(server):
+    with server.http() as plain:
+        body = {"model": "eyes", "messages": message(uri(png())), "mm_processor_kwargs": {"size": 1}}
+        answer = plain.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, "here it is the detail of an image_url" in answer.json()["error"]["message"]) == (400, True)
+
+
+def test_ollamas_pictures(server):
+    picture = base64.b64encode(png()).decode()
+    with server.http() as plain:
+        assert "vision" in plain.post("/api/show", json={"model": "eyes"}).json()["capabilities"]
+        said = {"model": "eyes", "stream": False, "options": {"temperature": 0, "num_predict": 6}}
+        chat = plain.post("/api/chat", json={**said, "messages": [{"role": "user", "content": "x", "images": [picture]}]})
+        text = plain.post("/api/generate", json={**said, "prompt": "x", "images": [picture]})
+        own = plain.post("/v1/chat/completions", json={"model": "eyes", "messages": message(uri(png()), "x"), "max_tokens": 1})
+        assert chat.json()["message"]["content"] == text.json()["response"]
+        assert chat.json()["prompt_eval_count"] == own.json()["usage"]["prompt_tokens"] > 90
+        for path, body, why in (
+            ("/api/chat", {"messages": [{"role": "user", "images": ["AAAA"]}]}, "formats"),
+            ("/api/chat", {"messages": [{"role": "assistant", "content": "x", "images": [picture]}]}, "only a user"),
+            ("/api/generate", {"prompt": "x", "raw": True, "images": [picture]}, "images"),
+        ):
+            answer = plain.post(path, json={**said, **body})
+            assert (answer.status_code, why in answer.json()["error"]) == (400, True), answer.text
+
+
+def test_anthropics_pictures_are_named_by_their_own_place(server):
+    def image(data):
+        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+    whole, text = image(base64.b64encode(png()).decode()), {"type": "text", "text": "x"}
+    tool = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "y"}
+    past = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [tool]}]
+    body = {"model": "eyes", "max_tokens": 1, "system": "z"}
+    with server.http() as plain:
+        for said, where in (
+            ([{"role": "user", "content": [whole, text, image("AAAA")]}], "messages[0].content[2].source: a picture"),
+            ([*past, {"role": "user", "content": [result, image("AAAA")]}], "messages[2].content[1].source: a picture"),
+            ([{"role": "user", "content": [text, *[whole] * 4]}], "messages[0].content[1]: 4 pictures"),
+            ([*past, {"role": "user", "content": [{**result, "content": [whole]}]}], "a block of a tool's result is"),
+        ):
+            answer = plain.post("/v1/messages", json={**body, "messages": said}, headers={"anthropic-version": "2023-06-01"})
+            assert answer.status_code == 400
+            assert where in answer.json()["error"]["message"], answer.text
+
+
+def test_a_body_with_a_large_picture_names_the_option(server):
+    with server.http() as plain:
+        answer = plain.post("/v1/chat/completions", json={"model": "eyes", "messages": message("data:" + "x" * 9 * 2**20)})
+    assert (answer.status_code, "--max-body-bytes" in answer.json()["error"]["message"]) == (413, True)
+
+
 def test_a_model_without_eyes_refuses(shared):
     with shared.http() as plain:
         body = {"model": "fake", "messages": message(uri(png()))}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+import logging
 import subprocess
 import sys
 import threading
@@ -13,7 +15,7 @@ import openai
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.server.run import make_server
+from slipstream.server.run import configure_logging, make_server
 from slipstream.server.state import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S
@@ -134,6 +136,19 @@ def test_a_collector_that_is_not_there_holds_nobody_up(serve, monkeypatch):
 def test_bad_endpoints(url):
     with pytest.raises(ConfigError, match="OTLP"):
         make_server(FakeEngine(), ServerSettings(otlp_endpoint=url))
+
+
+@pytest.mark.parametrize("path", ["/v1/traces", "/v1/metrics/", "/otel/v1/traces"])
+def test_an_endpoint_of_one_signal_is_refused(path):  # all would be sent to /v1/traces/v1/traces
+    with pytest.raises(ConfigError, match="leave out /v1"):
+        make_server(FakeEngine(), ServerSettings(otlp_endpoint=f"http://127.0.0.1:4318{path}"))
+
+
+def test_what_the_sdk_says_is_in_the_servers_format(capsys):
+    configure_logging(ServerSettings(log_format="json"))
+    for name in ("opentelemetry.exporter", "asyncio"):
+        logging.getLogger(name).warning("it is not there")
+        assert json.loads(capsys.readouterr().err)["message"] == "it is not there"
 
 
 def test_off_costs_no_import():

@@ -14,7 +14,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams, __version__
 from slipstream.errors import ConfigError, EngineError
-from slipstream.worker import process_executor, rank_joining
+from slipstream.worker import process_executor, rank_joining, rank_process
 from slipstream.worker.rank_joining import accept_ranks, join, parse_address
 from slipstream.worker.rank_messages import Join, RankFailed, Refused
 from tests import forked_ranks
@@ -106,6 +106,17 @@ def test_a_rank_that_nobody_waits_for(address, start):
     rank = start(address, "--wait-s", "0.3")
     assert rank.wait(PATIENCE_S) == 1
     assert f"no executor answers at {address}" in rank.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [([], "--join"), (["--world-size", "1"], "2 or more"), (["--local-rank", "-1"], "or more"), (["--wait-s", "0"], "above 0")],
+)
+def test_wrong_words_are_refused_before_anybody_is_looked_for(words, says, address, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["rank_process", *(["--join", address] if words else []), *words])
+    with pytest.raises(SystemExit):
+        rank_process.main()
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

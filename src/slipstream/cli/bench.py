@@ -96,7 +96,6 @@ def run_latency(args: argparse.Namespace) -> int:
     finally:
         engine.close()
     result = document("latency", input_len=args.input_len, output_len=args.output_len, engine=description, results=rows)
-    deliver(args, result)
     if not args.json:
         columns = ("batch", "TTFT, ms", "decode, ms/token", "output tok/s", "E2E, ms")
         cells = [
@@ -113,6 +112,7 @@ def run_latency(args: argparse.Namespace) -> int:
             f"{args.model}, {args.input_len} in, {args.output_len} out, {args.repeat} runs, medians", columns, cells
         )
         print_definitions()
+    deliver(args, result)
     return 0
 
 
@@ -154,11 +154,11 @@ def run_throughput(args: argparse.Namespace) -> int:
         output_throughput_of_each_run=each,
         **({"energy": energy} if meter is not None else {}),
     )
-    deliver(args, result)
     if not args.json:
         print_summary(f"{args.model} on {description['name']}, {workload.name} × {len(workload.requests)}", summary)
         print_energy(energy)
         print_definitions()
+    deliver(args, result)
     return verdict(summary)
 
 

@@ -267,7 +267,6 @@ class _Bench:
             **parts[0],
             **({"compared": parts[1]} if len(parts) > 1 else {}),
         )
-        deliver(args, result)
         for target in targets:
             summary, load = target.median()
             if not args.json:
@@ -280,6 +279,7 @@ class _Bench:
             print_table(f"median of {args.rounds} alternating rounds", columns, compare_rows(ours, theirs))
         if not args.json:
             print_definitions()
+        deliver(args, result)
         return max(verdict(summary) for target in targets for summary, _ in target.rounds)
 
     async def _find_rate(self, targets: list[_Target], objectives: tuple[RateObjective, ...]) -> int:
@@ -308,10 +308,10 @@ class _Bench:
             for target, search in zip(targets, searches, strict=True)
         ]
         wanted = {objective.name: objective.most for objective in objectives}
-        deliver(args, document("find-rate", workload=self.workload.describe(), objectives=wanted, results=found))
         if not args.json:
             for target, search in zip(targets, searches, strict=True):
                 self._print_search(target, search, wanted, print_table)
+        deliver(args, document("find-rate", workload=self.workload.describe(), objectives=wanted, results=found))
         return 0 if all(search.best is not None for search in searches) else 1
 
     def _print_search(self, target: _Target, search: RateSearch, wanted: dict[str, float], table: Any) -> None:

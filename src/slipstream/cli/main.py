@@ -46,7 +46,8 @@ VERBS = {  # the verb: its file, and its line of the help
 MANY_OPTIONS = 12
 """With more of them the usage names none: the help has them under headings."""
 
-SHORT = {"-m": "--model", "-c": "--ctx-size", "-t": "--threads", "-np": "--parallel", "-ngl": "--n-gpu-layers", "-tp": "--tp"}
+SHORT = {"-m": "--model", "-c": "--ctx-size", "-t": "--threads", "-np": "--parallel", "-ngl": "--n-gpu-layers"}
+SHORT |= {"-tp": "--tp", "-pp": "--pp", "-dp": "--dp", "-ep": "--ep"}
 """Options of llama.cpp and SGLang that have a letter or two."""
 
 OK, FAILED, USAGE, MODEL, INTERRUPTED = 0, 1, 2, 3, 130

@@ -11,11 +11,18 @@ import shlex
 from pathlib import Path
 
 from slipstream.cli.console import print_json, write_files
-from slipstream.cli.options import parse_bytes
+from slipstream.cli.options import engine_args, parse_bytes
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL, MODELS
 
 DOCKERFILE, COMPOSE, KUBERNETES = "Dockerfile", "compose.yaml", "kubernetes.yaml"
+
+IMAGE = (
+    r"([a-z0-9]([-.a-z0-9]*[a-z0-9])?(:\d{1,5})?/)?"  # a registry
+    r"[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*)*"
+    r"(:\w[-.\w]{0,127})?(@sha256:[0-9a-f]{64})?"
+)
+"""A reference to an image, as Docker and Kubernetes read it."""
 
 GIVEN = {
     "host": "the container listens on all of its addresses",
@@ -23,8 +30,22 @@ GIVEN = {
     "grpc_port": "its port is not published; write the manifests by hand",
     "api_key": "a key would stand in the files; use --key-secret",
     "api_key_file": "use --key-secret",
+    **dict.fromkeys(
+        ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
+        "the container lacks its files, and probes speak HTTP; end TLS before the service (an Ingress, a proxy)",
+    ),
+    **dict.fromkeys(("rank_address", "local_ranks"), "ranks of other hosts can't reach it; write the manifests by hand"),
 }
-"""Options of `serve` that the manifests set, by their destinations, and what to do instead."""
+"""Options of `serve` that the manifests set, or that don't work in them, by their destinations, and what to do instead."""
+
+NEEDS = {"otlp_endpoint": "otel", "detect": "detect"}
+"""Options of `serve` that need an extra of the package."""
+
+WRITTEN = ("state_dir", "files_dir", "audit_log", "kv_disk_path", "download_dir")
+"""Options of `serve` whose paths are written to."""
+
+LEAST = {"memory": 2**28, "volume": 2**28}
+"""In bytes. Less is a number that lacks its unit."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
     for name in ("replicas", "cpus"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}", field=name)
+    for name, least in LEAST.items():
+        if getattr(args, name) < least:
+            message = f"--{name} must be at least {least >> 20}MiB, got {getattr(args, name)} bytes; give a unit, such as 8GiB"
+            raise ConfigError(message, field=name)
     if args.gpus < 0:
         raise ConfigError(f"--gpus must not be negative, got {args.gpus}", field="gpus")
     for name in ("name", "key_secret"):
@@ -72,9 +97,14 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise ConfigError(f"--serve: {error}, in {args.serve!r}", field="serve") from None
     image = {"image": args.image} if "image" in args else {}
+    if image and not re.fullmatch(IMAGE, args.image):
+        message = f"--image must be [REGISTRY/]NAME[:TAG] in small letters, as Docker takes it, got {args.image!r}"
+        raise ConfigError(message, field="image")
+    found, drain_s = _checked(words, args.gpus)
+    extras = [*args.extras, *(extra for option, extra in NEEDS.items() if getattr(found, option, None))]
     made = manifests.Deployment(
-        words=words, drain_s=_checked(words), name=args.name, replicas=args.replicas, cpus=args.cpus, gpus=args.gpus,
-        memory=args.memory, volume=args.volume, extras=args.extras, key_secret=args.key_secret, **image,
+        words=words, drain_s=drain_s, name=args.name, replicas=args.replicas, cpus=args.cpus, gpus=args.gpus,
+        memory=args.memory, volume=args.volume, extras=extras, key_secret=args.key_secret, **image,
     )  # fmt: skip
     folder = Path(args.dir)
     clone, here = args.source.resolve(), folder.resolve()
@@ -105,12 +135,13 @@ def extras_of(project: Path) -> set[str]:
     return set(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["optional-dependencies"])
 
 
-def _checked(words: list[str]) -> float:
-    """Seconds for requests in flight. What `serve` would refuse is refused here, in its own words, and so is what a container
-    lacks."""
+def _checked(words: list[str], gpus: int) -> tuple[argparse.Namespace, float]:
+    """What `serve` reads in them, and its seconds for requests in flight. What it would refuse is refused here, in its own
+    words, and so is what a container lacks."""
     from slipstream.cli.main import Parser
+    from slipstream.cli.serve import check_watch, server_settings
+    from slipstream.config.settings import num_ranks
     from slipstream.server import manifests
-    from slipstream.server.state import ServerSettings
 
     found = Parser(prog="slipstream serve", module="serve").parse_args(words)
     for name, instead in GIVEN.items():
@@ -120,4 +151,19 @@ def _checked(words: list[str]) -> float:
     if model.startswith((".", "~")) or (not model.startswith("/") and model not in MODELS and Path(model).exists()):
         message = f"{model!r} is a path of this machine, which the container lacks; name a model that it can fetch"
         raise ConfigError(f"--serve: {message}, or a path within it, such as {manifests.HOME}/model", field="serve")
-    return float(getattr(found, "drain_timeout_s", ServerSettings().drain_timeout_s))
+    for name in WRITTEN:
+        path = str(getattr(found, name, None) or "")
+        if path.startswith("/") and not any(Path(path).is_relative_to(folder) for folder in (manifests.HOME, "/tmp")):
+            message = f"the container writes below {manifests.HOME} (its volume) and /tmp alone"
+            raise ConfigError(f"--serve: --{name.replace('_', '-')} {path}: {message}", field="serve")
+    asked, device = num_ranks(engine_args(found, model=model)), getattr(found, "device", "auto")
+    if (device == "cpu" and gpus) or (device.startswith("cuda") and not gpus):
+        raise ConfigError(f"--serve has --device {device}, and --gpus is {gpus}; make them agree", field="gpus")
+    if asked > max(gpus, 1):
+        raise ConfigError(f"--serve asks for {asked} devices, and --gpus is {gpus}; give --gpus {asked}", field="gpus")
+    check_watch(found)
+    drain_s = server_settings(argparse.Namespace(**{**vars(found), "logits_processors": []})).drain_timeout_s
+    if not drain_s < 1e6:
+        message = f"--serve: --drain-timeout {drain_s:g}: whoever ends containers needs a number of seconds"
+        raise ConfigError(message, field="serve")
+    return found, drain_s

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,9 +90,8 @@ def finish(parser: argparse.ArgumentParser, handler: Callable[[argparse.Namespac
 
 def bench_args(args: argparse.Namespace, *, needs_text: bool, sharing: bool) -> EngineArgs:
     """The engine's settings. It has a tokenizer only for text, and prefix caching only where prefixes are shared."""
-    model = getattr(args, "model", None) or ""
-    settings = engine_args(args, enable_prefix_caching=sharing, skip_tokenizer_init=not needs_text)
-    return settings if settings.model else engine_args(args, **{**plain(settings), "model": model})
+    given = argparse.Namespace(**{**vars(args), "model": getattr(args, "model", None) or ""})
+    return engine_args(given, enable_prefix_caching=sharing, skip_tokenizer_init=not needs_text)
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -115,12 +113,18 @@ def positive(args: argparse.Namespace, *names: str) -> None:
 def check_output(args: argparse.Namespace) -> None:
     """Refuse, before the measuring, an --output that can't be written."""
     if args.output is not None:
-        folder = Path(args.output).resolve().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(args.output).is_dir():
-            raise ConfigError(f"cannot write {args.output}: {folder} is no folder that can be written to", field="output")
+        path = Path(args.output)
+        is_there = path.exists()
+        if is_there and not path.is_file() and not path.is_dir():
+            return  # a pipe, whose reader would get an end, or a device
+        with writing(path, "output"):
+            path.open("a", encoding="utf-8").close()  # root may write anywhere, but for where nothing can be written
+            if not is_there:
+                path.unlink()
 
 
 def deliver(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Write it where --output says. What was measured has been printed before, if it is for people: a disk may be full."""
     if args.output is not None:
         text = json.dumps(result, default=plain, indent=2, ensure_ascii=False) + "\n"
         with writing(args.output, "output"):

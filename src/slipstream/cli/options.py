@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from functools import cache
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
+from slipstream.arguments import types_of
 from slipstream.config import EngineArgs, setting_help
 from slipstream.files import parse_json
 from slipstream.types import SamplingParams
@@ -132,14 +132,8 @@ def parse_object(text: str) -> dict[str, Any]:
     return found
 
 
-@cache
-def _types(owner: type) -> dict[str, Any]:
-    """Of its fields. Python evaluates each from its text, which takes 2 ms for all of an engine's."""
-    return get_type_hints(owner)
-
-
 def _add(parser: argparse._ActionsContainer, name: str, text: str, owner: type) -> None:
-    hint = _types(owner)[name]
+    hint = types_of(owner)[name]
     kind = next(t for t in get_args(hint) if t is not type(None)) if isinstance(hint, UnionType) else hint
     kind = str if get_origin(kind) is Literal else kind
     how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}

@@ -341,8 +341,11 @@ def shown(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, str]
         missed = ", ".join(
             f"{name} is {value:.3g} s at best" for name, value in row["nearest"].items() if value > document["objectives"][name]
         )
-        found.append(("not met", f"even a request alone misses the objectives: {missed}"))
-        found.append(("nearest", nearest(row, document)))
+        if missed or not load["num_failed"]:
+            found.append(("not met", f"even a request alone misses the objectives: {missed}"))
+            found.append(("nearest", nearest(row, document)))
+        else:
+            found.append(("not met", "too many requests do not fit the context; plan with a --workload of shorter ones"))
     else:
         rate = f"{capacity['requests_per_s']:.3g} requests/s, {capacity['output_tokens_per_s']:,.0f} output tokens/s"
         found.append(("one replica", rate))

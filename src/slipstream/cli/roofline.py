@@ -28,8 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from slipstream.bench.report import document, print_table
-    from slipstream.cli.console import print_info
+    from slipstream.bench.report import document
     from slipstream.cli.measurements import bench_args, deliver, parse_sizes, positive
     from slipstream.worker.executor import LocalExecutor
     from slipstream.worker.model_runner import ModelRunner
@@ -45,12 +44,19 @@ def run(args: argparse.Namespace) -> int:
         on_phase("measuring")
         assert isinstance(executor.runner, ModelRunner)
         found = measure_roofline(executor.runner, batch_sizes=sizes, prompt=args.prompt, context=args.context)
+    if not args.json:
+        _show(args.model, found)
     deliver(args, document("roofline", model=args.model, context=args.context, results=plain_results(found)))
-    if args.json:
-        return 0
+    return 0
+
+
+def _show(model: str, found: Roofline) -> None:
+    from slipstream.bench.report import print_table
+    from slipstream.cli.console import print_info
+
     c = found.ceilings
     threads = "1 thread" if found.num_threads == 1 else f"{found.num_threads} threads"
-    print(f"{args.model}\n{EXPLAINED}\n")
+    print(f"{model}\n{EXPLAINED}\n")
     print_info(
         f"ceilings of {threads}, {found.kernels}",
         [
@@ -67,7 +73,6 @@ def run(args: argparse.Namespace) -> int:
             ("operator", "count", "ms", "of the step", "GB/s", "G op/s", "bound by", "share"),
             [_cells(o, step.seconds) for o in sorted(step.operators, key=lambda o: -o.seconds)],
         )
-    return 0
 
 
 def plain_results(found: Roofline) -> dict[str, Any]:

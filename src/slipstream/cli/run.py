@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from slipstream.cli.options import (
     engine_args,
     sampling_params,
 )
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, RequestError
 from slipstream.hub import DEFAULT_MODEL
 
 DEFAULTS: dict[str, Any] = {"max_tokens": 256}
@@ -92,10 +93,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_picture(name: str) -> bytes:
+    """A file's bytes. ConfigError, which names it, if it is no picture: before the model is loaded."""
+    from slipstream.engine.pictures import opened
+
+    if "://" in name:
+        raise ConfigError(f"--image {name}: nothing is fetched; give a file", field="image")
     try:
-        return Path(name).expanduser().read_bytes()
+        data = Path(name).expanduser().read_bytes()
+        if find_spec("PIL") is not None:  # without it the engine says what to install
+            opened(data)
     except OSError as error:
         raise ConfigError(f"--image {name}: {error.strerror or error}", field="image") from None
+    except RequestError as error:
+        raise ConfigError(f"--image {name}: {error.message.removeprefix('a picture: ')}", field="image") from None
+    return data
 
 
 def _is_model(word: str) -> bool:

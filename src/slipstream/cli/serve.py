@@ -232,6 +232,16 @@ def read_keys(path: str) -> tuple[str, ...]:
     return keys
 
 
+def check_watch(args: argparse.Namespace) -> None:
+    """ConfigError: options that don't go with --detect, or need it."""
+    from slipstream.errors import ConfigError
+
+    if args.detect and args.api_servers not in (None, 1):
+        raise ConfigError("--detect needs one process that speaks HTTP: --api-servers 1", field="api_servers")
+    if args.alert_url and not args.detect:
+        raise ConfigError("--alert-url has an effect only with --detect", field="alert_url")
+
+
 def run(args: argparse.Namespace) -> int:
     """Start the engine, then the server; 0 after an orderly stop. Errors of the start are raised."""
     import asyncio
@@ -242,7 +252,6 @@ def run(args: argparse.Namespace) -> int:
 
     from slipstream.cli.console import phases, print_json
     from slipstream.config import EngineArgs
-    from slipstream.errors import ConfigError
     from slipstream.server.auth import Keyring
     from slipstream.server.run import bind, configure_logging, url
 
@@ -253,13 +262,10 @@ def run(args: argparse.Namespace) -> int:
     logger = logging.getLogger("slipstream.server")
     if not (settings.api_keys or settings.keys_file) and settings.host not in ("127.0.0.1", "localhost", "::1"):
         logger.warning("anyone who reaches %s can use this server; --keys-file asks for a key", settings.host)
+    check_watch(args)
     watch = None
     if args.detect:
-        if args.api_servers not in (None, 1):
-            raise ConfigError("--detect needs one process that speaks HTTP: --api-servers 1", field="api_servers")
         args.api_servers, watch = 1, make_watch(args)
-    elif args.alert_url:
-        raise ConfigError("--alert-url has an effect only with --detect", field="alert_url")
     engines = [engine_args(args)]
     if args.context_model not in (None, args.model):
         shared = kept(args, ("device", "num_threads", "download_dir"))

@@ -280,9 +280,17 @@ class WorkFolder:
         return self.path / f"{name}.safetensors"
 
     def note(self, name: str) -> dict[str, Any] | None:
-        """The note of a part; None if the part is not finished."""
+        """The note of a part; None if the part is not finished, or a file of it is damaged: then it is made again."""
+        from safetensors import SafetensorError, safe_open
+
         file = self.path / f"{name}.json"
-        found: dict[str, Any] | None = json.loads(file.read_text()) if file.is_file() else None
+        if not file.is_file():
+            return None
+        try:
+            with safe_open(self.part(name), framework="np"):  # its length is that of its tensors
+                found: dict[str, Any] = json.loads(file.read_text())
+        except (OSError, ValueError, SafetensorError):
+            return None
         return found
 
     def finish(self, name: str, tensors: Iterable[tuple[str, Tensor]], note: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from slipstream.arguments import likely_value
 from slipstream.compress.steps import (
     Distill,
     DraftHead,
@@ -275,6 +276,9 @@ PRESETS: dict[str, list[Any]] = {
 """By name. There are also `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3` (or `draft:small`), a draft model
 with this share of the parameters."""
 
+OTHERS = {"awq": "int4-awq", "gptq": "int4-gptq", "w4a16": "int4-gptq", "w8a8": "int8", "smoothquant": "int8"}
+"""What other libraries call them."""
+
 _DRAFT = re.compile(r"draft:(\d+)/(\d+)")
 _MIXED = re.compile(r"w4a16-mixed:(\d+(?:\.\d+)?)bpw")
 
@@ -323,9 +327,10 @@ def read_recipe(given: str) -> Recipe:
         return parse(steps, name=given)
     path = Path(given).expanduser()
     if not path.is_file():
+        names = [*PRESETS, "w4a16-mixed:3.5bpw", "draft:1/3"]
+        hint = likely_value(OTHERS.get(given.lower(), given), names)
         raise ConfigError(
-            f"recipe={given!r} is neither a file nor a preset; presets are {', '.join(PRESETS)}, w4a16-mixed:3.5bpw, draft:1/3",
-            field="recipe",
+            f"recipe={given!r} is neither a file nor a preset; presets are {', '.join(names)}{hint}", field="recipe"
         )
     try:
         data = read_yaml(path)

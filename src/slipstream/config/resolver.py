@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING
 
 from slipstream.config.chosen import Chosen, Origins, positive
 from slipstream.config.cpu_layers import with_cpu_layers
@@ -47,7 +47,6 @@ FEW_SEQUENCES = 8
 
 def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> EngineConfig:
     """Check `args` against the model and the device, and choose what was left open. ConfigError names the setting at fault."""
-    _check_values(args)
     stored = _stored_scheme(args, model, device)
     num_ranks(args)
     args = with_cpu_layers(args, model, device, stored.value)
@@ -101,6 +100,9 @@ def _model_section(
         longest = min(longest, model.pooling.max_length)
     max_model_len = chosen("max_model_len", longest, "model", "the context the model was made for")
     positive("max_model_len", max_model_len)
+    if spec.generates and max_model_len < 2:
+        message = f"max_model_len={max_model_len} has no room for a prompt and an answer, of a token each; raise it"
+        raise ConfigError(message, field="max_model_len")
     if max_model_len > spec.max_position:
         raise ConfigError(
             f"max_model_len={max_model_len} is beyond the {spec.max_position} tokens that the model was made for; lower it",
@@ -296,8 +298,9 @@ def _image_section(
             if value is not None:
                 raise ConfigError(f"{name} has an effect only with a model that takes pictures; leave it out", field=name)
         return None
-    if args.max_images is not None:
-        positive("max_images", args.max_images)
+    most = args.max_images
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
+        raise ConfigError(f"max_images must be a whole number (0: only text), got {most!r}", field="max_images")
     if args.image_cache_bytes is not None and args.image_cache_bytes < 0:
         raise ConfigError(f"image_cache_bytes={args.image_cache_bytes} must not be negative", field="image_cache_bytes")
     alone = "max_images=0 serves the model without pictures"
@@ -394,21 +397,6 @@ def _on_cpu(args: EngineArgs, device: DeviceInfo) -> bool:
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------
-
-
-def _check_values(args: EngineArgs) -> None:
-    """Each setting has the type it is declared with (a whole number does for a float), and is one of its choices."""
-    hints = get_type_hints(EngineArgs)
-    for declared in dataclasses.fields(args):
-        name, value, hint = declared.name, getattr(args, declared.name), hints[declared.name]
-        plain = tuple(get_origin(kind) or kind for kind in (get_args(hint) or (hint,)))
-        kinds = (str,) if get_origin(hint) is Literal else plain
-        fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
-        if not fits or (isinstance(value, bool) and bool not in kinds):
-            wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise ConfigError(f"{name} must be {wanted}, got {value!r}", field=name)
-        if choices := declared.metadata.get("choices"):
-            one_of(name, value, choices)
 
 
 def _computes_on_host(args: EngineArgs, device: DeviceInfo) -> bool:

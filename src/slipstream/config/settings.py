@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-from slipstream.arguments import likely_value, suggesting_init
+from slipstream.arguments import likely_value, suggesting_init, types_of, wrong_type
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence, longest_sequence
 from slipstream.spec.parallel import ONE_UNIT, Shard, Units
@@ -178,6 +178,20 @@ class EngineArgs:
     num_threads: int | None = setting(
         None, "CPU threads, always so many", unset="the fastest number, fewer while other programs take cores"
     )
+
+    def __post_init__(self) -> None:
+        """Paths become texts. Each setting has the type it is declared with (a whole number does for a float), and is one of
+        its choices: some are read before `resolve` looks at them."""
+        hints = types_of(EngineArgs)
+        for declared in dataclasses.fields(self):
+            name, value, hint = declared.name, getattr(self, declared.name), hints[declared.name]
+            if isinstance(value, Path) and not wrong_type("", hint):
+                value = str(value)
+                object.__setattr__(self, name, value)
+            if wanted := wrong_type(value, hint):
+                raise ConfigError(f"{name} must be {wanted}, got {value!r}", field=name)
+            if choices := declared.metadata.get("choices"):
+                one_of(name, value, choices)
 
 
 def num_ranks(args: EngineArgs) -> int:

@@ -145,7 +145,7 @@ class AsyncLLM:
             tokenizer = await asyncio.to_thread(load_tokenizer, args, description)
             engine = cls(args, description, tokenizer, source)
         except BaseException:
-            await link.end()
+            await link.end(at_once=True)
             raise
         await engine._core.adopt(link, progress)
         engine._core.watch()
@@ -262,7 +262,7 @@ class AsyncLLM:
         `detail` is OpenAI's: "low" reads it smaller."""
         self._input.prompts.check_pictures(1)
         assert self._input.pictures is not None
-        return await asyncio.wrap_future(self._input.pictures.submit(source, detail))  # type: ignore[arg-type]
+        return await asyncio.wrap_future(self._input.pictures.submit(source, detail))
 
     def _forget(self, request_id: str) -> None:
         """End a request that nobody waits for any more."""

@@ -122,7 +122,8 @@ class Link(ABC):
         self._look = None
         self._wake()
 
-    async def end(self) -> None:
+    async def end(self, *, at_once: bool = False) -> None:
+        """`at_once`: without waiting for what the core does."""
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.FD)
         if self._look is not None:
@@ -156,7 +157,7 @@ class ChildLink(Link):
             while not child.send(Start(args)) and child.process.poll() is None:
                 await asyncio.sleep(0.005)
         except BaseException:
-            await child.end()
+            await child.end(at_once=True)
             raise
         child._folder.remove()  # both ends are open: nobody looks for the socket's name again
         return child
@@ -165,18 +166,20 @@ class ChildLink(Link):
         code = self.process.poll()
         return None if code is None else EngineDeadError(f"the engine process {describe_exit(code)}")
 
-    async def end(self) -> None:
+    async def end(self, *, at_once: bool = False) -> None:
         """Ask the process to stop, wait, kill it if it does not, and remove the socket. If the caller is cancelled meanwhile,
-        the process is killed at once."""
+        or with `at_once`, the process is killed at once: one that starts reads no messages, and has nothing to finish."""
         assert self.process.stdin is not None
         try:
-            if self.process.poll() is None:
+            if at_once:
+                self.process.kill()
+            elif self.process.poll() is None:
                 self.send(Stop())
             await asyncio.to_thread(wait_or_kill, self.process, 5.0)
         finally:
             self.process.kill()  # nothing, if it has ended
             self.process.stdin.close()
-            await super().end()
+            await super().end(at_once=at_once)
             self._folder.remove()
 
 
@@ -236,9 +239,9 @@ class CoreClient:
                     raise message.as_error
             self.link, self.down_reason = link, ""
             self._owner.core_ready(message)
-        except BaseException:
+        except BaseException as error:
             self.link = None
-            await link.end()
+            await link.end(at_once=not isinstance(error, Exception))  # cancelled: the start is given up
             raise
 
     def watch(self) -> None:

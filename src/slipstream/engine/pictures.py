@@ -95,6 +95,14 @@ class PreparedPicture:
     pieces: tuple[Piece, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class DetailedPicture:
+    """A picture that is not prepared yet, with OpenAI's `detail`."""
+
+    source: Any
+    detail: str
+
+
 class PictureProcessor:
     """For the pictures of a model. Without Pillow text is served, a warning says so, and pictures are refused."""
 
@@ -109,7 +117,7 @@ class PictureProcessor:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def submit(self, source: Any, detail: Detail = "auto") -> Future[PreparedPicture]:
+    def submit(self, source: Any, detail: str = "auto") -> Future[PreparedPicture]:
         return self._pool.submit(self.prepare, source, detail)
 
     def prepare_all(self, sources: Sequence[Any]) -> list[PreparedPicture]:
@@ -122,8 +130,10 @@ class PictureProcessor:
                 if isinstance(x, Future):
                     x.cancel()
 
-    def prepare(self, source: Any, detail: Detail = "auto") -> PreparedPicture:
+    def prepare(self, source: Any, detail: str = "auto") -> PreparedPicture:
         """A picture's pieces. RequestError says what is wrong with it."""
+        if isinstance(source, DetailedPicture):
+            source, detail = source.source, source.detail
         if not self._has_pillow:
             raise RequestError(_NO_PILLOW, field="image")
         if detail not in get_args(Detail):
@@ -195,11 +205,14 @@ def opened(source: Any) -> Image:
             raise _bad(f"the file has {len(source)} bytes, more than {MAX_FILE_BYTES}")
         image = _decoded(bytes(source))
     else:
-        raise _bad(f"it must be a file's bytes, a PIL image or an array, got {type(source).__name__}")
+        hint = "; nothing is opened here, read the file" if isinstance(source, (str, os.PathLike)) else ""
+        raise _bad(f"it must be a file's bytes, a PIL image or an array, got {type(source).__name__}{hint}")
     _check_size(image)
     try:
         turned = ImageOps.exif_transpose(image)
         return _in_rgb(turned)
+    except RequestError:
+        raise
     except (OSError, ValueError, SyntaxError, ArithmeticError, MemoryError, EOFError) as error:
         raise _bad(f"it can't be read: {error}") from error
 
@@ -288,11 +301,8 @@ def without_pictures(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str,
                 case {"type": "text", "text": str()}:
                     parts.append(part)
                     continue
-                case {"type": "image_url", "image_url": {"url": str() as url}}:
-                    if url[:5].lower() != "data:":
-                        why = f"{where}: nothing is fetched here; give a data: URI or the picture"
-                        raise RequestError(why, field="messages")
-                    pictures.append(from_data_uri(url))
+                case {"type": "image_url", "image_url": str() | {"url": str()} as given}:
+                    pictures.append(_named(given, where))
                 case {"type": "image_pil", "image_pil": given} | {"type": "image", "image": given}:
                     pictures.append(given)
                 case _:
@@ -304,6 +314,18 @@ def without_pictures(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str,
             parts.append({"type": "image"})
         plain.append({**message, "content": parts})
     return plain, pictures
+
+
+def _named(given: str | dict[str, Any], where: str) -> Any:
+    """The picture of OpenAI's `image_url`, or of vLLM's short form: the URL alone."""
+    url, more = (given, {}) if isinstance(given, str) else (given["url"], {k: v for k, v in given.items() if k != "url"})
+    detail = more.pop("detail", None)
+    if more:
+        raise RequestError(f"{where}.image_url: unknown key {min(map(str, more))!r}; it has url and detail", field="messages")
+    if url[:5].lower() != "data:":
+        raise RequestError(f"{where}: nothing is fetched here; give a data: URI or the picture", field="messages")
+    data = from_data_uri(url)
+    return data if detail is None else DetailedPicture(data, detail)
 
 
 # --- Prompts ------------------------------------------------------------------------------------------------------------

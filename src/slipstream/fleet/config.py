@@ -26,6 +26,7 @@ from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.files import read_yaml
 from slipstream.fleet.router import Policy
+from slipstream.server.field_hints import allowed_values
 from slipstream.server.state import ServerSettings
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,99}$")]
@@ -331,7 +332,9 @@ def _wrong_model(models: dict[Any, object]) -> Any:
 
 
 def _plain(message: str, where: str) -> str:
-    """What msgspec says, and what an unknown field at `where` may have been meant to be."""
+    """What msgspec says, with the values of an enumeration, and what an unknown field at `where` may have been meant to be."""
+    if message.startswith("Invalid enum value"):
+        return message + allowed_values(Fleet, where)
     if (found := _UNKNOWN.fullmatch(message)) is None:
         return "the file is empty" if where == "fleet.yaml" and message.endswith("got `null`") else message
     known, told = _fields(), f"there is no field {found[1]!r}"

@@ -42,7 +42,7 @@ from slipstream.server.kserve import VERSION, Description
 from slipstream.server.limits import admitted, in_flight, read_prompt_body
 from slipstream.server.metrics import Metrics
 from slipstream.server.models import anthropic_card, anthropic_list
-from slipstream.server.replies import json_response
+from slipstream.server.replies import greeting, json_response
 from slipstream.server.state import ServerState
 from slipstream.server.status import page
 
@@ -139,6 +139,9 @@ class Door:
             answer = {"status": "healthy"}
         elif path == "/version":
             answer = {"version": __version__}
+        elif path == "/" and b"text/html" not in dict(scope["headers"]).get(b"accept", b""):
+            await Response(greeting(models), media_type="text/plain")(scope, receive, send)
+            return True
         elif path in ("/status", "/chat"):
             await Response(page(path[1:]), media_type="text/html")(scope, receive, send)
             return True

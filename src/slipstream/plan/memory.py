@@ -98,9 +98,14 @@ def block_bytes(spec: ModelSpec, block_size: int, dtype_bytes: int) -> int:
     return spec.block_bytes_per_token(dtype_bytes) * block_size
 
 
+MOST_BLOCKS = 2**22
+"""Each costs the host some 100 bytes. Only a toy of a model on a large device has room for more: 67 million tokens."""
+
+
 def plan_kv(*, budget_bytes: int, block_bytes: int) -> int:
-    """Whole blocks that fit in `budget_bytes`, the null block included; 0 if the budget is spent already."""
-    return max(0, budget_bytes) // block_bytes
+    """Whole blocks that fit in `budget_bytes`, the null block included, MOST_BLOCKS at most; 0 if the budget is spent
+    already."""
+    return min(MOST_BLOCKS, max(0, budget_bytes) // block_bytes)
 
 
 def scratch_blocks(config: EngineConfig) -> int:
@@ -276,7 +281,25 @@ def size_cache(
     if spec.is_encoder:
         num_blocks = min(num_blocks, scratch_blocks(config))
     num_blocks = agree(num_blocks)
-    config = config.with_memory_limits(num_blocks - 1, block)  # block 0 is the null block
+    try:
+        config = config.with_memory_limits(num_blocks - 1, block)  # block 0 is the null block
+    except OutOfMemoryError:
+        if num_blocks > 1 or config.origins["kv_cache_bytes"].source == "user":
+            raise
+        steps, seqs = config.scheduling.max_num_batched_tokens, config.scheduling.max_num_seqs
+        follows = config.origins["max_num_batched_tokens"].source != "user" and config.origins["max_num_seqs"].source == "user"
+        parts = [
+            (weights_bytes, "weights", ""),
+            (activation_bytes + graph_bytes, f"steps (max_num_batched_tokens={steps})", "max_num_batched_tokens"),
+            (rows_bytes, f"rows of sequences (max_num_seqs={seqs})", "max_num_seqs"),
+        ]
+        field = max(parts)[2]
+        if not field:
+            raise
+        field = "max_num_seqs" if follows else field
+        told = ", ".join(f"{size / 2**30:.2f} GiB for {what}" for size, what, _ in parts)
+        message = f"no memory is left for the KV cache: of {allowed / 2**30:.2f} GiB there are {told}; lower {field}"
+        raise OutOfMemoryError(message, field=field) from None
     return config, MemoryLedger(
         device=name,
         total_bytes=total_bytes,

@@ -18,7 +18,7 @@ import gc
 import heapq
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -41,6 +41,7 @@ from slipstream.plan.routing import Router, RouterName, make_router
 from slipstream.plan.sleeping import ANY_TOKEN, SleepingScheduler
 from slipstream.plan.step_cost import LABELS, Label, StepCost, StepShape, attention_pairs, worst
 from slipstream.plan.traffic import PREFIX_TOKENS, Traffic, TrafficRequest
+from slipstream.spec.cache import blocks_of_sequence
 from slipstream.types import EngineRequest, SamplingParams, StepPlan, StepResult, TokenOutput
 
 LABEL_EVERY = 64
@@ -49,6 +50,9 @@ LABEL_EVERY = 64
 LABEL_SHARE = 0.02
 """A label counts where so large a share of the steps has it."""
 
+
+MANY_BLOCKS = 2**17
+"""Caches of more are simulated with as many as the requests can hold."""
 
 APART_S = 0.0002
 """The users of a closed loop begin so far from each other, as a front end takes one request after the other (0.03 to 0.3 ms
@@ -385,11 +389,23 @@ def simulate(
     if not traffic.shares_prefixes:  # nothing can be found in the cache, and all its blocks are as good as free
         engine = replace(engine, cache=replace(engine.cache, enable_prefix_caching=False))
     exact = exact or engine.scheduling.target_itl_ms is not None or engine.drafts is not None
+    whole, engine = engine, with_blocks_for(engine, requests)
     replicas = [Replica(engine, requests, on_end, exact=exact) for _ in range(num_replicas)]
-    cached = engine.num_blocks * engine.cache.block_size // PREFIX_TOKENS
+    cached = whole.num_blocks * engine.cache.block_size // PREFIX_TOKENS
     with _no_garbage_collection():
         _run(replicas, arrivals, make_router(router, num_replicas, cached))
-    return _result(replicas, len(requests), objectives, time.process_time() - begin)
+    result = _result(replicas, len(requests), objectives, time.process_time() - begin)
+    return replace(result, peak_cache_usage=result.peak_cache_usage * (engine.num_blocks - 1) / max(1, whole.num_blocks - 1))
+
+
+def with_blocks_for(engine: SimulatedEngine, requests: Sequence[TrafficRequest]) -> SimulatedEngine:
+    """With no more blocks than all the requests could hold at once, where there are very many: each takes memory and time."""
+    if engine.num_blocks <= MANY_BLOCKS:
+        return engine
+    groups, size, step = engine.cache.groups, engine.cache.block_size, engine.scheduling.max_num_batched_tokens
+    lengths = Counter(min(r.input_tokens + r.output_tokens, engine.max_model_len) + size for r in requests)
+    most = 1 + sum(count * blocks_of_sequence(groups, length, size, step) for length, count in lengths.items())
+    return replace(engine, num_blocks=min(engine.num_blocks, max(MANY_BLOCKS, most)))
 
 
 def _run(replicas: Sequence[Replica], arrivals: list[tuple[float, int]], route: Router) -> None:

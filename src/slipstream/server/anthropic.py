@@ -10,6 +10,7 @@ A body becomes a chat, so everything holds that holds there. What differs:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -202,7 +203,21 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
             return "output_config.format.schema" if field.endswith(".json") else "output_config.format"
         if field.startswith("tools["):
             return field.replace(".function.parameters", ".input_schema")
+        if match := re.fullmatch(r"messages\[(\d+)]\.content\[(\d+)](\.image_url.*)?", field):
+            return self._place(int(match[1]), int(match[2])) + (".source" if match[3] else "")
         return _NAMES.get(field, field)
+
+    def _place(self, index: int, part: int) -> str:
+        """Where this body has a picture's message `index` and `part` of the chat."""
+        index -= bool(_text(self.system or "", "system"))
+        for i, message in enumerate(self.messages):
+            count = len(_messages(message, ""))
+            if index < count:
+                kinds = [bytes(p["type"]) for p in message.content if isinstance(p, dict)]
+                shown = [k for k, kind in enumerate(kinds) if kind in (b'"text"', b'"image"')]  # as the chat's message has
+                return f"messages[{i}].content[{shown[part]}]"
+            index -= count
+        return "messages"
 
     def chat(self, state: ServerState, **more: Any) -> ChatRequest:
         """The same as a chat."""
@@ -304,12 +319,12 @@ def _function(tool: AnthropicTool) -> FunctionSpec:
     return FunctionSpec(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
 
 
-def _parts(content: list[dict[str, Raw]], role: str, path: str) -> list[AnthropicPart]:
+def _parts(content: list[dict[str, Raw]], role: str, path: str, what: str = "") -> list[AnthropicPart]:
     known, found = _PARTS[role], []
     for i, part in enumerate(content):
         kind = known.get(bytes(part.get("type", b"")).decode(errors="replace").strip('"'))
         if kind is None:
-            message = f"a block of {role} is one of {', '.join(known)} here"
+            message = f"a block of {what or role} is one of {', '.join(known)} here"
             raise bad_request(message, f"{path}[{i}].type")
         made = decode(kind, msgspec.json.encode(part), f"{path}[{i}].")
         if isinstance(made, TextPart | ToolUsePart):
@@ -318,10 +333,11 @@ def _parts(content: list[dict[str, Raw]], role: str, path: str) -> list[Anthropi
     return found
 
 
-def _text(content: str | list[dict[str, Raw]], path: str) -> str:
+def _text(content: str | list[dict[str, Raw]], path: str, what: str = "") -> str:
+    """Of what has text alone: `system`, a tool's result."""
     if isinstance(content, str):
         return content
-    return "".join(part.text for part in _parts(content, "system", path) if isinstance(part, TextPart))
+    return "".join(part.text for part in _parts(content, "system", path, what) if isinstance(part, TextPart))
 
 
 def _messages(message: AnthropicMessage, path: str) -> list[Message]:
@@ -345,7 +361,7 @@ def _messages(message: AnthropicMessage, path: str) -> list[Message]:
             case ToolResultPart():
                 if parts:
                     raise bad_request("results of tools come before a message's text", f"{path}.content[{i}]")
-                result = _text(part.content, f"{path}.content[{i}].content")
+                result = _text(part.content, f"{path}.content[{i}].content", "a tool's result")
                 text = f"Error: {result}" if part.is_error else result
                 found.append(Message(role="tool", content=text, tool_call_id=part.tool_use_id))
     if parts or calls or not found:

@@ -49,7 +49,7 @@ from slipstream.server.models import Models
 from slipstream.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from slipstream.server.rates import RATE_HEADERS, SharedLimiter
 from slipstream.server.record import Observers, RequestLog
-from slipstream.server.replies import json_response
+from slipstream.server.replies import greeting, json_response
 from slipstream.server.sleep import Sleeping
 from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener
 from slipstream.server.status import StatusRoutes
@@ -120,8 +120,7 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
     async def root(request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):
             return RedirectResponse("docs")  # a browser
-        text = f"Slipstream {__version__} serves {', '.join(state.model_names)}: OpenAI's API at /v1, all of it at /docs\n"
-        return Response(text, media_type="text/plain")
+        return Response(greeting(state.model_names), media_type="text/plain")
 
     cors = Middleware(
         CORSMiddleware,

@@ -17,6 +17,7 @@ from slipstream.errors import RequestError
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
 from slipstream.server.beams import search
 from slipstream.server.context import shorten
+from slipstream.server.errors import bad_request
 from slipstream.server.generation import Answer, encode
 from slipstream.server.protocol import ChatRequest, message_dict, template_variables
 from slipstream.server.record import RequestRecord
@@ -169,6 +170,8 @@ async def prepare(
         assert max_tokens is not None, "the body is checked"
         beams, sampling = search(body, max_tokens)
         prompt = await prompt_of(state, body)
+        if prompt.pictures:
+            raise bad_request("use_beam_search takes no pictures; leave one of them out", "use_beam_search")
         reading = reading_of(state, body, prompt.tokens, prompt.template)
         made = answer(reading, state, body, [TokensPrompt(prompt_token_ids=prompt.tokens)], sampling, record, beams)
         made.more_usage = {} if prompt.told is None else {"prompt_compression": prompt.told}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from html import escape
 from typing import Any
 
@@ -11,6 +12,7 @@ h2 { font-size: 1rem; margin: 2rem 0 .5rem; border-top: 1px solid #8884; padding
 code { font-family: ui-monospace, monospace; }
 table { border-collapse: collapse; width: 100%; }
 td { border-bottom: 1px solid #8882; padding: .2rem .6rem .2rem 0; vertical-align: top; }
+h2, td { overflow-wrap: anywhere; } td:first-child { width: 40%; }
 .verb { display: inline-block; min-width: 3.5rem; color: #2563eb; }
 :root { color-scheme: light dark; }
 """
@@ -27,8 +29,9 @@ def page(document: dict[str, Any]) -> str:
     ]
     title = f"{escape(document['info']['title'])} {escape(document['info']['version'])}"
     key = "<p>Every request needs the header <code>Authorization: Bearer KEY</code>.</p>" if document["security"] else ""
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+        f'<!doctype html><html lang="en">{head}<title>{title}</title><style>{_STYLE}</style>'
         f'<h1>{title}</h1><p>The same for programs: <a href="openapi.json">openapi.json</a>.</p>{key}{"".join(parts)}</html>'
     )
 
@@ -60,7 +63,7 @@ def _type(schema: dict[str, Any]) -> str:
         name = escape(schema["$ref"].rsplit("/", 1)[1])
         return f'<a href="#{name}"><code>{name}</code></a>'
     if "enum" in schema:
-        return ", ".join(f"<code>{escape(repr(value))}</code>" for value in schema["enum"])
+        return ", ".join(f"<code>{escape(json.dumps(value))}</code>" for value in schema["enum"])
     if "anyOf" in schema:
         return " or ".join(map(_type, schema["anyOf"]))
     kind = schema.get("type", "anything")

@@ -166,7 +166,11 @@ class Door:
         return self.about.is_ready
 
     def _model_ready(self, asked: Any) -> dict[str, Any]:
-        return {"ready": self.is_ready(self.name_of(asked.name, asked.version))}
+        """As Triton says it: a model that is not there is not ready."""
+        try:
+            return {"ready": self.is_ready(self.name_of(asked.name, asked.version))}
+        except ApiError:
+            return {"ready": False}
 
     def _config(self, asked: Any) -> dict[str, Any]:
         config = self.about.config(self.name_of(asked.name, asked.version))

@@ -28,7 +28,8 @@ T = TypeVar("T", bound=Struct)
 async def read_body(scope: Scope, receive: Receive, settings: ServerSettings) -> bytes:
     """The whole body, or 413 as soon as it is known to be too long, or 408 if it does not come in time."""
     limit = settings.max_body_bytes
-    too_long = ApiError(413, f"the body is longer than the {limit} bytes this server takes", code="request_too_large")
+    why = f"the body is longer than the {limit} bytes this server takes (--max-body-bytes)"
+    too_long = ApiError(413, why, code="request_too_large")
     length = Headers(scope=scope).get("content-length", "0")
     if not length.isdecimal():
         raise bad_request("content-length is not a number")

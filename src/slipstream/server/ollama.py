@@ -43,8 +43,10 @@ from slipstream.server.protocol import (
     Pooled,
     Stop,
     decode,
+    picture_part,
     refuse_unless_off,
     register,
+    text_part,
 )
 from slipstream.server.record import RequestRecord
 from slipstream.server.replies import json_response, utc_time
@@ -132,7 +134,7 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
             **found,
         }
 
-    def chat(self, state: ServerState, messages: list[dict[str, str]]) -> ChatRequest:
+    def chat(self, state: ServerState, messages: list[dict[str, Any]]) -> ChatRequest:
         fields = {**self.shared(state), **self.response_format(), **self.thinking(state)}
         if not messages:
             return ChatRequest(model=fields["model"], messages=[])
@@ -175,13 +177,12 @@ def _checked(kind: type[T], **fields: Any) -> T:
 class OllamaMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     role: str
     content: str | None = None
-    images: Raw = OFF
+    images: list[str] | None = None
     tool_calls: Raw = OFF
     tool_name: Raw = OFF
     thinking: str | None = None
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
-        "images": (b"null", b"[]"),
         "tool_calls": (b"null", b"[]"),
         "tool_name": (b"null", b'""'),
     }
@@ -197,8 +198,19 @@ class OllamaChatRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True):
         refuse_unless_off(self, {"tools": (b"null", b"[]")})
         for i, message in enumerate(self.messages):
             refuse_unless_off(message, message.off, f"messages[{i}].")
-        said = [{"role": m.role, "content": m.content, "reasoning_content": m.thinking or None} for m in self.messages]
+        said = [
+            {"role": m.role, "content": _content(m.content, m.images), "reasoning_content": m.thinking or None}
+            for m in self.messages
+        ]
         return self.chat(state, [{k: v for k, v in message.items() if v is not None} for message in said])
+
+
+def _content(text: str | None, images: list[str] | None) -> str | list[dict[str, Raw]] | None:
+    """A message's content as a chat has it. Pictures stand before the text; a file says itself which format it has."""
+    if not images:
+        return text
+    parts = [picture_part(f"data:image/png;base64,{image}", None) for image in images]
+    return [*parts, text_part(text)] if text else parts
 
 
 class OllamaGenerateRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True):
@@ -211,26 +223,26 @@ class OllamaGenerateRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True
     suffix: Raw = OFF
     template: Raw = OFF
     context: Raw = OFF
-    images: Raw = OFF
+    images: list[str] | None = None
 
     no_more: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "suffix": (b"null", b'""'),
         "template": (b"null", b'""'),
         "context": (b"null", b"[]"),
-        "images": (b"null", b"[]"),
     }
 
     def translated(self, state: ServerState) -> Generation:
         refuse_unless_off(self, self.no_more)
         tokenizer = state.engine.tokenizer
         if self.raw or tokenizer is None or tokenizer.chat_template is None:
-            if self.system or self.response_format() or self.think:
-                field = "system" if self.system else "think" if self.think else "format"
+            if self.system or self.images or self.response_format() or self.think:
+                field = "system" if self.system else "images" if self.images else "think" if self.think else "format"
                 raise bad_request(f"{field} needs a chat template; this is a prompt as it is", field)
             body = CompletionRequest(model=known_name(state, self.model), prompt=[])
             return _checked(CompletionRequest, prompt=self.prompt, **self.shared(state)) if self.prompt else body
-        said = {"system": self.system, "user": self.prompt} if self.prompt else {}
-        return self.chat(state, [{"role": role, "content": text} for role, text in said.items() if text])
+        user = _content(self.prompt, self.images)
+        said = {"system": self.system, "user": user} if user else {}
+        return self.chat(state, [{"role": role, "content": content} for role, content in said.items() if content])
 
 
 class OllamaEmbedRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -429,7 +441,7 @@ class _About:
                 f"{kind}.embedding_length": spec.hidden_size,
                 f"{kind}.block_count": len(spec.layers),
             },
-            "capabilities": (["completion"] + ["thinking"] * reasons(state, template)) if spec.generates else ["embedding"],
+            "capabilities": _capabilities(state, template),
             "modified_at": utc_time(state.created),
         }
         return json_response(answer)
@@ -451,6 +463,13 @@ class _About:
             "parameter_size": f"{description.spec.num_parameters / 1e6:.1f}M",
             "quantization_level": description.scheme or description.gguf_type or description.dtype,
         }
+
+
+def _capabilities(state: ServerState, template: str) -> list[str]:
+    spec = state.engine.description.spec
+    if not spec.generates:
+        return ["embedding"]
+    return ["completion"] + ["vision"] * (spec.vision is not None) + ["thinking"] * reasons(state, template)
 
 
 def routes(state: ServerState) -> list[Route]:

@@ -233,11 +233,11 @@ class PicturePart:
 
 class ImageUrl(Struct, forbid_unknown_fields=True, kw_only=True):
     url: str
-    detail: Literal["auto", "low", "high"] = "auto"
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class ImagePart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
-    image_url: ImageUrl
+    image_url: ImageUrl | str  # the URL alone is vLLM's short form
 
 
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -257,6 +257,8 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions"""
+
+    OTHER_NAMES: ClassVar[dict[str, str]] = {"mm_processor_kwargs": "the detail of an image_url"}  # vLLM's
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     compress_prompt: PromptCompression | None = None
@@ -429,7 +431,8 @@ def _part(part: dict[str, Raw], path: str, with_pictures: bool) -> str | Picture
     kind = bytes(part.get("type", b"null"))
     if kind == b'"image_url"' and with_pictures:
         image = decode(ImagePart, msgspec.json.encode(part), path + ".").image_url
-        return PicturePart(image.url, image.detail, f"{path}.image_url")
+        image = ImageUrl(url=image) if isinstance(image, str) else image
+        return PicturePart(image.url, image.detail or "auto", f"{path}.image_url")
     if kind != b'"text"':
         known = "text and image_url are" if with_pictures else "only text is"
         raise bad_request(f"content part of type {_shorten(kind)}: {known} supported", path)

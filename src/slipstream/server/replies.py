@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,9 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
+from slipstream import __version__
 from slipstream.server.errors import bad_request
 
 JSON_HEADERS = ((b"content-type", b"application/json"),)
+
+
+def greeting(names: Iterable[str]) -> str:
+    """What `/` says to who is no browser."""
+    return f"Slipstream {__version__} serves {', '.join(names)}: OpenAI's API at /v1, all of it at /docs\n"
 
 
 def json_response(value: Any) -> Response:

@@ -365,7 +365,9 @@ def _parts(content: str | list[dict[str, Raw]], path: str) -> str | list[dict[st
         if bytes(part.get("type", b"")) == b'"input_image"':
             image = decode(ItemImage, msgspec.json.encode(part), f"{path}[{i}].")
             if image.image_url is None:
-                raise bad_request("files are not kept: send the picture as image_url", f"{path}[{i}].image_url")
+                if image.file_id is not None:
+                    raise bad_request("files are not kept: send the picture as image_url", f"{path}[{i}].file_id")
+                raise bad_request("send the picture, as a data: URI", f"{path}[{i}].image_url")
             found.append(picture_part(image.image_url, image.detail))
         else:
             found.append(text_part(_text([part], path)))

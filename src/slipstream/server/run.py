@@ -248,7 +248,8 @@ def configure_logging(settings: ServerSettings, **more: object) -> None:
     """Log lines of the server to standard error, each with `more`; called by the command, never by the library."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter(json=settings.log_format == "json", more=more))
-    for name, level in (("slipstream", logging.INFO), ("uvicorn", logging.WARNING)):
+    others = ("uvicorn", "asyncio", "opentelemetry")
+    for name, level in (("slipstream", logging.INFO), *((name, logging.WARNING) for name in others)):
         target = logging.getLogger(name)
         target.handlers, target.propagate = [handler], False
         target.setLevel(level)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from slipstream.arguments import suggesting_init
+from slipstream.arguments import suggesting_init, types_of, wrong_type
 from slipstream.config import EngineConfig
 from slipstream.engine.tools import Formats
 from slipstream.errors import ConfigError
@@ -217,6 +217,9 @@ class ServerSettings:
             if not ok:
                 raise ConfigError(f"{name} must be {need}, got {getattr(self, name)!r}", field=name)
 
+        for name, hint in types_of(ServerSettings).items():
+            if wanted := wrong_type(getattr(self, name), hint):
+                require(False, name, wanted)
         require(0 <= self.port <= 65535, "port", "from 0 (any free one) to 65535")
         require(self.grpc_port is None or 0 <= self.grpc_port <= 65535, "grpc_port", "from 0 (any free one) to 65535")
         if self.grpc_port and self.grpc_port == self.port:

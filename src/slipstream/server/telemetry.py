@@ -64,6 +64,9 @@ class Telemetry:
         if url.scheme not in ("http", "https") or not url.netloc:
             message = f"{endpoint!r} is no URL of an OTLP receiver, such as http://127.0.0.1:4318"
             raise ConfigError(message, field="otlp_endpoint")
+        if url.path.rstrip("/").endswith(("/v1/traces", "/v1/metrics")):
+            message = f"{endpoint!r}: leave out /v1/…, which is put behind it for traces and for metrics"
+            raise ConfigError(message, field="otlp_endpoint")
         base = endpoint.rstrip("/")
         how: dict[str, Any] = {"timeout": _TIMEOUT_S, "compression": Compression.Gzip}
         resource = Resource({"service.name": "slipstream", "service.version": __version__})

@@ -32,18 +32,10 @@ _MAX_CHARS_PER_TOKEN = 128
 """A text longer than this per token of context cannot fit, and is refused before time is spent on it."""
 
 
-async def chat_tokens(
-    state: ServerState, messages: list[Message], /, *, add_generation_prompt: bool = True, **given: Any
-) -> list[int]:
-    """The tokens of a prompt without pictures. `given` is as of `template_tokens`."""
-    plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    return await template_tokens(state, plain, add_generation_prompt=add_generation_prompt, **given)
-
-
 async def pictured_tokens(
     state: ServerState, messages: list[Message], /, *, add_generation_prompt: bool = True, **given: Any
 ) -> tuple[list[int], list[PreparedPicture]]:
-    """The prompt's tokens, with all placeholders of its pictures, and these."""
+    """The prompt's tokens, with all placeholders of its pictures, and these. `given` is as of `template_tokens`."""
     parts = list[PicturePart]()
     plain = [message_dict(message, f"messages[{i}]", parts) for i, message in enumerate(messages)]
     pictures = await read_pictures(state, parts)
@@ -133,9 +125,8 @@ class Tokens:
             )
         else:
             tokenizer = _tokenizer(state, "messages")
-            tokens = await chat_tokens(
-                state, body.messages, add_generation_prompt=body.add_generation_prompt is not False
-            )
+            begins = body.add_generation_prompt is not False
+            tokens, _ = await pictured_tokens(state, body.messages, add_generation_prompt=begins)
         strings = [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
         limit = state.engine.config.model.max_model_len
         answer = {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}

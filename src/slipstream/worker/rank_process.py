@@ -192,6 +192,11 @@ def join_executor(words: list[str]) -> int:
     parser.add_argument("--world-size", type=int, help="refuse to be one of another number of ranks")
     parser.add_argument("--wait-s", type=float, default=JOIN_S, help=f"seconds to try to reach it (default: {JOIN_S:.0f})")
     args = parser.parse_args(words)
+    for name, least in (("local_rank", 0), ("world_size", 2)):
+        if (value := getattr(args, name)) is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} must be {least} or more, got {value}")
+    if not args.wait_s > 0:
+        parser.error(f"--wait-s must be above 0, got {args.wait_s:g}")
     try:
         link = join(args.join, Join(__version__, args.local_rank, args.world_size), wait_s=args.wait_s)
     except SlipstreamError as error:
@@ -205,7 +210,7 @@ def join_executor(words: list[str]) -> int:
 
 def main() -> int:
     bound_spinning()
-    if not sys.argv[1].isdecimal():
+    if not sys.argv[1:2] or not sys.argv[1].isdecimal():
         logging.basicConfig(format="%(levelname)s: %(message)s")
         code = join_executor(sys.argv[1:])
         sys.stderr.flush()
