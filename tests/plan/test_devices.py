@@ -81,6 +81,13 @@ def test_steps_that_no_graph_holds_are_launched_op_by_op():
     assert fp8.with_settings(enforce_eager=True).simulated.most_captured < 0
 
 
+def test_ranks_have_graphs_of_long_steps():
+    one, two = (planned(kv_cache_dtype="fp8", num_gpus=n).simulated for n in (1, 2))
+    assert (one.most_captured, two.most_captured) == (4096, 8192)
+    assert one.padded(0, 7000, 1) == (0, 7000)
+    assert two.padded(0, 7000, 1) == (0, 7168)
+
+
 @pytest.mark.parametrize("device", list(known_devices()))
 def test_more_work_takes_longer_on_every_device(device):
     cost = planned("llama-3-8b", device, kv_cache_bytes=None if known_devices()[device].is_gpu else 2**30).analytic
