@@ -6,7 +6,15 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig, ParallelConfig, SpeculationConfig, resolve
+from slipstream.config import (
+    DTYPE_BYTES,
+    DeviceInfo,
+    EngineArgs,
+    EngineConfig,
+    ParallelConfig,
+    SpeculationConfig,
+    resolve,
+)
 from slipstream.errors import ConfigError
 from slipstream.hub import resolve_model
 from slipstream.plan.analytic import AnalyticCost, launch_s
