@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.platform import peer_copies, platform_of
+from slipstream.platform import Group, peer_copies, platform_of
 from slipstream.platform.peer_copies import (
     FROM_TOKENS,
     LAST_TOKENS,
@@ -129,6 +130,36 @@ def test_only_two_ranks_that_share_memory_copy(caplog, monkeypatch):
 
     assert as_threads(2, fails) == [None, None]
     assert "beside products: another rank has no memory to share" in caplog.text
+
+
+@pytest.mark.parametrize("step", ["empty", "rendezvous"])
+def test_memory_that_one_rank_cant_share_no_rank_shares(monkeypatch, step):
+    """Else one of them would wait for the other's next call."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    failing = threading.local()
+
+    def fake(name, found):
+        def call(*args, **kwargs):
+            if name == step and failing.now:
+                raise RuntimeError("no memory is left")
+            return found(*args, **kwargs)
+
+        monkeypatch.setattr(symmetric, name, call)
+
+    fake("empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
+    fake("rendezvous", lambda own, name: "mapped")
+
+    def run(threads):
+        group = Group(threads.rank, threads.size, PLATFORM.device, SimpleNamespace(group_name="x"))
+        group.least, failing.now = threads.least, threads.rank == 1
+        with pytest.raises(RuntimeError) as caught:
+            group.share_tensor((4,), torch.float32)
+        failing.now = False
+        assert torch.equal(group.share_tensor((4,), torch.float32)[0], torch.zeros(4))
+        return str(caught.value)
+
+    assert as_threads(2, run) == ["another rank has no memory to share", "no memory is left"]
 
 
 @pytest.mark.parametrize("size", [3, 4])

@@ -181,7 +181,8 @@ class StepGraphs(Graphs, Forward):
             if is_first or (self._verifies and size in VERIFIED_ROWS):
                 self._decode_graph(size)
         mixed = FIRST_MIXED + (FIRST_VERIFIED if self._verifies else ())
-        if self.prompt_sizes and self.prompt_sizes[-1] > MIXED_TOKENS and self.forwards.decoder.partition is not None:
+        partition = self.forwards.decoder.partition
+        if self.prompt_sizes and self.prompt_sizes[-1] > MIXED_TOKENS and partition is not None and partition.group.size > 1:
             mixed = FIRST_LONG + mixed
         for most in mixed if self.prompt_sizes else ():
             fits = zip((self.decode_sizes, self.prompt_sizes), most, strict=True)
