@@ -60,15 +60,15 @@ def shared_by(group, signals):
     return share_tensor
 
 
-@given(num_tokens=st.integers(FROM_TOKENS, 40_000), whole_experts=st.booleans())
-def test_pieces_are_all_tokens_in_order(num_tokens, whole_experts):
-    pieces = cut(num_tokens, whole_experts)
+@given(num_tokens=st.integers(FROM_TOKENS, 40_000), is_mixture=st.booleans())
+def test_pieces_are_all_tokens_in_order(num_tokens, is_mixture):
+    pieces = cut(num_tokens, is_mixture)
     assert [p.start for p in pieces] == [0, *(p.stop for p in pieces[:-1])]
     assert pieces[-1].stop == num_tokens
     sizes = [p.stop - p.start for p in pieces]
     assert len(sizes) > 1
     assert all(n % TILE == 0 for n in sizes[:-1])
-    if whole_experts:
+    if is_mixture:
         assert len(sizes) == 2
         assert sizes[0] - sizes[1] < 2 * TILE
     else:
