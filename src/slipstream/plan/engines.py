@@ -21,7 +21,7 @@ from slipstream.plan.analytic import AnalyticCost, launch_s
 from slipstream.plan.devices import Hardware, find_device, known_devices
 from slipstream.plan.drafts import Acceptance, Drafts
 from slipstream.plan.estimate import bytes_by_part, config_of_draft, estimate, held_weights_bytes, this_device
-from slipstream.plan.graph_sizes import mixed_prompts, padding
+from slipstream.plan.graph_sizes import padding
 from slipstream.plan.memory import MemoryLedger
 from slipstream.plan.offload import estimate_offload
 from slipstream.plan.operators import products
@@ -88,7 +88,6 @@ class PlannedEngine:
             cost=cost,
             run_ahead=None if is_gpu else RUN_AHEAD if threads > 1 else 0,
             padded=padding(of_ranks, spec) if has_graphs else None,
-            most_captured=max([0, *mixed_prompts(of_ranks, spec)]) if has_graphs else -1,
             drafts=self.drafts,
         )
 
