@@ -23,7 +23,7 @@ MIXED_TOKENS = 4096
 LONG_TOKENS = 8192
 """The same for mixtures and for a layer's ranks. Their layers have more kernels, and a token multiplies only by the experts
 that it chose, or by a rank's part of the weights. On an H200 8,192 tokens of Qwen3-30B-A3B in FP8 take 68 ms, and the host
-launches them in 80; those of Llama-3-8B over two H200s take 55, and are launched in 80 to 100."""
+launches them in 80; those of Llama-3-8B over two H200s take 63, and are launched in 80 to 100."""
 
 GRAPH_BYTES = 4 * 2**20
 """The driver's own memory for one graph of some three hundred launches: 0 to 4 MiB on an H200 beside activations."""

@@ -83,7 +83,7 @@ In (64, 1024) such a step takes some 2 ms longer on an H200."""
 
 FIRST_LONG = ((1024, 7680), (512, 8192), (256, 8192), (64, 8192))
 """Where a layer's ranks have longer graphs: those of steps of 8,192 tokens, with 3 % of padding on average. Op by op such a
-step of Llama-3-8B takes 80 to 100 ms over two H200s, and 55 in a graph."""
+step of Llama-3-8B takes 80 to 100 ms over two H200s, and 63 in a graph."""
 
 MOST_PADDING = 2**33
 """Tokens of padding in a mixed step, times the square of the model's width. On an H200 they take half as long as what running
