@@ -60,7 +60,7 @@ PROMPTS = (32, 64, 128, 192, 256, 512, 1024)
 
 def padded(num_decodes, num_tokens, num_prompts, *, by_rows=False):
     if num_tokens > PROMPTS[-1]:
-        return num_decodes, num_tokens
+        return None
     return -(-num_decodes // 32) * 32, next((n for n in PROMPTS if n >= num_tokens), 0) if num_tokens else 0
 
 
@@ -113,7 +113,9 @@ def test_budgets_are_sane_whatever_was_measured(steps, target, position, age, si
     fits = pace.prompt_tokens(10, [], position, age)
     largest = max((tokens for _, tokens, _, _ in steps), default=0)
     if sizes is not None:  # a step counts with its padding, and takes as much as its graph holds
-        largest = padded(1, max(64, 2 * padded(1, largest, 1)[1]), 1)[1]
+        for least, times in ((0, 1), (64, 2)):
+            most = max(least, times * largest)
+            largest = (padded(1, most, 1) or (1, most))[1]
     assert (age >= PATIENCE_S) <= fits <= max(MIN_CHUNK, 2 * largest)
     assert fits == pace.prompt_tokens(10, [], position, age)
 
@@ -213,7 +215,7 @@ def test_beyond_the_graphs_and_without_any():
     large = paced(padded, 0.09)
     assert 3000 < large.prompt_tokens(40, [], 0, 0.0) < 6000
     assert {size for _, size in large.cost._sizes} <= set(PROMPTS)
-    none = paced(lambda num_decodes, num_tokens, num_prompts: (num_decodes, num_tokens), 0.02)
+    none = paced(lambda num_decodes, num_tokens, num_prompts: None, 0.02)
     assert 600 < none.prompt_tokens(40, [], 0, 0.0) < 900
     assert not none.cost._sizes
 

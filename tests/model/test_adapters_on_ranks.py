@@ -101,6 +101,20 @@ def test_a_rank_refuses_what_another_has(tmp_path):
         layout.read(tmp_path / "lora", torch.float32)
 
 
+def test_all_ranks_know_the_same_parts(tmp_path):
+    """Also a rank whose heads are all zeros: graphs are captured anew when a part is new, and
+    ranks that don't capture at the same time wait for each other for ever."""
+    hf = tiny_models.build(tmp_path / "base", "llama", hidden_size=72, num_attention_heads=9, num_key_value_heads=3)
+    adapters.write(hf, tmp_path / "lora", modules=["layers.1.self_attn.q_proj", "layers.1.self_attn.v_proj"])
+
+    def parts(model):
+        layout = Layout(model.description, model.decoder, RANK, model.decoder.partition.shard)
+        return "layers.1.attention.qkv.weight" in layout.places, layout.read(tmp_path / "lora", torch.float32).parts
+
+    wanted = frozenset({("attention.qkv", 0), ("attention.qkv", 2)})
+    assert on_ranks(tmp_path / "base", parts, size=4) == [(True, wanted)] * 3 + [(False, wanted)]
+
+
 def test_an_adapter_without_anything_for_a_stage(tmp_path):
     hf = tiny_models.build(tmp_path / "base", "llama")
     adapters.write(hf, tmp_path / "lora", modules=["layers.1.mlp.down_proj"])

@@ -72,6 +72,7 @@ def test_sums_beside_products(tmp_path, family, kernels):
         return logits, model.decoder.partition.group.beside.log
 
     plain = family not in ("gemma2", "gptj")
+    assert {layer.is_plain for layer in read_spec(tmp_path).spec.layers} == {plain}
     for found, log in on_ranks(tmp_path, work, kernels=kernels, piece=3):
         close(found, wanted)
         assert bool(log) == plain

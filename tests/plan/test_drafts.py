@@ -17,6 +17,7 @@ from slipstream.errors import ConfigError
 from slipstream.plan.devices import find_device
 from slipstream.plan.drafts import Acceptance, Drafts, DraftSteps, SimulatedSpeculation, drawn, parse_acceptance
 from slipstream.plan.engines import plan_engine, this_hardware
+from slipstream.plan.estimate import estimate
 from slipstream.plan.simulate import simulate
 from slipstream.plan.step_cost import MeasuredStep, StepShape, fit_steps, read_table
 from slipstream.plan.traffic import of_lengths
@@ -173,6 +174,26 @@ def test_a_plan_with_a_draft_model_has_as_many_blocks_as_the_engine(tmp_path, bl
     assert planned.config.origins["max_model_len"].source == "memory", "it was lowered in both"
     cost = planned.drafts.cost
     assert (cost.dtype, cost.spec.num_layers) == ("float32", 1)
+
+
+def test_each_of_the_gpus_that_share_a_model_has_the_draft_model_whole():
+    description, h200 = read_spec(FOLDER), find_device("h200")
+    base = EngineArgs(model=str(FOLDER), quantization="fp8")
+    drafted = dataclasses.replace(base, speculative_model=str(FOLDER), num_speculative_tokens=2)
+
+    def ledger(num_gpus, args):
+        return plan_engine(args, description, h200, num_gpus=num_gpus, acceptance=Acceptance(rates=(0.9,))).ledger
+
+    def of_draft(num_gpus):
+        with_model, alone = ledger(num_gpus, drafted), ledger(num_gpus, base)
+        return with_model.weights_bytes - alone.weights_bytes, with_model.block_bytes - alone.block_bytes
+
+    weights, block = of_draft(1)
+    assert of_draft(2) == (2 * weights, 2 * block)
+    of_ranks = dataclasses.replace(drafted, tensor_parallel_size=2)  # one rank's
+    own = [estimate(args, description, h200.device_info(), draft=draft)[1].weights_bytes
+           for args, draft in ((of_ranks, description), (dataclasses.replace(base, tensor_parallel_size=2), None))]
+    assert own[0] - own[1] == weights
 
 
 def test_ended_requests_leave_nothing_in_a_long_simulation():

@@ -79,10 +79,15 @@ def test_a_step_that_no_graph_holds_takes_as_long_as_its_launch():
     """And the host does nothing else meanwhile: a token that is there waits for the launch of the next step. A step that takes
     longer hides it."""
     given = engine(Linear(HostCost(launch_s=0.025)), run_ahead=None)
-    for most_captured, ttft_s, tpot_s in ((64, 0.020, 0.011), (9, 0.025, 0.011), (10, 0.020, 0.011), (-1, 0.050, 0.175 / 8)):
-        (record,) = simulate(dataclasses.replace(given, most_captured=most_captured), traffic((0.0, 10, 9))).records
-        assert (record.ttft_s, record.tpot_s) == (pytest.approx(ttft_s), pytest.approx(tpot_s)), most_captured
-    (record,) = simulate(dataclasses.replace(given, most_captured=9), traffic((0.0, 16, 1))).records
+
+    def captured(most):
+        padded = lambda decodes, prompt, prompts: None if prompt > most else (decodes, prompt)
+        return given if most is None else dataclasses.replace(given, padded=padded)
+
+    for most, ttft_s, tpot_s in ((64, 0.020, 0.011), (9, 0.025, 0.011), (10, 0.020, 0.011), (None, 0.050, 0.175 / 8)):
+        (record,) = simulate(captured(most), traffic((0.0, 10, 9))).records
+        assert (record.ttft_s, record.tpot_s) == (pytest.approx(ttft_s), pytest.approx(tpot_s)), most
+    (record,) = simulate(captured(9), traffic((0.0, 16, 1))).records
     assert record.ttft_s == pytest.approx(0.026)
 
 

@@ -53,7 +53,29 @@ def test_what_one_rank_cant_read_no_rank_has(llm, made, monkeypatch):
     monkeypatch.setattr(executor, "_broadcast", told.append)
     with pytest.raises(AdapterError, match="its disk is gone"):
         executor.load_adapter(LoRARequest("a", 40, "somewhere"), tuple)
-    assert told == [UnloadAdapter(40)]
+    assert told[-1] == UnloadAdapter(40)
+
+
+def test_ranks_are_not_asked_about_an_adapter_that_they_have(llm, made, monkeypatch):
+    """A request of such a one waits for no rank: a step that is being launched would hold it up."""
+    check(llm, made, [(1, 0)])
+    executor, asked = llm.core.executor, []
+    version, ask = executor.load_adapter(adapter(made, 1), tuple), executor._ask
+    monkeypatch.setattr(executor, "_ask", lambda question, *count: asked.append(question) or ask(question, *count))
+    assert executor.load_adapter(adapter(made, 1), tuple) == version
+    check(llm, made, [(1, 0), (1, 2)])
+    assert not asked
+    check(llm, made, [(2, 0), (3, 0)])
+    assert 3 in [question.request.id for question in asked]
+    assert llm.stats().adapters.num_on_host == 2
+
+
+def test_the_version_of_files_on_several_hosts_is_that_of_all(llm, monkeypatch):
+    executor = llm.core.executor
+    for order in (("b", "a"), ("a", "b")):
+        monkeypatch.setattr(executor, "_ask", lambda question, count, order=order: [Answer(version=v) for v in order])
+        assert executor.load_adapter(LoRARequest("x", 50, "somewhere"), tuple) == "a,b"
+        executor.unload_adapter(50)
 
 
 def test_what_the_start_refuses(made, tmp_path):

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.platform import peer_copies, platform_of
+from slipstream.platform import Group, peer_copies, platform_of
 from slipstream.platform.peer_copies import (
     FROM_TOKENS,
     LAST_TOKENS,
@@ -59,15 +60,15 @@ def shared_by(group, signals):
     return share_tensor
 
 
-@given(num_tokens=st.integers(FROM_TOKENS, 40_000), whole_experts=st.booleans())
-def test_pieces_are_all_tokens_in_order(num_tokens, whole_experts):
-    pieces = cut(num_tokens, whole_experts)
+@given(num_tokens=st.integers(FROM_TOKENS, 40_000), is_mixture=st.booleans())
+def test_pieces_are_all_tokens_in_order(num_tokens, is_mixture):
+    pieces = cut(num_tokens, is_mixture)
     assert [p.start for p in pieces] == [0, *(p.stop for p in pieces[:-1])]
     assert pieces[-1].stop == num_tokens
     sizes = [p.stop - p.start for p in pieces]
     assert len(sizes) > 1
     assert all(n % TILE == 0 for n in sizes[:-1])
-    if whole_experts:
+    if is_mixture:
         assert len(sizes) == 2
         assert sizes[0] - sizes[1] < 2 * TILE
     else:
@@ -129,6 +130,36 @@ def test_only_two_ranks_that_share_memory_copy(caplog, monkeypatch):
 
     assert as_threads(2, fails) == [None, None]
     assert "beside products: another rank has no memory to share" in caplog.text
+
+
+@pytest.mark.parametrize("step", ["empty", "rendezvous"])
+def test_memory_that_one_rank_cant_share_no_rank_shares(monkeypatch, step):
+    """Else one of them would wait for the other's next call."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    failing = threading.local()
+
+    def fake(name, found):
+        def call(*args, **kwargs):
+            if name == step and failing.now:
+                raise RuntimeError("no memory is left")
+            return found(*args, **kwargs)
+
+        monkeypatch.setattr(symmetric, name, call)
+
+    fake("empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
+    fake("rendezvous", lambda own, name: "mapped")
+
+    def run(threads):
+        group = Group(threads.rank, threads.size, PLATFORM.device, SimpleNamespace(group_name="x"))
+        group.least, failing.now = threads.least, threads.rank == 1
+        with pytest.raises(RuntimeError) as caught:
+            group.share_tensor((4,), torch.float32)
+        failing.now = False
+        assert torch.equal(group.share_tensor((4,), torch.float32)[0], torch.zeros(4))
+        return str(caught.value)
+
+    assert as_threads(2, run) == ["another rank has no memory to share", "no memory is left"]
 
 
 @pytest.mark.parametrize("size", [3, 4])

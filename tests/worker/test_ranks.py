@@ -204,6 +204,11 @@ def test_no_rank_outlives_a_process_that_is_killed(tiny_model):
         ({"pipeline_parallel_size": 2, "pipeline_layers": "1,x"}, "pipeline_layers", "2 numbers above 0"),
         ({"sequence_parallel": True}, "sequence_parallel", "only with tensor_parallel_size"),
         ({"tensor_parallel_size": 2, "deterministic": True}, "deterministic", "deterministic"),
+        (
+            {"tensor_parallel_size": 2, "local_ranks": 1, "rank_address": "127.0.0.1:1", "speculative_model": "draft"},
+            "rank_address",
+            "drafts of a model.*ranks of one host",
+        ),
     ],
     ids=str,
 )

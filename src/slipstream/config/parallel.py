@@ -63,6 +63,11 @@ def parallel_section(
             f"method {speculation.method!r} of speculation does not run over stages; use 'ngram' or 'suffix' with {field}",
             field=field,
         )
+    if speculation is not None and speculation.by_model and args.local_ranks is not None:
+        raise ConfigError(  # other CPUs, or other tables of tiles, round otherwise, and each rank goes by its own drafts
+            "rank_address: drafts of a model are for ranks of one host, which all propose the same; use 'ngram' or 'suffix'",
+            field="rank_address",
+        )
     if args.cpu_layers is not None:
         own = int(args.cpu_layers)
         return ParallelConfig(stages=(own, model.spec.num_layers - own), on_host=True)

@@ -131,8 +131,8 @@ class StepSize:
         guesses = sum(s.num_tokens for s in longer if s.num_sampled == s.num_tokens)
         attention = sum(s.num_tokens * (s.num_computed_tokens + s.num_tokens / 2) for s in prompts)
         num_decodes, num_tokens = num_decodes + guesses, sum(s.num_tokens for s in prompts)
-        if padded is not None:
-            num_decodes, num_tokens = padded(num_decodes, num_tokens, len(prompts))
+        if padded is not None and (in_graph := padded(num_decodes, num_tokens, len(prompts))) is not None:
+            num_decodes, num_tokens = in_graph
         return cls(num_decodes, num_tokens, attention)
 
     @property
@@ -269,7 +269,8 @@ class Pace:
         """Whether it is a graph's size, which steps with fewer tokens have as well."""
         if self._padded is None or step.num_tokens < 2:
             return False
-        return self._padded(step.num_decodes, step.num_tokens - 1, 1)[1] == step.num_tokens
+        fewer = self._padded(step.num_decodes, step.num_tokens - 1, 1)
+        return fewer is not None and fewer[1] == step.num_tokens
 
     def _graph_within(
         self, padded: Padding, step: StepSize, most_s: float, computed: int, most: int
@@ -278,10 +279,9 @@ class Pace:
         that is predicted to take `most_s`; and of the smallest. 0: there is none."""
         fits = least = size = 0
         while size < most:
-            num_decodes, larger = padded(step.num_decodes, size + 1, 1)
-            if larger == size + 1:  # beyond the graphs: it runs op by op
+            if (larger := padded(step.num_decodes, size + 1, 1)) is None:
                 break
-            size = larger
+            num_decodes, size = larger
             least = least or size
             if self.cost.predict(StepSize(num_decodes, size, size * (computed + size / 2)), untried=UNTRIED) <= most_s:
                 fits = size

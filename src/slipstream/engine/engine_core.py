@@ -455,7 +455,7 @@ class EngineCore:
         times = self.executor.warm_up()
         if isinstance(self.scheduler, Scheduler) and self.scheduler.speculation is not None:
             padded = padding(self.config, self.description.spec)
-            self.scheduler.speculation.costs.expect(times, lambda rows: sum(padded(0, rows, 1, by_rows=True)))
+            self.scheduler.speculation.costs.expect(times, lambda rows: sum(padded(0, rows, 1, by_rows=True) or (rows,)))
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.executor.capture_next():
             pass

@@ -66,13 +66,15 @@ def adapted_products(decoder: Decoder) -> dict[str, Linear]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a product's numbers stand in a slot. `starts` are its parts' first rows."""
+    """Where a product's numbers stand in a slot. `starts` are its parts' first rows, and `numbers` say which of the whole
+    product's parts they are."""
 
     stem: str  # of the product in its layer
     linear: Linear
     inner: int
     out: int
     starts: tuple[int, ...]
+    numbers: tuple[int, ...]
     begin: int  # of `down` in the slot; `up` follows it
 
 
@@ -82,7 +84,9 @@ class HostAdapter:
 
     numbers: Tensor  # pinned where copies to the device are asynchronous
     spans: tuple[slice, ...]
-    parts: frozenset[tuple[str, int]]  # stems of products, and their parts
+    parts: frozenset[tuple[str, int]]
+    """Stems of products, and the numbers of their parts, that it has weights for: on whatever rank, so all ranks know the
+    same."""
 
     def copy_to(self, slot: Tensor) -> None:
         """Into `slot` [slot_size], on the stream of the step."""
@@ -99,7 +103,6 @@ class _Piece:
     """A tensor of a checkpoint, and where it stands in a slot: rows of `columns` numbers, zeros behind the tensor's own."""
 
     name: str
-    part: tuple[str, int]
     begin: int
     columns: int
     value: Tensor
@@ -134,20 +137,25 @@ class Layout:
             for place in self.names.values()
             if place.target in shapes and (own := self._part_of(place, cut.get(place.target))) is not None
         }
-        parts = dict[str, set[int]]()
+        starts = dict[str, set[int]]()
+        for place in self.names.values():
+            starts.setdefault(place.target, set()).add(place.start)
+        self._numbers = {
+            (target, start): number for target, found in starts.items() for number, start in enumerate(sorted(found))
+        }
+        parts = dict[str, dict[int, int]]()  # numbers by the first rows here
         for place, own in self._own.items():
-            parts.setdefault(place.target, set()).add(own.start)
+            parts.setdefault(place.target, {})[own.start] = self._numbers[place.target, place.start]
         self.places: dict[str, Place] = {}
         end = 0
         for name, linear in adapted_products(decoder).items():
             if name not in parts:  # this rank has nothing of it but zeros
                 continue
             out, inner = shapes[name]
-            starts, match = tuple(sorted(parts[name])), _LAYER.fullmatch(name)
-            assert match is not None
-            self.places[name] = Place(match[1], linear, inner, out, starts, end)
+            own_starts, numbers = zip(*sorted(parts[name].items()), strict=True)
+            self.places[name] = Place(_stem(name), linear, inner, out, own_starts, numbers, end)
             # Triton reads 16 bytes at a time only where 16 divides the distance of slots.
-            end += -(-(len(starts) * inner + out) * max_rank // 16) * 16
+            end += -(-(len(own_starts) * inner + out) * max_rank // 16) * 16
         self.slot_size = end
 
     def weights(self, slots: Tensor, place: Place, live: Collection[tuple[str, int]] | None = None) -> LoRAWeights:
@@ -156,7 +164,7 @@ class Layout:
         middle = place.begin + num * rank * place.inner
         down = slots[:, place.begin : middle].unflatten(1, (num * rank, place.inner))
         up = slots[:, middle : middle + place.out * rank].unflatten(1, (place.out, rank))
-        parts = tuple(p for p in range(num) if live is None or (place.stem, p) in live)
+        parts = tuple(p for p, number in enumerate(place.numbers) if live is None or (place.stem, number) in live)
         return LoRAWeights(down, up, place.starts, parts)
 
     def read(self, folder: Path, dtype: torch.dtype, *, pinned: bool = False) -> HostAdapter:
@@ -166,12 +174,13 @@ class Layout:
             if config.most_ranks > self.max_rank:
                 message = f"the adapter has rank {config.most_ranks} and max_lora_rank is {self.max_rank}; start with more"
                 raise AdapterError(message, field="max_lora_rank")
-            return self._filled(self._read(folder, config), dtype, pinned)
+            return self._filled(*self._read(folder, config), dtype, pinned)
         except (CheckpointError, UnsupportedModelError) as error:
             raise AdapterError(error.message, field=error.field) from error
 
-    def _read(self, folder: Path, config: AdapterConfig) -> list[_Piece]:
-        found, sides = list[_Piece](), set[tuple[str, str]]()
+    def _read(self, folder: Path, config: AdapterConfig) -> tuple[list[_Piece], frozenset[tuple[str, int]]]:
+        """What is here of it, and `HostAdapter.parts`."""
+        found, sides, parts = list[_Piece](), set[tuple[str, str]](), set[tuple[str, int]]()
         for name, value in _tensors(folder):
             match = _TENSOR.fullmatch(name)
             if match is None:
@@ -188,6 +197,7 @@ class Layout:
                     field=name,
                 )
             sides.add((module, side))
+            parts.add((_stem(part.target), self._numbers[part.target, part.start]))
             own, place = self._own.get(part), self.places.get(part.target)
             if own is None or place is None:
                 continue  # another rank has it
@@ -199,16 +209,18 @@ class Layout:
                 begin, columns = place.begin + len(place.starts) * self.max_rank * place.inner, self.max_rank
                 begin += own.start * self.max_rank
                 value = part_of(_reordered(value, part), own.rows or ((0, num_rows),), None).float() * config.scale_of(module)
-            found.append(_Piece(name, (place.stem, number), begin, columns, value))
+            found.append(_Piece(name, begin, columns, value))
         for module, side in sides:
             other = "B" if side == "A" else "A"
             if (module, other) not in sides:
                 raise AdapterError(f"the adapter has lora_{side} of {module}, and lacks its lora_{other}", field=module)
         if not sides:
             raise AdapterError(f"{folder / WEIGHTS_NAME} holds no tensors", field=WEIGHTS_NAME)
-        return sorted(found, key=lambda piece: piece.begin)
+        return sorted(found, key=lambda piece: piece.begin), frozenset(parts)
 
-    def _filled(self, pieces: list[_Piece], dtype: torch.dtype, pinned: bool) -> HostAdapter:
+    def _filled(
+        self, pieces: list[_Piece], parts: frozenset[tuple[str, int]], dtype: torch.dtype, pinned: bool
+    ) -> HostAdapter:
         numbers = torch.empty(sum(p.size for p in pieces), dtype=dtype, pin_memory=pinned)
         spans, at = list[slice](), 0
         for piece in pieces:
@@ -223,7 +235,7 @@ class Layout:
             ends = itertools.accumulate(p.size for p in pieces)
             name = next(p.name for p, end in zip(pieces, ends, strict=True) if not _are_finite(numbers[end - p.size : end]))
             raise AdapterError(f"the adapter's tensor {name!r} holds numbers that are not finite", field=name)
-        return HostAdapter(numbers, tuple(spans), frozenset(p.part for p in pieces))
+        return HostAdapter(numbers, tuple(spans), parts)
 
     def _part_of(self, place: Placement, cut: Cut | None) -> _Own | None:
         """This rank's of a part of a product; None: it has nothing of it."""
@@ -236,7 +248,7 @@ class Layout:
         """The part of a product that a module's adapter belongs to."""
         key = canonical(f"{module}.weight", self.description.family.prefixes, self.names)
         part = None if key is None else self.names[key]
-        if part is not None and _can_adapt(part.target) and part.copies is None:
+        if part is not None and _stem(part.target) in _STEMS and part.copies is None:
             assert part.transform is None or isinstance(part.transform, Transpose | Ungroup | Unpermute | Swap)
             return part
         if part is None:
@@ -252,9 +264,10 @@ class Layout:
         raise AdapterError(f"the adapter has {name!r}: {why}", field=module)
 
 
-def _can_adapt(name: str) -> bool:
+def _stem(name: str) -> str:
+    """Of a product of a layer; empty: it is none."""
     match = _LAYER.fullmatch(name)
-    return match is not None and match[1] in _STEMS
+    return "" if match is None else match[1]
 
 
 def _reordered(up: Tensor, part: Placement) -> Tensor:

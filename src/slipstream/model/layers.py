@@ -27,7 +27,6 @@ from slipstream.spec.model import (
     MoESpec,
     ParallelBlock,
     PostNormBlock,
-    SequentialBlock,
 )
 from slipstream.spec.parallel import Shard
 from slipstream.spec.scheme import InputFormat
@@ -308,13 +307,11 @@ class Layer:
 
     def _pieces(self, ops: OpSet, pending: Pending) -> Sequence[slice]:
         """Those of `_in_pieces`; none: the layer is not one for it, or the step is too short."""
-        ranks, block = self.attention_ranks, self.spec.block
-        is_plain = isinstance(block, SequentialBlock) and set(self.norms) == {"pre_attention", "pre_mlp"}
-        if ranks is None or ranks is not self.mlp_ranks or not is_plain or self.spec.residual_scale != 1.0:
+        ranks = self.attention_ranks
+        if ranks is None or ranks is not self.mlp_ranks or self.shares_tokens or isinstance(pending, Part | Pair):
             return ()
-        if self.shares_tokens or self.cross is not None or isinstance(pending, Part | Pair):
-            return ()
-        return pending.pieces if isinstance(pending, Arriving) else ops.pieces(pending, ranks)
+        pieces = pending.pieces if isinstance(pending, Arriving) else ops.pieces(pending, ranks)
+        return pieces if pieces and self.spec.is_plain else ()
 
     def _in_pieces(
         self,
@@ -336,6 +333,7 @@ class Layer:
         for i, rows in enumerate(pieces):
             part = residual[rows]
             x, _ = ops.norm_arriving(sums[i : i + 1], self.norms["pre_mlp"], residual=part, inputs=self.mlp.inputs)
+            # In the place of attention's, whose memory is given back.
             sums[i] = begin(self._fed(ops, x, kv, meta.of_tokens(rows)), place=1, index=i, rows=rows)
         return Arriving(sums, pieces), residual
 

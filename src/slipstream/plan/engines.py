@@ -6,14 +6,22 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig, SpeculationConfig, resolve
+from slipstream.config import (
+    DTYPE_BYTES,
+    DeviceInfo,
+    EngineArgs,
+    EngineConfig,
+    ParallelConfig,
+    SpeculationConfig,
+    resolve,
+)
 from slipstream.errors import ConfigError
 from slipstream.hub import resolve_model
 from slipstream.plan.analytic import AnalyticCost, launch_s
 from slipstream.plan.devices import Hardware, find_device, known_devices
 from slipstream.plan.drafts import Acceptance, Drafts
 from slipstream.plan.estimate import bytes_by_part, config_of_draft, estimate, held_weights_bytes, this_device
-from slipstream.plan.graph_sizes import mixed_prompts, padding
+from slipstream.plan.graph_sizes import padding
 from slipstream.plan.memory import MemoryLedger
 from slipstream.plan.offload import estimate_offload
 from slipstream.plan.operators import products
@@ -70,7 +78,8 @@ class PlannedEngine:
                 else ScaledTable(table=self.table, one=self.analytic.on(1), several=self.analytic)
             )
         is_gpu, threads = self.hardware.is_gpu, self.config.device.num_threads
-        has_graphs = is_gpu and not self.config.device.enforce_eager
+        has_graphs, spec = is_gpu and not self.config.device.enforce_eager, self.description.spec
+        of_ranks = dataclasses.replace(self.config, parallel=ParallelConfig(tensor=self.num_gpus))
         return SimulatedEngine(
             scheduling=self.config.scheduling,
             cache=self.config.cache,
@@ -78,8 +87,7 @@ class PlannedEngine:
             num_blocks=self.ledger.num_blocks,
             cost=cost,
             run_ahead=None if is_gpu else RUN_AHEAD if threads > 1 else 0,
-            padded=padding(self.config, self.description.spec) if has_graphs else None,
-            most_captured=max([0, *mixed_prompts(self.config, self.description.spec)]) if has_graphs else -1,
+            padded=padding(of_ranks, spec) if has_graphs else None,
             drafts=self.drafts,
         )
 
@@ -171,7 +179,7 @@ def plan_engine(
     info = info or hardware.device_info()
     draft = _draft_model(args, resolve(args, description, info).speculation, acceptance)
     all_gpus = dataclasses.replace(info, memory_bytes=info.memory_bytes * num_gpus, free_bytes=info.free_bytes * num_gpus)
-    config, ledger = estimate(args, description, all_gpus, with_steps=True, draft=draft)
+    config, ledger = estimate(args, description, all_gpus, with_steps=True, draft=draft, draft_copies=num_gpus)
     drafts = None
     if config.speculation is not None:
         assert acceptance is not None

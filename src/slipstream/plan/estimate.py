@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig, held_products, resolve
+from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig, ParallelConfig, held_products, resolve
 from slipstream.errors import ConfigError
 from slipstream.plan.graph_sizes import graph_bytes, model_chain_bytes
 from slipstream.plan.hardware import available_cores, cpu_name, gpus, host_memory
@@ -80,11 +80,12 @@ def estimate(
     *,
     with_steps: bool = False,
     draft: ModelDescription | None = None,
+    draft_copies: int = 1,
 ) -> tuple[EngineConfig, MemoryLedger]:
     """Settings and ledger that an engine would have on a device, by default this machine's, as far as they can be known without
     starting one; of several ranks, rank 0's. `with_steps`: with an estimate of what a GPU's activations, graphs and rows
-    take, which an engine measures. `draft`: the model of the settings' drafts, whose weights and keys and values count, too.
-    ConfigError if it can't be."""
+    take, which an engine measures. `draft`: the model of the settings' drafts, whose weights and keys and values count, too;
+    `draft_copies` times, if `info` is several devices that share the model. ConfigError if it can't be."""
     info = info or this_device(args.device)
     config = resolve(args, description, info)
     spec = split_spec(description.spec, largest_shard(config, description))
@@ -93,8 +94,8 @@ def estimate(
     if draft is not None:
         check_draft_model(draft.spec, spec, config.model.max_model_len)
         own = config_of_draft(config)
-        weights += held_weights_bytes(own, draft)
-        block += block_bytes(draft.spec, own.cache.block_size, DTYPE_BYTES[own.cache.dtype])
+        weights += draft_copies * held_weights_bytes(own, draft)
+        block += draft_copies * block_bytes(draft.spec, own.cache.block_size, DTYPE_BYTES[own.cache.dtype])
     activations, graphs, rows = _of_steps(config, description) if with_steps and info.is_cuda else (0, 0, 0)
     if draft is not None and graphs:
         graphs += model_chain_bytes(config, draft.spec, DTYPE_BYTES[config.model.dtype])
@@ -115,10 +116,12 @@ def estimate(
 
 
 def config_of_draft(config: EngineConfig) -> EngineConfig:
-    """The settings by which an engine holds its draft model: the type and the blocks are those of the model."""
+    """The settings by which an engine holds its draft model: the type and the blocks are those of the model. A rank has it
+    whole."""
     assert config.speculation is not None
     model = dataclasses.replace(config.model, quantization=config.speculation.quantization)
-    return dataclasses.replace(config, model=model, cache=dataclasses.replace(config.cache, dtype=config.model.dtype))
+    cache = dataclasses.replace(config.cache, dtype=config.model.dtype)
+    return dataclasses.replace(config, model=model, cache=cache, parallel=ParallelConfig())
 
 
 def held_weights_bytes(config: EngineConfig, description: ModelDescription, shard: Shard | None = None) -> int:

@@ -23,7 +23,7 @@ MIXED_TOKENS = 4096
 LONG_TOKENS = 8192
 """The same for mixtures and for a layer's ranks. Their layers have more kernels, and a token multiplies only by the experts
 that it chose, or by a rank's part of the weights. On an H200 8,192 tokens of Qwen3-30B-A3B in FP8 take 68 ms, and the host
-launches them in 80; those of Llama-3-8B over two H200s take 55, and are launched in 80 to 100."""
+launches them in 80; those of Llama-3-8B over two H200s take 63, and are launched in 80 to 100."""
 
 GRAPH_BYTES = 4 * 2**20
 """The driver's own memory for one graph of some three hundred launches: 0 to 4 MiB on an H200 beside activations."""
@@ -146,9 +146,9 @@ def model_chain_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int)
 class Padding(Protocol):
     def __call__(
         self, num_decodes: int, num_prompt_tokens: int, num_prompts: int, *, by_rows: bool = False
-    ) -> tuple[int, int]:
-        """The decodes and prompt tokens that a step computes in its graph, or those given where no graph holds it. `by_rows`:
-        the prompts are sequences with drafts, which run in a decode graph with a row for each token if one has so many."""
+    ) -> tuple[int, int] | None:
+        """The decodes and prompt tokens that a step computes in its graph; None: no graph holds it. `by_rows`: the prompts are
+        sequences with drafts, which run in a decode graph with a row for each token if one has so many."""
 
 
 def padding(config: EngineConfig, spec: ModelSpec) -> Padding:
@@ -156,13 +156,15 @@ def padding(config: EngineConfig, spec: ModelSpec) -> Padding:
     sizes, decode_sizes = decode_rows(config), mixed_decodes(config.scheduling.max_num_seqs)
     prompt_sizes, room = mixed_prompts(config, spec), mixed_sequences(config, spec)
 
-    def padded(num_decodes: int, num_prompt_tokens: int, num_prompts: int, *, by_rows: bool = False) -> tuple[int, int]:
+    def padded(
+        num_decodes: int, num_prompt_tokens: int, num_prompts: int, *, by_rows: bool = False
+    ) -> tuple[int, int] | None:
         rows = num_decodes + num_prompt_tokens
         if (by_rows or not num_prompt_tokens) and rows <= sizes[-1]:
             return sizes[bisect_left(sizes, rows)], 0
         beyond = not prompt_sizes or num_prompt_tokens > prompt_sizes[-1] or num_prompts >= room
         if beyond or num_decodes > decode_sizes[-1]:
-            return num_decodes, num_prompt_tokens
+            return None
         decodes = decode_sizes[bisect_left(decode_sizes, num_decodes)]
         return decodes, prompt_sizes[bisect_left(prompt_sizes, num_prompt_tokens)]
 

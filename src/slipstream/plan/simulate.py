@@ -65,8 +65,8 @@ class SimulatedEngine:
 
     `run_ahead`: the most sequences of a step of decodes that runs while the host goes on; None: every step does (GPU). `padded`
     gives the (decodes, prompt tokens) that a step of so many decodes, prompt tokens and prompts computes, where graphs have
-    fixed sizes. `most_captured`: a step of more prompt tokens runs in no graph (−1: any step), and its operators are launched
-    one by one. `drafts`: how many are right, and what they cost; None: there are none.
+    fixed sizes. The operators of a step that no graph holds are launched one by one. `drafts`: how many are right, and what
+    they cost; None: there are none.
     """
 
     scheduling: SchedulingConfig
@@ -76,7 +76,6 @@ class SimulatedEngine:
     cost: StepCost
     run_ahead: int | None = None
     padded: Padding | None = None
-    most_captured: int = -1
     drafts: Drafts | None = None
 
 
@@ -224,17 +223,17 @@ class Replica:
             self._note_preempted(plan)
         shape = self._shape(plan)
         engine, cost = self.engine, self.engine.cost
-        padded = shape
+        padded, in_graph = shape, None
         if engine.padded is not None:
             if shape.num_drafts:  # beside prompts, sequences with drafts are a graph's prompts, too
                 alone = sum(s.num_tokens == 1 for s in plan.scheduled)
                 others = len(plan.scheduled) - alone
-                prompt_tokens = shape.num_tokens - alone
-                by_rows = not shape.num_prompts
-                room = sum(engine.padded(alone, prompt_tokens, others, by_rows=by_rows)) - shape.num_tokens
+                in_graph = engine.padded(alone, shape.num_tokens - alone, others, by_rows=not shape.num_prompts)
+                room = 0 if in_graph is None else sum(in_graph) - shape.num_tokens
                 padded = shape._replace(num_prompt_tokens=shape.num_prompt_tokens + room)
             else:
-                decodes, prompt = engine.padded(shape.num_decodes, shape.num_prompt_tokens, shape.num_prompts)
+                in_graph = engine.padded(shape.num_decodes, shape.num_prompt_tokens, shape.num_prompts)
+                decodes, prompt = in_graph or (shape.num_decodes, shape.num_prompt_tokens)
                 padded = shape._replace(num_decodes=decodes, num_prompt_tokens=prompt)
         seconds, host = cost.seconds(padded), cost.host.seconds(shape.num_decodes + shape.num_prompts)
         label = cost.label(padded) if plan.step_id % LABEL_EVERY == 1 else None
@@ -246,7 +245,7 @@ class Replica:
         self.busy_s += seconds
         self.num_decodes += shape.num_decodes
         self.num_prompt_tokens += shape.num_prompt_tokens
-        launch_s = cost.host.launch_s if shape.num_prompt_tokens > engine.most_captured else 0.0
+        launch_s = 0.0 if in_graph else cost.host.launch_s
         begin = max(self.now, self.device_free)
         self.device_free = max(begin + seconds, self.now + launch_s)
         ahead = engine.run_ahead is None or (not shape.num_prompts and shape.num_decodes <= engine.run_ahead)

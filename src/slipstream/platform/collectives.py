@@ -171,15 +171,19 @@ class Group:
         handle = self._handle or dist.group.WORLD
         assert handle is not None
         own: Tensor | None = None
-        why = "another rank has no memory to share"
+        mapped, why = None, "another rank has no memory to share"
         try:
             own = symmetric.empty(shape, dtype=dtype, device=self.device).zero_()
         except RuntimeError as error:
             why = first_line(error)
         if not self.least(own is not None)[0] or own is None:
             raise RuntimeError(why)
-        mapped = symmetric.rendezvous(own, handle.group_name)
-        self.least(0)  # all have it
+        try:
+            mapped = symmetric.rendezvous(own, handle.group_name)
+        except RuntimeError as error:
+            why = first_line(error)
+        if not self.least(mapped is not None)[0]:
+            raise RuntimeError(why)
         return own, mapped
 
     def reduce_scatter(self, x: Tensor) -> Tensor:

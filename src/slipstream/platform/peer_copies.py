@@ -36,20 +36,20 @@ TEST_TOKENS = 3000
 _logger = logging.getLogger("slipstream.engine")
 
 
-def cut(num_tokens: int, whole_experts: bool) -> tuple[slice, ...]:
-    """The pieces of a step's tokens. `whole_experts`: two halves, since each piece reads all of a mixture's experts."""
-    if whole_experts:
+def cut(num_tokens: int, is_mixture: bool) -> tuple[slice, ...]:
+    """The pieces of a step's tokens. `is_mixture`: two halves, since each piece reads all of a mixture's experts."""
+    if is_mixture:
         each = -(-num_tokens // (2 * TILE)) * TILE
     else:
         each = min(PIECE_TOKENS, (num_tokens - LAST_TOKENS) // TILE * TILE)
     ends = list(range(each, num_tokens, each))
-    if ends and num_tokens - ends[-1] < LAST_TOKENS and not whole_experts:
+    if ends and num_tokens - ends[-1] < LAST_TOKENS and not is_mixture:
         ends[-1] -= LAST_TOKENS
     return tuple(map(slice, [0, *ends], [*ends, num_tokens]))
 
 
 @dataclass(frozen=True, slots=True)
-class Arriving:
+class CopiedSum:
     """`platform.SumBeside`. `own`: this rank's part; `other`: where the other's arrives."""
 
     own: Tensor
@@ -67,26 +67,26 @@ class Arriving:
 
 class PeerCopies:
     """`platform.SumsBeside` of the two ranks of `group`, for steps of up to `most_tokens` tokens, whose rows have `size`
-    numbers. `whole_experts`: see `cut`. Every rank makes the same calls in the same order."""
+    numbers. `is_mixture`: see `cut`. Every rank makes the same calls in the same order."""
 
     def __init__(
-        self, group: Group, queue: CopyQueue, most_tokens: int, size: int, dtype: torch.dtype, whole_experts: bool = False
+        self, group: Group, queue: CopyQueue, most_tokens: int, size: int, dtype: torch.dtype, is_mixture: bool = False
     ) -> None:
         assert group.size == 2
-        self.group, self._queue, self._peer, self._whole_experts = group, queue, 1 - group.rank, whole_experts
+        self.group, self._queue, self._peer, self._is_mixture = group, queue, 1 - group.rank, is_mixture
         self.shape, self.dtype = (2, most_tokens, size), dtype
         self._own, self._handle = group.share_tensor(self.shape, dtype)
         self._there = self._handle.get_buffer(self._peer, self.shape, dtype)
 
     def pieces(self, num_tokens: int) -> tuple[slice, ...]:
-        return cut(num_tokens, self._whole_experts) if FROM_TOKENS <= num_tokens <= self.shape[1] else ()
+        return cut(num_tokens, self._is_mixture) if FROM_TOKENS <= num_tokens <= self.shape[1] else ()
 
-    def begin(self, x: Tensor, *, place: int, index: int, rows: slice) -> Arriving:
+    def begin(self, x: Tensor, *, place: int, index: int, rows: slice) -> CopiedSum:
         x, channel = x.contiguous(), 2 * index + place
         with self._queue.behind():
             self._there[place, rows].copy_(x)
             self._handle.put_signal(self._peer, channel)
-        return Arriving(x, self._own[place, rows], self._queue.record(), self, channel)
+        return CopiedSum(x, self._own[place, rows], self._queue.record(), self, channel)
 
     def wait(self, channel: int) -> None:
         """What is queued from now on runs once the other's rows are here."""
@@ -94,14 +94,14 @@ class PeerCopies:
 
 
 def try_peer_copies(
-    group: Group, platform: Platform, most_tokens: int, size: int, dtype: torch.dtype, whole_experts: bool = False
+    group: Group, platform: Platform, most_tokens: int, size: int, dtype: torch.dtype, is_mixture: bool = False
 ) -> None:
     """Have `group` sum long steps beside their products from now on, if it is of two ranks that write to each other's memory,
     and if they get what the library gets."""
     if group.size != 2 or group.sums is None or most_tokens < FROM_TOKENS:
         return
     try:
-        copies = PeerCopies(group, platform.copy_queue(), most_tokens, size, dtype, whole_experts)
+        copies = PeerCopies(group, platform.copy_queue(), most_tokens, size, dtype, is_mixture)
     except RuntimeError as error:
         _logger.warning("sums do not go on beside products: %s", first_line(error))
         return
@@ -122,7 +122,7 @@ def agrees(copies: PeerCopies, platform: Platform) -> bool:
     def sums() -> Tensor:
         made = []
         for i, x in enumerate(given):
-            pieces = cut(len(x), whole_experts=False)
+            pieces = cut(len(x), is_mixture=False)
             begun = [copies.begin(x[p], place=i % 2, index=j, rows=p) for j, p in enumerate(pieces)]
             made.append(torch.cat([torch.add(*one.parts()) for one in begun]))
         return torch.stack(made)

@@ -327,6 +327,13 @@ class LayerSpec:
         """The norms that the block has, by name."""
         return {name: norm for name, norm in self.block.norms.items() if norm is not None}
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether what attention and the MLP give goes into the next norm, with the residual and nothing else done to it: so it
+        is in most models."""
+        of_block = isinstance(self.block, SequentialBlock) and self.norms.keys() == {"pre_attention", "pre_mlp"}
+        return of_block and self.residual_scale == 1.0 and self.cross is None
+
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
         """The shape of every parameter, in the order of computation."""
         found: dict[str, Shape] = {}

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from slipstream.config import LoRASettings
-from slipstream.errors import AdapterError, EngineOverloadedError
 from slipstream.kernels.adapters import LoRAWeights
 from slipstream.model.adapters import ALONE, HostAdapter, Layout
 from slipstream.model.decoder import Decoder
@@ -26,13 +24,7 @@ from slipstream.spec.description import ModelDescription
 from slipstream.spec.parallel import Shard
 from slipstream.stats import AdapterStats
 from slipstream.types import LoRARequest
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    request: LoRARequest
-    adapter: HostAdapter
-    version: str  # of its files
+from slipstream.worker.adapter_places import AdapterPlaces
 
 
 class Adapters:
@@ -46,7 +38,8 @@ class Adapters:
         device = decoder.device
         self._platform = platform_of(device)
         self._slots = torch.zeros(settings.max_loras, self.layout.slot_size, dtype=decoder.dtype, device=device)
-        self._host: OrderedDict[int, Loaded] = OrderedDict()  # by id, the least recently used first
+        self._places = AdapterPlaces(settings.max_cpu_loras)
+        self._host: dict[int, HostAdapter] = {}  # by id
         self._placed: OrderedDict[int, int] = OrderedDict()  # id → slot, the least recently used first
         self._free = list(range(settings.max_loras - 1, -1, -1))
         self._num_reads = self._num_placements = 0
@@ -63,27 +56,16 @@ class Adapters:
     def load(self, request: LoRARequest, keep: Callable[[], Collection[int]] = tuple) -> str:
         """Have the adapter in the host's memory; its files' version. `keep` gives the ids that must stay. AdapterError: it
         can't be read, or the id is another's. EngineOverloadedError: all that are there must stay."""
-        known = self._host.get(request.id)
-        if known is not None:
-            if known.request.path != request.path:
-                message = f"id {request.id} is the adapter {known.request.name!r} of {known.request.path}; take another id"
-                raise AdapterError(message, field="id")
-            self._host.move_to_end(request.id)
-            return known.version
-        if len(self._host) >= self.settings.max_cpu_loras:
-            kept = keep()
-            victim = next((i for i in self._host if i not in kept), None)
-            if victim is None:
-                raise EngineOverloadedError(
-                    f"requests need {len(self._host)} other adapters, as many as max_cpu_loras allows; try again later, or "
-                    "start with more"
-                )
+        if (known := self._places.use(request)) is not None:
+            return known
+        if (victim := self._places.giving_way(keep)) is not None:
             self.unload(victim)
         folder = Path(request.path)
         version = _version(folder)
         adapter = self.layout.read(folder, self._slots.dtype, pinned=self._platform.is_asynchronous)
         self._num_reads += 1
-        self._host[request.id] = Loaded(request, adapter, version)
+        self._host[request.id] = adapter
+        self._places.add(request, version)
         if not adapter.parts <= self.parts:
             self.parts |= adapter.parts
             found = [(p.linear, self.layout.weights(self._slots, p, self.parts)) for p in self.layout.places.values()]
@@ -92,6 +74,7 @@ class Adapters:
 
     def unload(self, adapter_id: int) -> None:
         """Forget it. No request may need it. An unknown id is nothing to do."""
+        self._places.forget(adapter_id)
         self._host.pop(adapter_id, None)
         if (slot := self._placed.pop(adapter_id, None)) is not None:
             self._free.append(slot)
@@ -104,11 +87,11 @@ class Adapters:
             if slot is None:
                 slot = self._free.pop() if self._free else self._evict({*in_use, *found.values()})
                 self.load(request)  # it is there, unless it was unloaded
-                self._host[request.id].adapter.copy_to(self._slots[slot])
+                self._host[request.id].copy_to(self._slots[slot])
                 self._placed[request.id] = slot
                 self._num_placements += 1
             self._placed.move_to_end(request.id)
-            self._host.move_to_end(request.id)
+            self._places.use(request)
             found[request.id] = slot
         return found
 

@@ -271,8 +271,9 @@ def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition
         from slipstream.kernels.triton.rank_sums import try_rank_sums
 
         try_rank_sums(group, spec.hidden_size * DTYPE_BYTES[config.model.dtype])
-        drafts = config.speculation is not None and config.speculation.by_head  # a head reads sums, and each is read once
-        if config.parallel.tensor > 1 and not config.parallel.sequence and not drafts:
+        reads_sums = config.speculation is not None and config.speculation.by_head  # and each is read once
+        plain = any(x.is_plain for x in spec.all_layers)
+        if config.parallel.tensor > 1 and not config.parallel.sequence and plain and not reads_sums:
             padded = config.scheduling.max_num_batched_tokens + config.scheduling.max_num_seqs
             dtype, is_mixture = getattr(torch, config.model.dtype), any(isinstance(x.mlp, MoESpec) for x in spec.layers)
             try_peer_copies(group, platform, padded, spec.hidden_size, dtype, is_mixture)

@@ -83,7 +83,7 @@ In (64, 1024) such a step takes some 2 ms longer on an H200."""
 
 FIRST_LONG = ((1024, 7680), (512, 8192), (256, 8192), (64, 8192))
 """Where a layer's ranks have longer graphs: those of steps of 8,192 tokens, with 3 % of padding on average. Op by op such a
-step of Llama-3-8B takes 80 to 100 ms over two H200s, and 55 in a graph."""
+step of Llama-3-8B takes 80 to 100 ms over two H200s, and 63 in a graph."""
 
 MOST_PADDING = 2**33
 """Tokens of padding in a mixed step, times the square of the model's width. On an H200 they take half as long as what running
@@ -181,7 +181,8 @@ class StepGraphs(Graphs, Forward):
             if is_first or (self._verifies and size in VERIFIED_ROWS):
                 self._decode_graph(size)
         mixed = FIRST_MIXED + (FIRST_VERIFIED if self._verifies else ())
-        if self.prompt_sizes and self.prompt_sizes[-1] > MIXED_TOKENS and self.forwards.decoder.partition is not None:
+        partition = self.forwards.decoder.partition
+        if self.prompt_sizes and self.prompt_sizes[-1] > MIXED_TOKENS and partition is not None and partition.group.size > 1:
             mixed = FIRST_LONG + mixed
         for most in mixed if self.prompt_sizes else ():
             fits = zip((self.decode_sizes, self.prompt_sizes), most, strict=True)

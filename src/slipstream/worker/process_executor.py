@@ -54,6 +54,7 @@ from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.parallel import uneven_parts
 from slipstream.stats import AdapterStats, ExpertTokens
 from slipstream.types import LoRARequest, Plan, StepPlan, StepResult, StepTime, TextsPlan, TokenMask
+from slipstream.worker.adapter_places import AdapterPlaces
 from slipstream.worker.base import Executor, Launched
 from slipstream.worker.device import detect
 from slipstream.worker.rank_joining import accept_ranks, parse_address
@@ -141,7 +142,7 @@ class ProcessExecutor(Executor):
         self._dead: SlipstreamError | None = None
         self._sending, self._asking = threading.Lock(), threading.Lock()  # all ranks get all messages in one order
         self._grammars: set[str] = set()  # requests that sample by one
-        self._adapters: set[int] = set()  # ids of those that the ranks may have in the host's memory
+        self._adapters: AdapterPlaces | None = None  # those that every rank has in its host's memory
         self._group = Processes()
         self._finalizer = weakref.finalize(self, self._group.kill)
         size, own = num_ranks(args), args.local_ranks or num_ranks(args)
@@ -193,7 +194,9 @@ class ProcessExecutor(Executor):
         config = resolve(args, self.description, last.device if mixed else first.device)
         self.config = config.with_memory_limits(self.ledger.num_blocks - 1, self.ledger.block_bytes)
         if config.lora is not None:
-            self._adapters.update(request.id for request in config.lora.requests)
+            self._adapters = AdapterPlaces(config.lora.max_cpu_loras)
+            for request in config.lora.requests:  # which the ranks have from their start
+                self.load_adapter(request, tuple)
         for number, ledger in enumerate(self.ledgers):
             _logger.info(
                 "rank %d: weights %.2f GiB, KV cache %.2f GiB of %s",
@@ -243,27 +246,31 @@ class ProcessExecutor(Executor):
         return tuple(sorted(layer for answer in self._ask(GetExpertLoad()) for layer in answer.expert_load))
 
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:
-        """Every rank reads its part of it. Each refuses the same, but for files that one of them can't read; then no rank has
-        it."""
-        settings = self.config.lora
-        if settings is None:
+        """Every rank reads its part of it. They are asked only about one that they don't have, and told which one gives way.
+        Each refuses the same, but for files that one of them can't read; then no rank has it."""
+        if self._adapters is None:
             raise AdapterError("adapters are off; start with enable_lora", field="enable_lora")
-        is_full = len(self._adapters | {request.id}) > settings.max_cpu_loras
-        answers = self._ask(LoadAdapter(request, tuple(keep()) if is_full else ()), len(self._ranks))
+        if (known := self._adapters.use(request)) is not None:
+            return known
+        if (victim := self._adapters.giving_way(keep)) is not None:
+            self.unload_adapter(victim)
+        answers = self._ask(LoadAdapter(request), len(self._ranks))
         refusals = [answer.refused for answer in answers if answer.refused is not None]
         if refusals:
             if len(refusals) < len(answers):
                 self.unload_adapter(request.id)
             raise refusals[0].as_error
-        self._adapters.add(request.id)
-        return answers[0].version
+        version = ",".join(sorted({answer.version for answer in answers}))  # hosts have files of their own
+        self._adapters.add(request, version)
+        return version
 
     def unload_adapter(self, adapter_id: int) -> None:
-        self._adapters.discard(adapter_id)
-        self._broadcast(UnloadAdapter(adapter_id))
+        if self._adapters is not None:
+            self._adapters.forget(adapter_id)
+            self._broadcast(UnloadAdapter(adapter_id))
 
     def adapter_stats(self) -> AdapterStats | None:
-        return None if self.config.lora is None else self._ask(GetAdapterStats())[0].adapters
+        return None if self._adapters is None else self._ask(GetAdapterStats())[0].adapters
 
     def shutdown(self) -> None:
         """End the ranks, and wait until they have."""

@@ -94,10 +94,9 @@ class GetExpertLoad(msgspec.Struct, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
-    """`keep`: ids of those that must stay."""
+    """Ranks have room for it."""
 
     request: LoRARequest
-    keep: tuple[int, ...]
 
 
 class GetProposed(msgspec.Struct, tag=True):

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from slipstream import __version__
-from slipstream.errors import AdapterError, EngineError, EngineOverloadedError, SlipstreamError
+from slipstream.errors import AdapterError, EngineError, SlipstreamError
 from slipstream.hub import machine_folder
 from slipstream.plan.hardware import bound_spinning
 from slipstream.platform import Rendezvous
@@ -167,8 +167,8 @@ class RankProcess:
 
     def _load_adapter(self, message: LoadAdapter) -> Answer:
         try:
-            return Answer(version=self._executor.load_adapter(message.request, lambda: message.keep))
-        except (AdapterError, EngineOverloadedError) as error:
+            return Answer(version=self._executor.load_adapter(message.request, tuple))
+        except AdapterError as error:
             return Answer(refused=Failed.of(error))
 
     def _launch(self, plan: StepPlan | TextsPlan) -> None:
