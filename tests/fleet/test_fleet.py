@@ -80,18 +80,21 @@ def test_a_prefix_is_asked_where_it_is(fleet):
 
 def test_streams_of_a_killed_replica_go_on_elsewhere(fleet):
     """With the same text as if nothing had happened."""
-    fleet.wait_serving(2)
     with fleet.client() as client, concurrent.futures.ThreadPoolExecutor(12) as pool:
         expected = list(pool.map(lambda i: ask(client, i), range(12)))
         before = fleet.head.door.forwarder.num_resumed
-        begun = [threading.Event() for _ in range(12)]
-        running_now = [pool.submit(ask, client, i, begun=begun[i].set) for i in range(12)]
-        fleet.wait_for(lambda: sum(event.is_set() for event in begun) >= 8, "they do not begin")
-        victim = max(fleet.head.members.all_replicas(), key=lambda r: r.num_in_flight)
-        fleet.kill(next(m for m in fleet.members() if m.id == victim.id))
-        found = [future.result(PATIENCE_S) for future in running_now]
-    assert [reason for _, reason in found] == ["length"] * 12
-    assert found == expected
+        for _ in range(5):  # on a fast machine it may have ended all of its streams when it is killed
+            fleet.wait_serving(2)
+            begun = [threading.Event() for _ in range(12)]
+            running_now = [pool.submit(ask, client, i, begun=begun[i].set) for i in range(12)]
+            fleet.wait_for(lambda begun=begun: sum(event.is_set() for event in begun) >= 8, "they do not begin")
+            victim = max(fleet.head.members.all_replicas(), key=lambda r: r.num_in_flight)
+            fleet.kill(next(m for m in fleet.members() if m.id == victim.id))
+            found = [future.result(PATIENCE_S) for future in running_now]
+            assert [reason for _, reason in found] == ["length"] * 12
+            assert found == expected
+            if fleet.head.door.forwarder.num_resumed > before:
+                break
     assert fleet.head.door.forwarder.num_resumed > before, "it was killed too late"
     assert fleet.head.door.forwarder.num_broken == 0
     fleet.wait_serving(2)
