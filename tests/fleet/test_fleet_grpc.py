@@ -111,10 +111,10 @@ def test_decoupled_streams(rpc):
 
 def test_a_stream_goes_on_when_its_replica_dies(fleet, rpc):
     fleet.wait_serving(2)
-    (whole,) = texts(rpc.infer(**asked(400, exclude=True)))
+    (whole,) = texts(rpc.infer(**asked(900, exclude=True)))
     found = queue.Queue()
     rpc.start_stream(callback=lambda result, error: found.put((result, error)))
-    rpc.async_stream_infer(**asked(400, stream=True))
+    rpc.async_stream_infer(**asked(900, stream=True))
     first, error = found.get(timeout=PATIENCE_S)
     assert error is None
     victim = max(fleet.head.members.all_replicas(), key=lambda r: r.num_in_flight)
