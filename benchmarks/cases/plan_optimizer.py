@@ -265,7 +265,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--share", type=float, default=0.15)
     parser.add_argument("--seeds", type=int, default=20, help="games of each case")
     parser.add_argument("--state", type=Path, default=Path("optimize_share.state"))
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="a record of this script")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="play this record; --output, if given, has the shares")
     parser.add_argument("--predict-for", metavar="DEVICE", help="with --replay: today's estimates for this device")
 
 
@@ -284,6 +284,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     print(f"predicted to be the fastest: {chosen.name}, {points[chosen] / max(points.values()):.3f} of the measured best")
     loads = [load for rounds in table.rounds.values() for r in rounds if (load := r.figures.get("load_average")) is not None]
     print(f"load average {min(loads):.1f} to {max(loads):.1f}" if loads else "no load averages in the table")
-    if not args.replay:
+    if args.replay:
+        if args.output != common.RESULTS / f"{RECORD}.json":  # that is the record of what was measured
+            save(replayed=args.replay.name, predicted_for=args.predict_for, found=found)
+    else:
         settings = {name: getattr(value, "name", value) for name, value in vars(args).items()}
         save(settings=settings, kl_limit=table.kl_limit, found=found, rows=rows_of(table))

@@ -85,5 +85,8 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 steps[name].append(end - begin)
             steps["together"].append(at[-1] - at[0])
     print(f"{args.searches} searches of {args.beams} beams, us a step:")
-    for name, seconds in steps.items():
-        print(f"  {name:14} {statistics.median(seconds) * 1e6:6.0f}  ({min(seconds) * 1e6:.0f} at best)")
+    found_us = {name: (statistics.median(seconds) * 1e6, min(seconds) * 1e6) for name, seconds in steps.items()}
+    for name, (median, least) in found_us.items():
+        print(f"  {name:14} {median:6.0f}  ({least:.0f} at best)")
+    rows = {name: {"median_us": median, "least_us": least} for name, (median, least) in found_us.items()}
+    save(searches=args.searches, beams=args.beams, groups=args.groups, steps=rows)

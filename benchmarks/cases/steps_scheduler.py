@@ -84,4 +84,6 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         begin += time.perf_counter() - middle
         scheduler.update(plan, result)
         times.append(time.perf_counter() - begin)
-    print(f"{args.num_seqs} decodes: {statistics.median(times) * 1e6:.0f} us a step, {min(times) * 1e6:.0f} at best")
+    median, least = statistics.median(times) * 1e6, min(times) * 1e6
+    print(f"{args.num_seqs} decodes: {median:.0f} us a step, {least:.0f} at best")
+    save(num_seqs=args.num_seqs, windows=args.windows, median_us=median, least_us=least)
