@@ -5,9 +5,9 @@
         --num-loads 6 --max-load-s 7 --least-s 0.25 --rounds 1    # on a GPU
     python benchmarks/plan.py --study prediction --record    # recorded loads over HTTP, on an H200
 
-A load has lengths, and a rate or a number of users, drawn by `--seed`. Each is measured through `AsyncLLM`, between two
-measurements of the table of steps in the same minutes, since a shared machine's speed changes; the prediction is that of the
-two tables together.
+A load has lengths, and a rate or a number of users, drawn by `--seed`, and is measured through `AsyncLLM`. The table of steps
+and all loads take turns over `--rounds`, since a shared machine's speed changes; medians are compared. A prediction knows of a
+load only its lengths and arrivals.
 
 With `--held-out` the table is measured first. Then every load is predicted, by the table and by estimated steps, and the
 predictions are printed before the first load runs. `--table` (the file of `--study steps`) takes the place of measuring.
@@ -25,6 +25,7 @@ import gc
 import json
 import os
 import random
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -83,53 +84,51 @@ def errors(found: dict[str, float], measured: dict[str, float]) -> dict[str, flo
 
 
 async def validate(args: Any, settings: EngineArgs) -> list[dict[str, Any]]:
+    """Rounds of: the table, then every load. A step and a load are what they are at the median of their rounds."""
     executor = LocalExecutor.build(settings)
     config, description = executor.config, executor.description
     info, vocab = config.device.info, description.spec.vocab_size
-    seqs, tokens = min(32, config.scheduling.max_num_seqs), config.scheduling.max_num_batched_tokens
-    if info.is_cuda:
-        seqs = config.scheduling.max_num_seqs
-        while executor.capture_next():
-            pass
-    steps = grid(seqs, tokens, config.model.max_model_len, executor.ledger.num_kv_tokens, 600 if not info.is_cuda else 4096)
-    hardware = find_device("h200" if info.is_cuda else "cpu-2-avx512")
-    rng, rows = random.Random(args.seed), []
-
-    def table() -> list[MeasuredStep]:
-        return measure_steps(executor, steps, rounds=args.rounds, least_s=0.005)
-
+    while executor.capture_next():
+        pass
+    seqs = config.scheduling.max_num_seqs if info.is_cuda else min(32, config.scheduling.max_num_seqs)
+    longest = LONGEST_ON_GPU if info.is_cuda else 600
+    limits = seqs, config.scheduling.max_num_batched_tokens, config.model.max_model_len
+    steps = grid(*limits, executor.ledger.num_kv_tokens, longest)
+    scale, capacity = (8, 15000.0) if info.is_cuda else (1, 800.0)
+    rng = random.Random(args.seed)
+    loads = [bounded(draw(rng, capacity, scale), args.max_load_s) for _ in range(args.num_loads)]
+    tables: list[list[MeasuredStep]] = []
+    hosts: list[HostCost] = []
+    measured: list[list[dict[str, float]]] = [[] for _ in loads]
     async with await AsyncSlipstream.start(settings) as engine:
-        before = table()
-        host = HostCost()
-        capacity = 800.0 if not info.is_cuda else 15000.0
-        for number in range(args.num_loads):
-            load = draw(rng, capacity, 1 if not info.is_cuda else 8)
-            bench = from_lengths("drawn", load["lengths"], vocab_size=vocab, seed=number)
-            if number % 3 == 0:  # in the same minutes, too
-                fitted = fit_steps(before, identity={}, made_by={})
-                ahead = None if info.is_cuda else 8
-                host = await measure_host(engine, fitted, vocab_size=vocab, run_ahead=ahead, users=(1, 12, 24))
-            records = await run_load(engine, bench.requests, arrivals_of(load), seed=number)
-            after = table()
-            fitted = fit_steps([*before, *after], identity={}, made_by={}, host=host)
-            planned = plan_engine(settings, description, hardware, info=info, table=fitted)
-            planned = dataclasses.replace(planned.with_blocks(executor.ledger.num_blocks), config=config)
-            measured, found = figures(summarize(records)), figures(predicted(planned, load, number))
-            shown = {k: v for k, v in load.items() if k != "lengths"}
-            row = {
-                "load": {**shown, "num_requests": len(records), "mean_lengths": means(load["lengths"])},
-                "measured": measured,
-                "predicted": found,
-                "errors": errors(found, measured),
-                "table_before_after": mean_ratio(before, after),
-                "fit_error": fitted.error,
-                "host": dataclasses.asdict(host),
-                "load_average": os.getloadavg()[0],
-            }
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            before = after
+        for _ in range(args.rounds):
+            tables.append(measure_steps(executor, steps, rounds=1, least_s=args.least_s))
+            fitted = fit_steps(tables[-1], identity={}, made_by={})
+            ahead = None if info.is_cuda else RUN_AHEAD
+            hosts.append(await measure_host(engine, fitted, vocab_size=vocab, run_ahead=ahead, users=(1, 12, 24)))
+            for number, load in enumerate(loads):
+                bench = from_lengths("drawn", load["lengths"], vocab_size=vocab, seed=number)
+                records = await run_load(engine, bench.requests, arrivals_of(load), seed=number)
+                measured[number].append(figures(summarize(records)))
+                print(number, measured[number][-1], flush=True)
+    points = [MeasuredStep(of[0].shape, statistics.median(p.seconds for p in of)) for of in zip(*tables, strict=True)]
+    costs = ("step_s", "sequence_s", "request_s")
+    host = HostCost(**{name: statistics.median(getattr(h, name) for h in hosts) for name in costs}, label="measured")
+    table = fit_steps(points, identity={}, made_by={}, host=host)
+    planned = plan_engine(settings, description, this_hardware(settings.device), info=info, table=table)
+    planned = dataclasses.replace(planned.with_blocks(executor.ledger.num_blocks), config=config)
+    rows = []
+    for number, (load, runs) in enumerate(zip(loads, measured, strict=True)):
+        found = figures(predicted(planned, load, number))
+        middle = {name: statistics.median(run[name] for run in runs) for name in found}
+        row = {"load": shown(load), "measured": middle, "runs": runs, "predicted": found, "errors": errors(found, middle)}
+        rows.append(row | {"fit_error": table.error, "host": dataclasses.asdict(host), "load_average": os.getloadavg()[0]})
     return rows
+
+
+def shown(load: dict[str, Any]) -> dict[str, Any]:
+    of_all = {name: value for name, value in load.items() if name != "lengths"}
+    return of_all | {"num_requests": len(load["lengths"]), "mean_lengths": means(load["lengths"])}
 
 
 async def held_out(args: Any, settings: EngineArgs, phase: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -157,9 +156,7 @@ async def held_out(args: Any, settings: EngineArgs, phase: Callable[[str], None]
         by_table = dataclasses.replace(by_table.with_blocks(ledger.num_blocks), config=config)
         engines = {"predicted": by_table, "estimated": dataclasses.replace(by_table, table=None)}
         for number, load in enumerate(loads):
-            shown = {name: value for name, value in load.items() if name != "lengths"}
-            shown |= {"num_requests": len(load["lengths"]), "mean_lengths": means(load["lengths"])}
-            rows.append({"load": shown, **{by: figures(predicted(of, load, number)) for by, of in engines.items()}})
+            rows.append({"load": shown(load), **{by: figures(predicted(of, load, number)) for by, of in engines.items()}})
             print(json.dumps(rows[-1]), flush=True)
         phase("host and predictions")
         for number, (load, row) in enumerate(zip(loads, rows, strict=True)):
@@ -194,17 +191,14 @@ def measured_steps(args: Any, settings: EngineArgs) -> list[MeasuredStep]:
 
 def bounded(load: dict[str, Any], most_s: float) -> dict[str, Any]:
     """Fewer requests, where a load would last much longer: three answers of each user, or what arrives in `most_s`."""
+    if most_s == float("inf"):
+        return load
     most = 3 * load["users"] if "users" in load else int(load["rate"] * most_s) + 1
-    return {**load, "lengths": load["lengths"][:most]} if most_s < float("inf") else load
+    return {**load, "lengths": load["lengths"][:most]}
 
 
 def means(lengths: list[tuple[int, int]]) -> list[float]:
     return [sum(column) / len(lengths) for column in zip(*lengths, strict=True)]
-
-
-def mean_ratio(before: list[MeasuredStep], after: list[MeasuredStep]) -> float:
-    """How much slower the machine was after the load than before it."""
-    return sum(b.seconds / a.seconds for a, b in zip(before, after, strict=True)) / len(before)
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -285,14 +279,14 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         if kind not in rows[0]:
             continue
         by = "estimated" if kind == "errors_estimated" else "predicted"
-        shown = [
+        lines = [
             (
                 str(r["load"]),
                 *(f"{r['measured'][n]:.4g} · {r[by][n]:.4g} · {r[by][n] / r['measured'][n] - 1:+.0%}" for n in TARGETS),
             )
             for r in rows
         ]
-        print_table(f"measured · {title} · error", ("load", *TARGETS), shown)
+        print_table(f"measured · {title} · error", ("load", *TARGETS), lines)
         of_all[kind] = {name: sum(r[kind][name] for r in rows if name in r[kind]) / len(rows) for name in TARGETS}
         print({name: f"{value:.1%} (target {TARGETS[name]:.0%})" for name, value in of_all[kind].items()})
     shown_settings = {**vars(args), "output": args.output.name, "table": args.table and args.table.name}
