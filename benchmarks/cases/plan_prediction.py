@@ -43,7 +43,7 @@ from slipstream.config import EngineArgs
 from slipstream.plan.devices import find_device
 from slipstream.plan.engines import RUN_AHEAD, PlannedEngine, plan_engine, this_hardware
 from slipstream.plan.simulate import simulate
-from slipstream.plan.step_cost import HostCost, MeasuredStep, fit_steps, read_table
+from slipstream.plan.step_cost import HostCost, MeasuredStep, StepTable, fit_steps, read_table
 from slipstream.plan.traffic import of_lengths, parse_workload
 from slipstream.spec.description import read_spec
 from slipstream.worker.executor import LocalExecutor
@@ -83,7 +83,7 @@ def errors(found: dict[str, float], measured: dict[str, float]) -> dict[str, flo
     return {name: abs(found[name] / measured[name] - 1) for name in measured if measured[name]}
 
 
-async def validate(args: Any, settings: EngineArgs) -> list[dict[str, Any]]:
+async def validate(args: Any, settings: EngineArgs) -> tuple[list[dict[str, Any]], StepTable]:
     """Rounds of: the table, then every load. A step and a load are what they are at the median of their rounds."""
     executor = LocalExecutor.build(settings)
     config, description = executor.config, executor.description
@@ -122,8 +122,8 @@ async def validate(args: Any, settings: EngineArgs) -> list[dict[str, Any]]:
         found = figures(predicted(planned, load, number))
         middle = {name: statistics.median(run[name] for run in runs) for name in found}
         row = {"load": shown(load), "measured": middle, "runs": runs, "predicted": found, "errors": errors(found, middle)}
-        rows.append(row | {"fit_error": table.error, "host": dataclasses.asdict(host), "load_average": os.getloadavg()[0]})
-    return rows
+        rows.append(row | {"fit_error": table.error, "load_average": os.getloadavg()[0]})
+    return rows, table
 
 
 def shown(load: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,9 @@ def shown(load: dict[str, Any]) -> dict[str, Any]:
     return of_all | {"num_requests": len(load["lengths"]), "mean_lengths": means(load["lengths"])}
 
 
-async def held_out(args: Any, settings: EngineArgs, phase: Callable[[str], None]) -> list[dict[str, Any]]:
+async def held_out(
+    args: Any, settings: EngineArgs, phase: Callable[[str], None]
+) -> tuple[list[dict[str, Any]], StepTable]:
     """Every prediction is made before the first load runs; nothing of a load is known to it but lengths and arrivals."""
     hardware, begin = this_hardware(settings.device), time.monotonic()
     table = read_table(json.loads(args.table.read_text("utf-8")), args.table.name) if args.table else None
@@ -165,12 +167,12 @@ async def held_out(args: Any, settings: EngineArgs, phase: Callable[[str], None]
                 break
             bench = from_lengths("drawn", load["lengths"], vocab_size=vocab, seed=number)
             measured = figures(summarize(await run_load(engine, bench.requests, arrivals_of(load), seed=number)))
-            row |= {"measured": measured, "host": dataclasses.asdict(table.host)}
+            row["measured"] = measured
             row |= {"errors": errors(row["predicted"], measured), "errors_estimated": errors(row["estimated"], measured)}
             row |= {"fit_error": table.error, "load_average": os.getloadavg()[0]}
             print(json.dumps(row), flush=True)
         phase("loads")
-    return [row for row in rows if "measured" in row]
+    return [row for row in rows if "measured" in row], table
 
 
 def measured_steps(args: Any, settings: EngineArgs) -> list[MeasuredStep]:
@@ -251,6 +253,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     took, last = {}, [time.monotonic()]
+    table: StepTable | None = None
 
     def phase(name: str) -> None:
         now = time.monotonic()
@@ -270,7 +273,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
         )
-        rows = asyncio.run(held_out(args, settings, phase) if args.held_out else validate(args, settings))
+        rows, table = asyncio.run(held_out(args, settings, phase) if args.held_out else validate(args, settings))
     if not rows:
         raise SystemExit("no load was measured")
     found = {"errors": "by the table" if args.held_out else "predicted", "errors_estimated": "by estimated steps"}
@@ -291,4 +294,11 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         print({name: f"{value:.1%} (target {TARGETS[name]:.0%})" for name, value in of_all[kind].items()})
     shown_settings = {**vars(args), "output": args.output.name, "table": args.table and args.table.name}
     shown_settings = {name: value for name, value in shown_settings.items() if value != float("inf")}
-    save(settings=shown_settings, mean_errors=of_all["errors"], estimated=of_all.get("errors_estimated"), took=took, rows=rows)
+    save(
+        settings=shown_settings,
+        mean_errors=of_all["errors"],
+        estimated=of_all.get("errors_estimated"),
+        took=took,
+        rows=rows,
+        table=table and table.as_data(),
+    )
