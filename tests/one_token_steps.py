@@ -51,9 +51,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
         **dict(n_routed_experts=40, num_experts_per_tok=4, moe_intermediate_size=512, n_shared_experts=2),
     },
+    "gpt_oss": {
+        **SIZES,
+        **dict(hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8, head_dim=64),
+        **dict(num_local_experts=8, num_experts_per_tok=4, sliding_window=128),
+    },
 }
-MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2")
-MOST = {None: 0.03, "int4": 0.03, "int4-g32": 0.03, "int8": 0.08, "fp8": 0.15}
+MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "gpt_oss")
+MOST = {None: 0.03, "mxfp4": 0.03, "int4": 0.03, "int4-g32": 0.03, "int8": 0.08, "fp8": 0.15}
 """How far from float32 hidden states may be, over all lengths, as a part of them. Measured of the reference in bfloat16: up to
 0.021, of INT8 0.059 and of FP8 0.113 (inputs on the other side of two codes, in every product)."""
 LENGTHS = (1, 2, 16, 200, 257, 900, 2000)
@@ -75,16 +80,23 @@ def build(path: Path, family: str, **overrides: Any) -> None:
     model = tiny_models.build(path, family, **sizes).bfloat16()
     torch.manual_seed(3)
     weights = dict(model.named_parameters())
-    routers = [name for name in weights if name.endswith(".mlp.gate.weight")]  # [X, E]
+    routers = [name for name in weights if name.endswith((".mlp.gate.weight", ".mlp.router.weight"))]  # [X, E]
     if routers:
         common = torch.randn(weights[routers[0]].shape[1])
         model.get_input_embeddings().weight.data += (0.02 * common).bfloat16()
         for name, weight in weights.items():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):  # [.., E, in]
-                along = torch.einsum("e,...ei->...i", common, weight.data.float()) / common.square().sum()
-                weight.data -= torch.einsum("e,...i->...ei", common, along).bfloat16()
+            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj", "o_proj.bias", "down_proj_bias")):
+                data = weight.data.float()  # [.., E, in], of gpt-oss' experts [.., in, E], of biases [.., E]
+                data = data[..., None] if name.endswith("bias") else data
+                data = data.mT if family == "gpt_oss" and name.endswith("down_proj") else data
+                along = torch.einsum("e,...ei->...i", common, data) / common.square().sum()
+                data -= torch.einsum("e,...i->...ei", common, along)
+                data = data.mT if family == "gpt_oss" and name.endswith("down_proj") else data
+                weight.data = data.reshape(weight.shape).bfloat16()
     for name in routers:
-        weight, norm = weights[name], weights[name.replace("mlp.gate", "post_attention_layernorm")]
+        weight, norm = weights[name], weights[name.rpartition("mlp.")[0] + "post_attention_layernorm.weight"]
+        if (bias := weights.get(name.replace("weight", "bias"))) is not None:
+            bias.data *= 0.1
         multiples = torch.linspace(-1, 1, len(weight))[torch.randperm(len(weight))]
         weight.data = torch.outer(multiples, common / norm.float() * (6 / len(common))).bfloat16()
     model.save_pretrained(path)
@@ -119,8 +131,10 @@ def another(kv: Sequence[LayerKV], dtype: torch.dtype | None = None) -> list[Lay
     return [LayerKV(*both(x), x.k_scale, x.v_scale) for x in kv]
 
 
-def last_of(length: int, table: Tensor) -> AttentionMetadata:
-    """A step of the last of `length` tokens; `table` [1, blocks]."""
+def last_of(length: int, table: Tensor, second: Tensor | None = None) -> AttentionMetadata:
+    """A step of the last of `length` tokens; `table` [1, blocks], `second` that of another cache group."""
+    if second is not None:
+        return last_of(length, table).with_groups(last_of(length, second))
     at, device = length - 1, table.device
     return AttentionMetadata(
         query_start_loc=torch.tensor([0, 1], dtype=torch.int32, device=device),
@@ -134,11 +148,13 @@ def last_of(length: int, table: Tensor) -> AttentionMetadata:
     )
 
 
-def kept(kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-    """What the caches hold of the step's token, in float32 [layers, heads, keys and values]."""
-    slot = int(meta.slot_mapping[0])
-    block, inside = divmod(slot, BLOCK_SIZE)
-    return torch.stack([torch.cat([x.k[block, :, inside].float(), x.v[block, :, inside].float()], dim=1) for x in kv])
+def kept(kv: Sequence[LayerKV], meta: AttentionMetadata, groups: Sequence[int] = ()) -> Tensor:
+    """What the caches hold of the step's token, in float32 [layers, heads, keys and values]; `groups` of the layers."""
+    found = []
+    for x, group in zip(kv, groups or [0] * len(kv), strict=True):
+        block, inside = divmod(int(meta.of_group(group).slot_mapping[0]), BLOCK_SIZE)
+        found.append(torch.cat([x.k[block, :, inside].float(), x.v[block, :, inside].float()], dim=1))
+    return torch.stack(found)
 
 
 class Judged:

@@ -16,6 +16,7 @@ from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.token_shape import OTHER_RANK, match_layers
 from slipstream.kernels.triton import TritonOps, one_token
+from slipstream.kernels.triton.mxfp4 import pack_mxfp4
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.layers import Partition
 from slipstream.model.loader import load_model
@@ -65,6 +66,7 @@ def weight_of(scheme):
     [
         ("llama", WIDE),
         ("qwen3", WIDE),
+        ("mistral", WIDE),
         ("gptj", {"n_embd": 512, "n_inner": 1024, "n_head": 4, "rotary_dim": 16}),
         ("opt", {"hidden_size": 512, "ffn_dim": 1024, "word_embed_proj_dim": 512, "num_attention_heads": 8}),
         ("deepseek_v2", {**LATENT, "hidden_size": 512, "intermediate_size": 1024, "v_head_dim": 128}),
@@ -124,12 +126,12 @@ def test_mixtures_it_does_not_take(tmp_path, changed, of_expert):
 @pytest.mark.parametrize(
     ("family", "sizes", "lacks"),
     [
-        ("mistral", WIDE, "window"),
-        ("gemma2", WIDE, "window"),
+        ("gemma2", WIDE, "softcap"),
+        ("cohere2", {**WIDE, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}, "angles"),
+        ("gpt_oss", {**WIDE, "num_hidden_layers": 3}, "block tables"),
         ("bloom", {"hidden_size": 512, "n_head": 8}, "alibi_slopes"),
         ("olmo2", WIDE, "norm before every branch"),
         ("granite", WIDE, "residual_scale"),
-        ("gpt_oss", {**WIDE, "sliding_window": None, "layer_types": ["full_attention"] * 2}, "sinks"),
         ("glm4", WIDE, "norm of its own"),
         ("mpt", {"attn_config": {"clip_qkv": 2.0}}, "clip_qkv"),
     ],
@@ -245,7 +247,8 @@ def test_order_of_the_table():
         for long, short in endings.items():
             if name.endswith(long):
                 return name.removesuffix(long).upper() + short
-        plain = name.startswith(("q_", "k_", "v_")) or name in ("correction", "expert_counts", "logits")
+        plain = name.startswith(("q_", "k_", "v_")) or name in ("correction", "expert_counts", "logits", "sinks", "window", "table")
+        plain = plain or name.endswith("_factor")
         return name.upper() if plain else name.upper() + "_W"
 
     assert [name.strip() for name in listed.split(",")] == [called(name) for name in one_token.POINTERS]
@@ -257,9 +260,9 @@ PROGRAMS = 5
 RUN = """
 extern "C" int run(int programs, int threads, unsigned seed, void** of_ranks) {
     return on_cpu(programs * RANKS, threads, seed, [of_ranks] {
-        void** a = of_ranks + THIS_RANK * 13;
+        void** a = of_ranks + THIS_RANK * 14;
         one_token((u16*)a[0], (u64*)a[1], (u16*)a[2], (u16*)a[3], (float*)a[4], (float*)a[5], (u32*)a[6], (float*)a[7],
-                  (long long*)a[8], (int*)a[9], (int*)a[10], (u64*)a[11], *(int*)a[12]);
+                  (long long*)a[8], (int*)a[9], (int*)a[10], (u64*)a[11], (int*)a[12], *(int*)a[13]);
     });
 }
 """
@@ -303,10 +306,14 @@ class OnCpuOps(ReferenceOps):
     def values_by_dim(self, dtype):
         return dtype.itemsize == 1
 
-    def one_token(self, shape, layers, product, cos_sin, group=None):
-        assert one_token.refusal(shape, product, None if cos_sin is None else cos_sin.shape[1]) is None
+    def quantize_experts(self, weight, scheme=None, bias=None, *, num_experts):
+        made = super().quantize_experts(weight, scheme, bias, num_experts=num_experts)
+        return pack_mxfp4(made) if scheme is not None and scheme.name == "mxfp4" else made
+
+    def one_token(self, shape, layers, product, cos_sin, group=None, experts=None):
+        assert one_token.refusal(shape, product, None if cos_sin is None else cos_sin.shape[1], experts) is None
         shared = () if group is None else group.share(one_token.shared_size(shape, group.size))
-        how = dict(programs=self.programs, shared_bytes=232448, group=group, shared=shared)
+        how = dict(programs=self.programs, shared_bytes=232448, group=group, shared=shared, experts=experts)
         step = OnCpu(shape, layers, product, cos_sin, **how)
         step.folder, step.meeting, step.seed = self.folder, self.meeting, self.seed
         return step
@@ -317,6 +324,11 @@ MANY = {"num_experts": 40, "num_experts_per_tok": 3, "moe_intermediate_size": 96
 FEW = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=128, n_shared_experts=1, first_k_dense_replace=1)
 OF_BOTH_KINDS = dict(hidden_size=256, intermediate_size=320, moe_intermediate_size=128, head_dim=64, num_hidden_layers=3)
 """Layers without experts and with."""
+OSS = dict(
+    **dict(hidden_size=192, intermediate_size=320, num_attention_heads=8, num_key_value_heads=2, head_dim=64),
+    **dict(num_local_experts=6, num_experts_per_tok=3, sliding_window=37, num_hidden_layers=2),
+)
+"""Rows of MXFP4 of one and a half chunks, and of two and a half. The first layer has a window."""
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 CACHED = 86
 
@@ -349,6 +361,8 @@ def eight_bits(layer, dtype, turned):
         ("mixtral", {**SMALL, "intermediate_size": 192, "seed": 3}, "fp8", None),
         ("qwen2_moe", {**SMALL, "moe_intermediate_size": 192, "shared_expert_intermediate_size": 320}, "int8", None),
         ("glm4_moe", {**SMALL, **ONE_GROUP, "moe_intermediate_size": 96, "intermediate_size": 320}, None, None),
+        ("gpt_oss", OSS, None, torch.int8),
+        ("gpt_oss", OSS, "mxfp4", None),
     ],
     ids=lambda x: str(x) if x is None or isinstance(x, str | torch.dtype) else "",
 )

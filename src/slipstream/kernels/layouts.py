@@ -3,15 +3,19 @@ torch, so that a model can be described without it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from slipstream.spec.model import MoESpec, NamedActivation, OwnNorm
+from slipstream.spec.model import ClampedSwiglu, MoESpec, NamedActivation, OwnNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from slipstream.kernels.weights import Linear
+
+LayerTensors: TypeAlias = "Mapping[str, Tensor | float | None]"
+"""A layer's tensors for `OpSet.one_token`, by name, with numbers of its own: `window`, `table`, `up_factor`, `down_factor`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +114,7 @@ class MLAShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShape:
     """What all layers of a decoder have in common, for `OpSet.one_token`. An MLP is dense, or the mixture `experts` with the
-    same activation and no biases but the router's. `intermediate_size` is 0 if no MLP is dense."""
+    same activation. `intermediate_size` is 0 if no MLP is dense."""
 
     hidden_size: int
     intermediate_size: int
@@ -119,7 +123,7 @@ class TokenShape:
     head_dim: int  # of the output of attention
     latent: MLAShape | None
     gated: bool
-    activation: NamedActivation
+    activation: NamedActivation | ClampedSwiglu
     parallel: bool
     norm: Literal["rms", "layer"]
     norm_eps: float

@@ -31,6 +31,7 @@ from slipstream.kernels.layouts import Experts as Experts
 from slipstream.kernels.layouts import MLAParams as MLAParams
 from slipstream.kernels.layouts import NormParams as NormParams
 from slipstream.kernels.layouts import QKVLayout as QKVLayout
+from slipstream.kernels.layouts import LayerTensors as LayerTensors
 from slipstream.kernels.layouts import TokenShape as TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, PackedParts, SamplingTensors
 from slipstream.kernels.positions import PositionTables
@@ -138,14 +139,15 @@ class OpSet(ABC):
     def one_token(
         self,
         shape: TokenShape,
-        layers: Sequence[Mapping[str, Tensor | None]],
+        layers: Sequence[LayerTensors],
         product: Linear,
         cos_sin: Tensor | None,
         group: Group | None = None,
+        experts: Linear | None = None,
     ) -> Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor] | Reason:
         """A function for all layers of a step of one token, x [1, E] → the residual after the last layer [1, E]; or a `Reason`
         why this op set has none. `layers` are each layer's tensors by name; a layer with a "router" has experts. `product` is
-        any of the products, since all have the same format. Of a `group` this rank has a part of each layer, and all ranks
+        any of the products, since all have the same format; `experts`, if given, any of the experts', which have another. Of a `group` this rank has a part of each layer, and all ranks
         make this call, and those of the function."""
         return Reason(f"kernels={self.name!r} has no kernel for a whole step of one token", notable=False)
 

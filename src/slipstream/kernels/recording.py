@@ -143,6 +143,7 @@ class NamedTables:
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
         self.distances: NamedWeight | None = None
+        self._rope: dict[RopeSpec, NamedWeight] = {}
 
     def of(self, spec: AttentionSpec, own: NamedWeight | None = None) -> tuple[NamedWeight | None, ...]:
         match spec.position:
@@ -156,7 +157,7 @@ class NamedTables:
                 return self.rope(spec.position), None, None
 
     def rope(self, position: RopeSpec) -> NamedWeight:
-        return NamedWeight("cos_sin", (self.max_model_len, position.rotary_dim))
+        return self._rope.setdefault(position, NamedWeight("cos_sin", (self.max_model_len, position.rotary_dim)))
 
 
 class RecordingOps:

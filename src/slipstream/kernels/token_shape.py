@@ -3,7 +3,8 @@
 `match_layers` compares each layer's ops with the pattern that the kernel implements:
 
     norm, attention, norm, MLP                      or, parallel: norm, [norm], attention, MLP, sum
-    attention: qkv product, rope_and_cache, attention, out product       or latent attention, with queries of one product
+    attention: qkv product, rope_and_cache, attention (with a window, sinks), out product
+               or latent attention, with queries of one product
     MLP:       up product, activation, down product      or router, experts, [a shared expert, [weighed]]
 
 A match has the layers' products and small tensors, by the kernel's names. Nothing here imports torch.
@@ -19,7 +20,7 @@ from typing import Any
 
 from slipstream.kernels.layouts import Experts, MLAShape, TokenShape
 from slipstream.kernels.recording import Op, Refused, Value
-from slipstream.spec.model import MoESpec, OwnNorm
+from slipstream.spec.model import ClampedSwiglu, MoESpec, OwnNorm
 from slipstream.spec.reason import Reason
 
 LACKS = {
@@ -41,6 +42,8 @@ MOST_CHOSEN = 16
 """Chosen experts of a token: each consumer thread loads a tile's row for one of them."""
 MOST_MIDS = 32768
 """Inputs of a token's down products together, which the consumer threads hold in registers."""
+MOST_TABLES = 2
+"""Block tables that the kernel is given."""
 
 
 def widths(s: TokenShape) -> tuple[int, int, int]:
@@ -95,6 +98,8 @@ class LayerMatch:
     tensors: dict[str, Any]
     plain: list[Any]  # the router and the weight of a shared expert: products that are never rounded
     cos_sin: Any
+    window: int | None = None
+    cache_group: int = 0
     group: Any = None  # the ranks whose parts are summed, after attention and after the MLP
 
 
@@ -131,6 +136,10 @@ def _together(layers: Sequence[LayerMatch]) -> TokenShape:
     common = {dataclasses.replace(s, intermediate_size=0, experts=None) for s in shapes}
     if len(common) > 1 or len(dense) > 1 or len(mixtures) > 1:
         raise Refused("the layers differ, and the one-token kernel is made for one kind")
+    if any(x.cos_sin is not layers[0].cos_sin for x in layers):
+        raise Refused("the layers rotate by different angles, and the one-token kernel has one table of them")
+    if (most := max(x.cache_group for x in layers)) >= MOST_TABLES:
+        raise Refused(f"the one-token kernel has {MOST_TABLES} block tables, and the model's layers have {most + 1}")
     experts = next(iter(mixtures), None)
     if experts is not None:
         _check_biases(layers, experts)
@@ -143,8 +152,9 @@ def _together(layers: Sequence[LayerMatch]) -> TokenShape:
 
 def _check_biases(layers: Sequence[LayerMatch], experts: MoESpec) -> None:
     names = ("up", "down", "shared_up", "shared_down")
-    if any(x.products[n].bias is not None for x in layers for n in names if n in x.products):
-        raise Refused("the one-token kernel has no biases of experts, or of dense layers beside them")
+    beside = experts.shared is not None or any(x.shape.experts is None for x in layers)
+    if beside and any(x.products[n].bias is not None for x in layers for n in names if n in x.products):
+        raise Refused("the one-token kernel has no biases of experts and of an MLP beside them")
     one, shared = experts.expert, experts.shared
     if shared is not None and (shared.mlp.activation, shared.mlp.gated) != (one.activation, one.gated):
         raise Refused("the shared expert has another activation than the experts, and the one-token kernel has one")
@@ -165,6 +175,8 @@ class Matcher:
     tensors: dict[str, Any] = field(default_factory=dict)
     plain: list[Any] = field(default_factory=list)
     cos_sin: Any = None
+    window: int | None = None
+    cache_group: int = 0
     groups: list[Any] = field(default_factory=list)
     """Of the sums over ranks so far."""
 
@@ -204,13 +216,14 @@ class Matcher:
             **of_attention,
             **of_mlp,
         )
+        own = shape, self.products, self.tensors, self.plain, self.cos_sin, self.window, self.cache_group
         if not self.groups:
-            return LayerMatch(shape, self.products, self.tensors, self.plain, self.cos_sin)
+            return LayerMatch(*own)
         if len(self.groups) < 2:
             raise Refused(LACKS["all_reduce"])
         if parallel or shape.experts is not None or shape.latent is not None:
             raise Refused("the one-token kernel of several ranks has no experts, no latents and no parallel blocks")
-        return LayerMatch(shape, self.products, self.tensors, self.plain, self.cos_sin, self.groups[0])
+        return LayerMatch(*own, self.groups[0])
 
     # --- Parts ------------------------------------------------------------------------------------------------------
 
@@ -250,11 +263,11 @@ class Matcher:
         turned = self._take("rope_and_cache")
         heads, op = turned.arguments["heads"], self._take("attention")
         params = op.arguments["params"]
-        for name in ("window", "softcap", "alibi_slopes", "sinks", "distance_bias"):
+        for name in ("softcap", "alibi_slopes", "distance_bias"):
             if getattr(params, name) is not None:
                 raise Refused(f"{name}: the one-token kernel has no such attention")
-        self.cos_sin = heads.cos_sin
-        self.tensors |= {"q_norm": heads.q_norm, "k_norm": heads.k_norm}
+        self.cos_sin, self.window, self.cache_group = heads.cos_sin, params.window, op.arguments["meta"].group
+        self.tensors |= {"q_norm": heads.q_norm, "k_norm": heads.k_norm, "sinks": params.sinks}
         return self._linear("out", op.out), dict(
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
@@ -339,7 +352,7 @@ class Matcher:
 
     @staticmethod
     def _plain_activation(activation: object) -> None:
-        if not isinstance(activation, str):
+        if not isinstance(activation, str | ClampedSwiglu):
             raise Refused(f"the one-token kernel has no activation {activation}")
 
     # --- Reading ----------------------------------------------------------------------------------------------------

@@ -170,6 +170,24 @@ class GroupedLinear(Linear):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mxfp4Linear(Linear):
+    """`mxfp4` as `triton.mxfp4.pack_mxfp4` lays it out: a stacked weight of experts [rows, in]; rows are a multiple of 8, in of
+    32. `weight` is int16 [rows / 8, chunks, 8, 32]: word j of a row's chunk has the codes of its inputs j, j + 32, j + 64 and
+    j + 96. A code's bits lie where a shift and a mask make them a bfloat16's."""
+
+    exponents: Tensor  # int32 [rows / 8, chunks, 8]: a byte for each group of a row's chunk, from the low bits up
+    factor: float
+    """The largest scale, a power of two. A group's scale is factor · 2^(byte − 253): a code's bits are those of its number ·
+    2^-126, and times 2^(byte − 127) they are the weight / factor. Sums are multiplied by it. What is below factor · 2^-126 may
+    become 0."""
+    inner: int
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0] * self.weight.shape[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRows:
     """Some rows of a weight in a GGUF type, as in the file. Row i of `blocks` is the weight's row start + i, or start +
     order[i]."""

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from slipstream.kernels.layouts import TokenShape
+from slipstream.kernels.layouts import LayerTensors, TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.token_shape import OTHER_RANK, LayerMatch, match_layers
-from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.weights import GroupedLinear, Linear, Mxfp4Linear, ScaledLinear
 from slipstream.model.decoder import Decoder
 from slipstream.model.trace import HOST_EXPERTS, SPLIT, STREAMED, trace
 from slipstream.spec.reason import Reason
@@ -45,8 +45,7 @@ def compile_one_token(decoder: Decoder) -> OneTokenKernel | Reason:
         return OTHER_RANK
     shape, layers = found
     tensors, first = [_tensors(layer) for layer in layers], layers[0]
-    product = next(iter(first.products.values()))
-    step = decoder.ops.one_token(shape, tensors, product, first.cos_sin, first.group)
+    step = decoder.ops.one_token(shape, tensors, first.products["qkv"], first.cos_sin, first.group, _apart(layers))
     return step if isinstance(step, Reason) else OneTokenKernel(decoder, step)
 
 
@@ -59,26 +58,38 @@ def _matched(decoder: Decoder) -> tuple[TokenShape, list[LayerMatch]] | Reason:
         return STREAMED
     if decoder.tap is not None:
         return Reason("the one-token kernel shows no states between layers, which the draft head reads")
-    if len(decoder.spec.cache_groups) > 1:
-        return Reason("the one-token kernel has one block table, and the model's layers have several")
     found = match_layers(trace(decoder).body)
     if isinstance(found, Reason):
         return found
     _, layers = found
     if not all(_as_it_is(w, layer.tensors["norm"]) for layer in layers for w in layer.plain):
         return Reason("the one-token kernel reads routers in the model's type")
-    if not _alike([w for layer in layers for w in layer.products.values()]):
+    experts, products = _experts(layers), [w for layer in layers for w in layer.products.values()]
+    if _apart(layers) is not None:
+        products = [w for w in products if not any(w is x for x in experts)]
+    if not (_alike(experts) and _alike(products)):
         return Reason("the one-token kernel reads products that are all held alike")
     return found
 
 
-def _tensors(layer: LayerMatch) -> Mapping[str, Tensor | None]:
-    """A layer's tensors by the kernel's names."""
-    found: dict[str, Any] = {"expert_counts": None, **layer.tensors}
+def _experts(layers: Sequence[LayerMatch]) -> list[Linear]:
+    return [x.products[name] for x in layers if x.shape.experts is not None for name in ("up", "down")]
+
+
+def _apart(layers: Sequence[LayerMatch]) -> Linear | None:
+    """One of the experts' weights, if they are in a format that no other product has."""
+    return next((w for w in _experts(layers) if isinstance(w, Mxfp4Linear)), None)
+
+
+def _tensors(layer: LayerMatch) -> LayerTensors:
+    """A layer's tensors and numbers by the kernel's names."""
+    found: dict[str, Any] = {"expert_counts": None, **layer.tensors, "window": layer.window, "table": layer.cache_group}
     for name, w in layer.products.items():
         found[name] = w.weight
         found[f"{name}_scales"] = w.scales if isinstance(w, ScaledLinear | GroupedLinear) else None
         found[f"{name}_bias"] = w.bias
+        if isinstance(w, Mxfp4Linear):
+            found |= {f"{name}_scales": w.exponents, f"{name}_factor": w.factor}
     return found
 
 
@@ -95,10 +106,8 @@ def _alike(products: Sequence[Linear]) -> bool:
             return type(w), w.weight.dtype, w.scales.dtype, w.group_size, w.codes, w.zeros is None
         return type(w), w.weight.dtype
 
-    first = products[0]
-    return type(first) in (Linear, ScaledLinear, GroupedLinear) and all(
-        form(w) == form(first) and _lies_well(w) for w in products
-    )
+    kinds = Linear, ScaledLinear, GroupedLinear, Mxfp4Linear
+    return all(type(w) in kinds and form(w) == form(products[0]) and _lies_well(w) for w in products)
 
 
 def _lies_well(w: Linear) -> bool:

@@ -89,8 +89,6 @@ def covered(spec: ModelSpec, *, kernels: Literal["cpu", "triton"]) -> dict[str, 
     decoder = named_decoder(spec)
     if kernels == "cpu":
         return {"program": program_refusal(decoder)}
-    if len(spec.cache_groups) > 1:
-        return {"one-token": Reason("the one-token kernel has one block table, and the model's layers have several")}
     matched = match_layers(trace(decoder).body)
     if isinstance(matched, Reason):
         return {"one-token": matched}

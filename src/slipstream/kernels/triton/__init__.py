@@ -11,7 +11,16 @@ from torch import Tensor
 
 from slipstream.kernels.adapters import TILES, LoRATokens, LoRAWeights
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, PackedParts, SamplingTensors
-from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, OpSet, QKVLayout, TokenShape
+from slipstream.kernels.ops import (
+    AttentionParams,
+    Experts,
+    LayerTensors,
+    MLAParams,
+    NormParams,
+    OpSet,
+    QKVLayout,
+    TokenShape,
+)
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.triton import (
@@ -215,14 +224,15 @@ class TritonOps(OpSet):
     def one_token(
         self,
         shape: TokenShape,
-        layers: Sequence[Mapping[str, Tensor | None]],
+        layers: Sequence[LayerTensors],
         product: Linear,
         cos_sin: Tensor | None,
         group: Group | None = None,
+        experts: Linear | None = None,
     ) -> one_token.OneTokenStep | Reason:
         if self.deterministic:
             return Reason("deterministic=True: the one-token kernel sums in another order than steps of several tokens")
-        return one_token.one_token(shape, layers, product, cos_sin, group)
+        return one_token.one_token(shape, layers, product, cos_sin, group, experts)
 
     def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         return moe.moe_of_choice(x, weights, chosen, experts)

@@ -22,7 +22,7 @@ from slipstream.kernels.quantize import unpack4
 from slipstream.kernels.triton.moe_permute import ExpertTiles, sort_pairs, tile_of, unsorted_pairs
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import activate, activation_arguments
-from slipstream.kernels.weights import GroupedLinear, Linear
+from slipstream.kernels.weights import GroupedLinear, Mxfp4Linear
 from slipstream.platform import platform_of
 from slipstream.spec.model import DenseSpec, MoESpec
 
@@ -30,23 +30,6 @@ CHUNK = 128
 """Inputs of a row whose codes lie together, 64 bytes; four groups. The last chunk may be half empty."""
 SLAB = 8
 """Rows whose chunks lie together."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mxfp4Linear(Linear):
-    """A stacked weight of experts [rows, in]; rows are a multiple of SLAB, in of 32. `weight` is int16 [rows / 8, chunks, 8,
-    32]: word j of a row's chunk has the codes of its inputs j, j + 32, j + 64 and j + 96. `_PLACES` tells their bits."""
-
-    exponents: Tensor  # int32 [rows / 8, chunks, 8]: a byte for each group of a row's chunk, from the low bits up
-    factor: float
-    """The largest scale, a power of two. A group's scale is factor · 2^(byte − 253): a code's bits are those of its number ·
-    2^-126, and times 2^(byte − 127) they are the weight / factor. Sums are multiplied by it. What is below factor · 2^-126 may
-    become 0."""
-    inner: int
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0] * SLAB
 
 
 def pack_mxfp4(w: GroupedLinear) -> Mxfp4Linear:

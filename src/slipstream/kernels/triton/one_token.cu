@@ -31,7 +31,8 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_WARPS * 32, 1)
 one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* softmax, u32* counters, const float* cos_sin,
-          const long long* positions, const int* block_table, const int* seq_lens, const u64* shared, int num_layers) {
+          const long long* positions, const int* block_table, const int* seq_lens, const u64* shared, const int* second_table,
+          int num_layers) {
     SHARED_MEMORY(memory);
     const int cta = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 smem = smem_address(memory);
@@ -79,7 +80,6 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
     typedef Product<E, Q, CODES_Q, ADD, OUT_BIAS> Out;
     typedef Product<F, E, CODES_E, ACTIVATE, UP_BIAS> Up;
     typedef Product<E, F, CODES_F, ADD, DOWN_BIAS> Down;
-    const int splits = plan.splits;
     const float* angles = cos_sin + positions[0] * R;
     const int block = block_table[(plan.length - 1) / BLOCK_SIZE];
     const bool counted = X && cta == 0 && block > 0;  // padding has the null block, and is not counted
@@ -127,17 +127,21 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
         }
         arrivals += CTAS;
         // --- attention
-        if (cta < plan.num_active) {
-            attend(plan, cta, row, block_table, angles, qkv, partials, softmax, counters, arrivals, ring, memory);
+        const SplitPlan own_plan = WINDOWS ? plan_splits(plan.length, (int)row[WINDOW]) : plan;
+        const int splits = own_plan.splits;
+        if (cta < own_plan.num_active) {
+            const int* blocks = TABLES > 1 && row[TABLE] ? second_table : block_table;
+            attend(own_plan, cta, row, blocks, angles, qkv, partials, softmax, counters, arrivals, ring, memory);
             if (threadIdx.x == 0) release_add(counters + 1);
         }
-        attended += plan.num_active;
+        attended += own_plan.num_active;
         // --- output
         ahead = Out::first(cta, row, OUT_S, x, {}, ranks);
         grid_wait(counters + 1, attended);
         {
             auto merged = [&](int v, float* y) {
                 float top = -1e30f, total = 0.0f;
+                if (SINKED) top = 1.4426950408889634f * to_float(((const u16*)row[SINKS])[v * 8 / D]), total = 1.0f;
                 for (int from = 0; from < splits; from += 4) {  // 4 splits' loads are in flight together
                     uint4 low[4], high[4];
                     float maxima[4], totals[4];

@@ -2,26 +2,30 @@
 defines the kernel's constants.
 
 1. All programs (thread blocks) run at once, one on each multiprocessor. CUDA refuses the launch where they can't.
-2. Weights have 16 bits, are FP8 or INT8 with a scale a row, or INT4 with a scale a group. Experts can't be INT4.
+2. Weights have 16 bits, are FP8 or INT8 with a scale a row, or INT4 with a scale a group. Experts can't be INT4. Beside
+   bfloat16 they can be MXFP4, in the order in which `mxfp4.py` packs them for its own kernel.
+3. Layers may have windows, each its own, in two cache groups.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.layouts import MLAShape, TokenShape
+from slipstream.kernels.layouts import LayerTensors, MLAShape, TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.quantize import SMALLEST
 from slipstream.kernels.token_shape import OTHER_RANK, inner_sizes, size_refusal
 from slipstream.kernels.token_shape import widths as widths
 from slipstream.kernels.triton.cuda import CudaKernel
-from slipstream.kernels.triton.pointwise import ACTIVATIONS
-from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, chunk_of
+from slipstream.kernels.triton.pointwise import activation_arguments
+from slipstream.kernels.weights import GroupedLinear, Linear, Mxfp4Linear, ScaledLinear, chunk_of
 from slipstream.platform import Group, platform_of
 from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.reason import Reason
@@ -33,7 +37,7 @@ SOURCES = tuple(
 """Compiled as one text, in this order."""
 NORMS = {"rms": 1, "layer": 2}
 FORMS = {torch.bfloat16: 0, torch.float16: 0, torch.float8_e4m3fn: 1, torch.int8: 3}
-GROUPED = 2
+GROUPED, MXFP4 = 2, 4
 CACHES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 8, torch.int8: 7}
 WARPS = 8
 """Consumer warps."""
@@ -57,13 +61,15 @@ POINTERS = (
     *("router", "router_bias", "correction", "shared_up", "shared_up_scales", "shared_down", "shared_down_scales"),
     *("shared_weight", "expert_counts", "logits"),
     *("latent", "latent_scales", "keys", "values"),
+    *("sinks", "window", "table", "up_factor", "down_factor"),
 )
 """The pointers in a layer's row of the kernel's table, in this order; 0 for a tensor that the layer lacks. With latent
-attention `qkv` makes queries alone, `k_norm` norms the latent, and `v` is a view of `k`."""
+attention `qkv` makes queries alone, `k_norm` norms the latent, and `v` is a view of `k`. The last four are no pointers: the
+layer's window, which block table it has, and the factors of MXFP4 experts."""
 
 
-def refusal(shape: TokenShape, product: Linear, rotary: int | None) -> Reason | None:
-    """Why the kernel can't run such layers, whatever the device; None if it can."""
+def refusal(shape: TokenShape, product: Linear, rotary: int | None, experts: Linear | None = None) -> Reason | None:
+    """Why the kernel can't run such layers, whatever the device; None if it can. `experts`: see `OpSet.one_token`."""
     s, grouped = shape, isinstance(product, GroupedLinear)
     if isinstance(product, GroupedLinear):
         if product.codes != "int4" or product.zeros is not None:
@@ -75,6 +81,8 @@ def refusal(shape: TokenShape, product: Linear, rotary: int | None) -> Reason | 
         return Reason("the one-token kernel has no latent attention of these sizes")
     if grouped and s.experts is not None:
         return Reason("the one-token kernel has no 4-bit experts")
+    if experts is not None and not (isinstance(experts, Mxfp4Linear) and product.weight.dtype == torch.bfloat16):
+        return Reason("the one-token kernel has experts that are held as other products are, or MXFP4 beside bfloat16")
     if isinstance(product, GroupedLinear) and not all(chunk_of(n, product.group_size) >= 128 for n in inner_sizes(s)):
         return Reason("the one-token kernel reads 4-bit weights in chunks of 128, and the model's are shorter")
     return size_refusal(s, 4 if grouped else product.weight.dtype.itemsize * 8, rotary)
@@ -122,19 +130,20 @@ def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
         row_of_cache = own.rank + own.rotary_dim
         attention = 4 * ((heads_per_block(s) + 1) * row_of_cache + own.nope_dim + WARPS * (own.rank + 2))
     other = 512 + 2 * 8 * 64 + 2 * WARPS * 16 * 4 + 256 + 2 * 128  # barriers, pointers, tiles' sums, scratch; alignment
-    other += 0 if s.experts is None else s.experts.num_experts_per_token * 64
+    other += 0 if s.experts is None else s.experts.num_experts_per_token * 128
     return (shared_bytes - other - sums - max(row, attention)) // stage
 
 
 def one_token(
     shape: TokenShape,
-    layers: Sequence[Mapping[str, Tensor | None]],
+    layers: Sequence[LayerTensors],
     product: Linear,
     cos_sin: Tensor | None,
     group: Group | None = None,
+    experts: Linear | None = None,
 ) -> OneTokenStep | Reason:
     """`OpSet.one_token`, for an op set without `deterministic`."""
-    reason = _refusal_here(shape, layers, product, cos_sin, group)
+    reason = _refusal_here(shape, layers, product, cos_sin, group, experts)
     if group is not None and not group.least(reason is None)[0]:  # `share` waits for all ranks
         return reason or OTHER_RANK
     if reason is not None:
@@ -149,15 +158,17 @@ def one_token(
         shared_bytes=platform.shared_bytes,
         group=group,
         shared=() if group is None else group.share(shared_size(shape, group.size)),
+        experts=experts,
     )
 
 
 def _refusal_here(
     shape: TokenShape,
-    layers: Sequence[Mapping[str, Tensor | None]],
+    layers: Sequence[LayerTensors],
     product: Linear,
     cos_sin: Tensor | None,
     group: Group | None,
+    experts: Linear | None,
 ) -> Reason | None:
     """Why the kernel can't run on this rank's device; None if it can."""
     device = product.weight.device
@@ -165,7 +176,7 @@ def _refusal_here(
         return Reason("the one-token kernel needs a Hopper GPU", notable=False)
     if len(layers) < 2:
         return Reason("the one-token kernel needs two layers or more")
-    if (reason := refusal(shape, product, None if cos_sin is None else cos_sin.shape[1])) is not None:
+    if (reason := refusal(shape, product, None if cos_sin is None else cos_sin.shape[1], experts)) is not None:
         return reason
     platform = platform_of(device)
     programs, shared_bytes = platform.multiprocessors, platform.shared_bytes
@@ -183,13 +194,13 @@ def shared_size(shape: TokenShape, num_ranks: int) -> int:
     return (2 * num_ranks * shape.hidden_size + 4) * 4
 
 
-def by_tiles(layer: Mapping[str, Tensor | None], *, gated: bool) -> dict[str, Tensor | None]:
+def by_tiles(layer: LayerTensors, *, gated: bool) -> LayerTensors:
     """A layer of grouped weights whose scales [in / group_size, out] are copied into the kernel's order of reading:
     [tile, group, 16]. A gated tile has 8 gates and their 8 ups."""
     found = dict(layer)
     for name in ("qkv", "latent", "out", "up", "down"):
         scales = layer.get(f"{name}_scales")
-        if scales is None:
+        if not isinstance(scales, Tensor):
             continue
         sides = 2 if name == "up" and gated else 1
         tiles = scales.view(len(scales), sides, -1, 16 // sides).permute(2, 0, 1, 3)
@@ -197,10 +208,10 @@ def by_tiles(layer: Mapping[str, Tensor | None], *, gated: bool) -> dict[str, Te
     return found
 
 
-def by_rows(layer: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+def by_rows(layer: LayerTensors) -> LayerTensors:
     """A layer whose `values` [H, rank, V], which project latents to values, are copied to [H, V, rank]: rows are contiguous."""
     values = layer["values"]
-    assert values is not None
+    assert isinstance(values, Tensor)
     return {**layer, "values": values.transpose(1, 2).contiguous()}
 
 
@@ -211,7 +222,7 @@ class OneTokenStep:
     def __init__(
         self,
         shape: TokenShape,
-        layers: Sequence[Mapping[str, Tensor | None]],
+        layers: Sequence[LayerTensors],
         product: Linear,
         cos_sin: Tensor | None,
         *,
@@ -219,10 +230,12 @@ class OneTokenStep:
         shared_bytes: int,
         group: Group | None = None,
         shared: Sequence[Tensor] = (),
+        experts: Linear | None = None,
     ) -> None:
         """`shared`: the memory of `shared_size` bytes, zeros, of each rank of `group`, as this rank sees it."""
         self.shape = s = shape
-        self.layers, self.product, self.cos_sin = layers, product, cos_sin
+        self.layers, self.product, self.cos_sin, self.experts = layers, product, cos_sin, experts
+        self.num_tables = 1 + max(int(layer.get("table") or 0) for layer in layers)
         self.device = device = product.weight.device
         self.programs, self.shared_bytes = programs, shared_bytes
         self.splits = max(1, min(MAX_SPLITS, self.programs // s.num_kv_heads))
@@ -232,7 +245,7 @@ class OneTokenStep:
         if isinstance(product, GroupedLinear):
             self.layers = [by_tiles(layer, gated=s.gated) for layer in self.layers]
         norm = layers[0]["norm"]
-        assert norm is not None
+        assert isinstance(norm, Tensor)
         self.dtype = norm.dtype
         q, made = s.num_heads * s.head_dim, (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
         if (own := s.latent) is not None:
@@ -262,7 +275,8 @@ class OneTokenStep:
             self._kernels[key] = self.compiled(self.definitions(*key))
         cos_sin = self._partials if self.cos_sin is None else self.cos_sin
         tensors = (x, self._tables[-1], self._qkv, self._mid, self._partials, self._softmax, self._counters, cos_sin)
-        steps = (meta.positions, meta.block_table, meta.seq_lens, self._shared)
+        first, second = (meta.of_group(i % self.num_tables).block_table for i in range(2))
+        steps = (meta.positions, first, meta.seq_lens, self._shared, second)
         self._kernels[key](self.programs, (WARPS + PRODUCER_WARPS) * 32, (*tensors, *steps, len(self.layers)))
         return x
 
@@ -282,6 +296,7 @@ class OneTokenStep:
         grouped = isinstance(w, GroupedLinear)
         size = w.group_size if isinstance(w, GroupedLinear) else 128  # the other formats do not read it
         form = GROUPED if grouped else FORMS[w.weight.dtype]
+        activate: Any = activation_arguments(s.activation)
         return {
             "E": s.hidden_size,
             "F": dense or expert,
@@ -292,18 +307,24 @@ class OneTokenStep:
             "BLOCK_SIZE": block_size,
             "CACHE": CACHES[cache],
             "FORM": form,
+            "EXPERT_FORM": form if self.experts is None else MXFP4,
             "STEP_BYTES": RING[form][0],
             "DEPTH": RING[form][1],
             "GROUP": size,
             **{f"CODES_{name}": chunk_of(n, size) if grouped else size for name, n in sizes.items()},
             "HALF": self.dtype == torch.float16,
-            "KIND": ACTIVATIONS[s.activation],
+            "KIND": activate["KIND"],
+            "ALPHA": activate["alpha"],
+            "LIMIT": activate["limit"],
             "GATED": s.gated,
             "PARALLEL": s.parallel,
             "NORM": NORMS[s.norm],
             "MLP_NORM": NORMS[s.norm] if s.mlp_norm else 0,
             "NORM_BIAS": layer.get("norm_bias") is not None,
             "QK_NORM": layer.get("q_norm") is not None,
+            "SINKED": layer.get("sinks") is not None,
+            "WINDOWS": any(x.get("window") for x in self.layers),
+            "TABLES": self.num_tables,
             **{f"{name.upper()}_BIAS": layer.get(f"{name}_bias") is not None for name in ("qkv", "out", "up", "down")},
             **self._mixture(),
             "INTERLEAVED": s.interleaved,
@@ -355,9 +376,11 @@ class OneTokenStep:
             table.append([self._address(tensors.get(name)) for name in POINTERS])
         return torch.tensor(table, dtype=torch.int64).to(self.device)
 
-    def _address(self, tensor: Tensor | None) -> int:
-        if tensor is None:
-            return 0
+    def _address(self, tensor: Tensor | float | None) -> int:
+        if tensor is None or isinstance(tensor, int):
+            return tensor or 0
+        if isinstance(tensor, float):
+            return int.from_bytes(struct.pack("<f", tensor), "little")
         if tensor.data_ptr() % 16:  # a view into a larger tensor; products are aligned, so a copy is small
             tensor = tensor.clone()
             self._held.append(tensor)

@@ -2,7 +2,8 @@
 //
 // The keys of a kv head are divided into splits (Flash-Decoding, Dao et al., 2023). A CTA attends over one split. It
 // writes the unnormalised sum of values, the largest score, and the sum of weights. Every CTA merges the splits when it
-// loads the input of the output product.
+// loads the input of the output product, with a head's learned score (a sink) where it has one. In a layer with a window the
+// keys before it are in no split.
 //
 // `one_token.cu` calls `plan_splits`, `produce_attention` (producer warps) and `attend` (consumer warps). For latent
 // attention one_token_mla.cu defines these three.
@@ -14,24 +15,29 @@ DEVICE int num_splits(int length, int most) {
 }
 
 // The first `num_active` CTAs attend. Each has one split of the keys, for `heads` kv heads.
+// The splits begin at the key `begin`. Keys before `visible` are masked: a cache of 8 bits is read 16 keys at a time.
 struct SplitPlan {
-    int length, heads, splits, keys_per_split, num_active;
-    DEVICE SplitPlan(int length, int heads, int most)
+    int length, heads, visible, begin, splits, keys_per_split, num_active;
+    DEVICE SplitPlan(int length, int heads, int most, int window = 0)
         : length(length),
           heads(heads),
-          splits(num_splits(length, most)),
-          keys_per_split(((length + splits - 1) / (splits ? splits : 1) + 63) / 64 * 64),  // padding has no splits
+          visible(WINDOWS && window && window < length ? length - window : 0),
+          begin(KV_BYTES == 2 ? visible : visible / 16 * 16),
+          splits(num_splits(length - begin, most)),
+          keys_per_split(((length - begin + splits - 1) / (splits ? splits : 1) + 63) / 64 * 64),  // padding has no splits
           num_active(splits * (HK / heads)) {}
 };
 struct Split {
-    int head, split, first, cached_end;  // `head`: the first head; cached keys are first … cached_end − 1
-    bool has_new_key;                    // the token's own key is in this split
+    int head, split, first, cached_end, visible;  // `head`: the first head; cached keys are first … cached_end − 1
+    bool has_new_key;                             // the token's own key is in this split
     DEVICE Split(const SplitPlan& all, int cta)
         : head(cta % (HK / all.heads) * all.heads),
           split(cta / (HK / all.heads)),
-          first(split * all.keys_per_split),
+          first(all.begin + split * all.keys_per_split),
           cached_end(min(first + all.keys_per_split, all.length - 1)),
+          visible(all.visible),
           has_new_key(all.length - 1 < first + all.keys_per_split && all.length - 1 >= first) {}
+    DEVICE bool has(int key) const { return key < cached_end && (!WINDOWS || KV_BYTES == 2 || key >= visible); }
 };
 
 DEVICE void widen_cached(const uint4& v, float* y) {  // 16 bytes of the cache → float32
@@ -213,7 +219,7 @@ struct Attention : Split {
 #pragma unroll
                     for (int l = LANES_PER_KEY / 2; l; l >>= 1) score += __shfl_xor_sync(~0u, score, l);
                     if (threadIdx.x % LANES_PER_KEY == 0)
-                        scores[g * CHUNK_KEYS + inside] = start + inside < cached_end ? score * factor : -1e30f;
+                        scores[g * CHUNK_KEYS + inside] = has(start + inside) ? score * factor : -1e30f;
                 }
             }
             if (start + CHUNK_KEYS < cached_end) prefetch_keys(start + CHUNK_KEYS);
@@ -224,7 +230,7 @@ struct Attention : Split {
                 highest = warp_reduce<true>(highest);
                 float more = 0.0f;
                 for (int i = lane; i < CHUNK_KEYS; i += 32) {
-                    const float p = start + i < cached_end ? exp2_fast(scores[warp * CHUNK_KEYS + i] - highest) : 0.0f;
+                    const float p = has(start + i) ? exp2_fast(scores[warp * CHUNK_KEYS + i] - highest) : 0.0f;
                     scores[warp * CHUNK_KEYS + i] = p;
                     more += p;
                 }
@@ -287,7 +293,7 @@ struct Attention : Split {
 };
 
 #if !LATENT
-DEVICE SplitPlan plan_splits(int length) { return SplitPlan(length, 1, SPLITS); }
+DEVICE SplitPlan plan_splits(int length, int window = 0) { return SplitPlan(length, 1, SPLITS, window); }
 template <typename Pointer>
 DEVICE void produce_attention(const SplitPlan&, Pointer, const int*, Producer&) {}  // no weights to copy
 DEVICE void attend(const SplitPlan& plan, int cta, const u64* row, const int* table, const float* angles, const u16* qkv,

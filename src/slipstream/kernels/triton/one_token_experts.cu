@@ -175,8 +175,8 @@ DEVICE float load_expert_inputs(const u16* mid, float weight, u8* memory) {
 template <int X_>
 struct Mixture {
     static constexpr int SIZE = FS ? FS : 16;  // the shared expert's; without one, any size that compiles
-    typedef Product<FE, E, CODES_E, ACTIVATE, false, CONCAT> Up;
-    typedef Product<E, FE, CODES_F, ADD, false, SUMMED> Down;
+    typedef Product<FE, E, CODES_E, ACTIVATE, UP_BIAS, CONCAT, 0, 0, EXPERT_FORM> Up;
+    typedef Product<E, FE, CODES_F, ADD, DOWN_BIAS, SUMMED, 0, 0, EXPERT_FORM> Down;
     typedef Product<SIZE, E, CODES_E, ACTIVATE, false> SharedUp;
     typedef Product<E, SIZE, CODES_F, ADD, false> SharedDown;
 
@@ -193,9 +193,9 @@ struct Mixture {
             barrier_wait(producer.smem + ROUTED_BARRIER, producer.routed_layers++ & 1);
             experts = route<X_>(logits, correction);
         }
-        producer.product<FE, E, GATED, CONCAT>(pointer(UP_W), pointer(UP_S), experts);
+        producer.product<FE, E, GATED, CONCAT, 0, 0, EXPERT_FORM>(pointer(UP_W), pointer(UP_S), experts);
         if (FS) producer.product<E, SIZE, false>(pointer(SHARED_DOWN_W), pointer(SHARED_DOWN_S));
-        producer.product<E, FE, false, SUMMED>(pointer(DOWN_W), pointer(DOWN_S), experts);
+        producer.product<E, FE, false, SUMMED, 0, 0, EXPERT_FORM>(pointer(DOWN_W), pointer(DOWN_S), experts);
     }
 
     // Consumer warps: add the mixture to the residual x. `counted`: this CTA counts the chosen experts.
@@ -211,15 +211,17 @@ struct Mixture {
         auto residual = [&](int v, float* y) { unpack8(load_cg16((const uint4*)x + v), y); };
         const u16 *norm = (const u16*)row[MLP_W], *norm_bias = (const u16*)row[MLP_B];
         const float x_scale = load_input<E, MLP_NORM>(residual, norm, norm_bias, MLP_EPS, NORM_OFFSET, memory, own);
+        const float up_scale = EXPERT_FORM == MXFP4 ? __uint_as_float((u32)row[UP_FACTOR]) : x_scale;
         own.write(logits, cta, memory);
         grid_arrive(counters, arrivals);
         if (FS) SharedUp::run(shared_ahead, row, SHARED_UP_S, mid + TOP * FE, x_scale, ring, memory, cta);
         grid_wait(counters, arrivals, smem_address(memory) + ROUTED_BARRIER);
         const TopExperts experts = route<X_>(logits, (const float*)row[CORRECTION]);
         if (counted && threadIdx.x < TOP && row[EXPERT_COUNTS]) relaxed_add((u64*)row[EXPERT_COUNTS] + experts.expert);
-        Up::run(Up::first(cta, row, UP_S, x, experts), row, UP_S, mid, x_scale, ring, memory, cta, experts);
+        Up::run(Up::first(cta, row, UP_S, x, experts), row, UP_S, mid, up_scale, ring, memory, cta, experts);
         grid_arrive(counters, arrivals);
         if (FS) shared_ahead = SharedDown::first(cta, row, SHARED_DOWN_S, x);
+        const float down_factor = EXPERT_FORM == MXFP4 ? __uint_as_float((u32)row[DOWN_FACTOR]) : 1.0f;
         grid_wait(counters, arrivals);
         if (FS) {
             constexpr int SHARED_INPUT_AT = INPUT_AT + input_bytes(TOP * FE);
@@ -231,13 +233,13 @@ struct Mixture {
             };
             const float shared_scale =
                 load_input<SIZE, 0>(middle, nullptr, nullptr, 0.0f, 0.0f, memory, NoTap(), SHARED_INPUT_AT);
-            const float each = load_expert_inputs<FE>(mid, experts.weight, memory);
+            const float each = load_expert_inputs<FE>(mid, down_factor * experts.weight, memory);
             SharedDown::run(shared_ahead, row, SHARED_DOWN_S, x, shared_scale, ring, memory, cta, TopExperts(),
                             SHARED_INPUT_AT);
             Down::run(Down::first(cta, row, DOWN_S, x, experts), row, DOWN_S, x, each, ring, memory, cta, experts);
         } else {
             const Epilogue ahead = Down::first(cta, row, DOWN_S, x, experts);
-            const float each = load_expert_inputs<FE>(mid, experts.weight, memory);
+            const float each = load_expert_inputs<FE>(mid, down_factor * experts.weight, memory);
             Down::run(ahead, row, DOWN_S, x, each, ring, memory, cta, experts);
         }
     }

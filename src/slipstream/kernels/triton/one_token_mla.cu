@@ -23,7 +23,7 @@ constexpr int ROWS_PER_WARP = 16 / WARPS;        // rows of a stage
 constexpr int ROPE_PAIRS = R / 2;                // pairs of a rotated key, one per lane
 constexpr u32 RING_DEPTH = LATENT_DEPTH < STAGES ? LATENT_DEPTH : STAGES;
 
-DEVICE SplitPlan plan_splits(int length) {
+DEVICE SplitPlan plan_splits(int length, int = 0) {  // without windows
     const int heads = length <= ONE_HEAD_KEYS ? 1 : HEADS_PER_BLOCK;
     return SplitPlan(length, heads, min(SPLITS, CTAS / (H / heads)));
 }

@@ -8,9 +8,15 @@ constexpr int QKV_SIZE = QKV_ROWS + (LATENT ? LATENT_ROWS : 0);       // what th
 constexpr int Q = H * D;                                              // what attention writes
 constexpr int ROW_STRIDE = STEP_BYTES + 64;  // padding puts a stage's rows into different banks
 constexpr int SCALE_BYTES = FORM == 2 ? STEP_BYTES * 2 / GROUP * 32 : 0;  // scales in a stage of 4-bit codes
-constexpr int STAGE_BYTES = 16 * ROW_STRIDE + SCALE_BYTES;
-__device__ constexpr int row_bytes(int inputs) { return FORM == 0 ? inputs * 2 : FORM == 2 ? inputs / 2 : inputs; }
 __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
+constexpr int MXFP4 = 4;             // the form of experts whose weights `mxfp4.py` has packed
+constexpr int SLAB = STEP_BYTES * 8;  // such a stage: 8 rows' codes, the other 8 rows', a byte for each 32 codes of either
+constexpr int STAGE_BYTES = max_of(16 * ROW_STRIDE + SCALE_BYTES, EXPERT_FORM == MXFP4 ? SLAB / 16 * 34 : 0);
+static_assert(EXPERT_FORM == FORM || (EXPERT_FORM == MXFP4 && FORM == 0 && !HALF && PRODUCER_WARPS == 2),
+              "a form of experts that one_token.py should refuse");
+__device__ constexpr int row_bytes(int inputs, int form = FORM) {
+    return form == 0 ? inputs * 2 : form == 2 ? inputs / 2 : form == MXFP4 ? (inputs + 127) / 128 * 64 : inputs;
+}
 constexpr int DOWN_INPUTS = max_of(F, X ? TOP * FE + FS : 0);  // inputs of a layer's down products, all experts together
 constexpr int MAX_INPUTS = max_of(E, max_of(DOWN_INPUTS, Q));
 __device__ constexpr int input_bytes(int inputs) { return inputs * (FORM == 3 ? 1 : 2); }
@@ -33,8 +39,8 @@ constexpr int TABLE_SLOTS = 64;  // pointers of a layer that there is room for
 constexpr int BARRIERS_AT = 0, ROUTED_BARRIER = 16 * 16, POINTERS_AT = BARRIERS_AT + 16 * 32;
 constexpr int TILE_SUMS_AT = POINTERS_AT + 2 * 8 * TABLE_SLOTS;
 constexpr int SCRATCH_AT = TILE_SUMS_AT + 2 * WARPS * 16 * 4;
-constexpr int FACTORS_AT = SCRATCH_AT + 256;  // [TOP, 16]: what each expert's sums of a tile are multiplied by
-constexpr int SUMS_AT = FACTORS_AT + (X ? TOP * 64 : 0), INPUT_AT = (SUMS_AT + SUM_BYTES + 127) / 128 * 128;
+constexpr int FACTORS_AT = SCRATCH_AT + 256;  // [TOP, 16]: what each expert's sums of a tile are multiplied by; then biases
+constexpr int SUMS_AT = FACTORS_AT + (X ? TOP * (DOWN_BIAS ? 128 : 64) : 0), INPUT_AT = (SUMS_AT + SUM_BYTES + 127) / 128 * 128;
 constexpr int RING_AT = (INPUT_AT + max_of(INPUT_BYTES, ATTENTION_BYTES) + 127) / 128 * 128;
 constexpr int STAGES = (SHARED - RING_AT) / STAGE_BYTES < 16 ? (SHARED - RING_AT) / STAGE_BYTES : 16;
 static_assert(STAGES >= 3, "too little shared memory");
@@ -45,7 +51,8 @@ static_assert(E % 16 == 0 && F % 16 == 0 && QKV_ROWS % 16 == 0 && LATENT_ROWS % 
 // A layer's row of pointers, in the order of `POINTERS` in one_token.py.
 enum { NORM_W, NORM_B, MLP_W, MLP_B, Q_NORM, K_NORM, K_AT, V_AT, K_SCALE, V_SCALE, QKV_W, QKV_S, QKV_B, OUT_W, OUT_S, OUT_B,
        UP_W, UP_S, UP_B, DOWN_W, DOWN_S, DOWN_B, ROUTER_W, ROUTER_B, CORRECTION, SHARED_UP_W, SHARED_UP_S, SHARED_DOWN_W,
-       SHARED_DOWN_S, SHARED_WEIGHT_W, EXPERT_COUNTS, LOGITS, LATENT_W, LATENT_S, KEYS_W, VALUES_W, NUM_POINTERS };
+       SHARED_DOWN_S, SHARED_WEIGHT_W, EXPERT_COUNTS, LOGITS, LATENT_W, LATENT_S, KEYS_W, VALUES_W,
+       SINKS, WINDOW, TABLE, UP_FACTOR, DOWN_FACTOR, NUM_POINTERS };
 
 DEVICE u32 pack2(float low, float high) { return from_float(low) | (u32)from_float(high) << 16; }
 DEVICE void unpack8(const uint4& v, float* y) {  // 8 numbers of the model's type
@@ -66,6 +73,11 @@ DEVICE float activate(float x) {
         return x / (1.0f + exp2_fast(-2.0f * 1.4426950408889634f * 0.7978845608028654f * (x + 0.044715f * x * x * x)));
     x = fmaxf(x, 0.0f);
     return KIND == 3 ? x : x * x;
+}
+DEVICE float gated(float x, float up) {
+    if (KIND != 5) return activate(x) * up;
+    x = fminf(x, LIMIT);
+    return x / (1.0f + exp2_fast(-1.4426950408889634f * ALPHA * x)) * (fminf(fmaxf(up, -LIMIT), LIMIT) + 1.0f);
 }
 
 // --- ranks. With tensor parallelism a product into the residual gives a part of a sum (`num_sums` counts such products).
@@ -212,33 +224,55 @@ struct Producer {
     // The row of a stage that this lane copies, if lane < 16 / PRODUCER_WARPS.
     DEVICE int row() const { return which * (16 / PRODUCER_WARPS) + lane; }
 
-    // Fill a stage: `bytes` of each of 16 rows, this lane's from `from`; the last producer copies `more` bytes besides.
-    DEVICE void copy_stage(const u8* from, int bytes, const u8* from_more, int more, u64 policy, u32 depth = DEPTH) {
-        const u32 full = smem + BARRIERS_AT + ring.stage * 16, to = smem + RING_AT + ring.stage * STAGE_BYTES;
+    // Wait until the next stage is free and may be filled. Its barrier expects `bytes` of this warp. Returns the barrier.
+    DEVICE u32 open_stage(int bytes, u32 depth = DEPTH) {
+        const u32 full = smem + BARRIERS_AT + ring.stage * 16;
         barrier_wait(full + 8, ring.parity ^ 1);
         for (; in_flight >= depth; in_flight--) {
             barrier_wait(smem + BARRIERS_AT + oldest.stage * 16, oldest.parity);
             oldest.next();
         }
         in_flight++;
-        if (lane == 0) barrier_expect(full, 16 / PRODUCER_WARPS * bytes + more);
+        if (lane == 0) barrier_expect(full, bytes);
         __syncwarp();
+        return full;
+    }
+    DEVICE u32 stage_at() const { return smem + RING_AT + ring.stage * STAGE_BYTES; }
+    // Fill a stage: `bytes` of each of 16 rows, this lane's from `from`; the last producer copies `more` bytes besides.
+    DEVICE void copy_stage(const u8* from, int bytes, const u8* from_more, int more, u64 policy, u32 depth = DEPTH) {
+        const u32 full = open_stage(16 / PRODUCER_WARPS * bytes + more, depth), to = stage_at();
         if (lane < 16 / PRODUCER_WARPS) bulk_copy(to + row() * ROW_STRIDE, from, bytes, full, policy);
         if (more && lane == 0) bulk_copy(to + 16 * ROW_STRIDE, from_more, more, full, policy);
+        ring.next();
+    }
+    // Fill a stage with chunks of MXFP4 [8, 64] and their scales [8, 4]. Each producer copies those of 8 rows.
+    DEVICE void copy_chunks(const u8* from, const u8* from_scales, int chunks) {
+        const u32 full = open_stage(chunks * (512 + 32)), to = stage_at();
+        if (lane == 0) bulk_copy(to + which * SLAB, from, chunks * 512, full, evict_first);
+        if (lane == 1) bulk_copy(to + 2 * SLAB + which * (SLAB / 16), from_scales, chunks * 32, full, evict_first);
         ring.next();
     }
 
     // Copy this CTA's tiles of a product [N, K], of which N counts the gates only. Scales of 4-bit codes lie in the order
     // of use: [tile, group, 16].
-    template <int N, int K, bool GATES, MatrixSet OF = ONE, int TILE_OFFSET = 0, int TILE_TOTAL = 0>
+    template <int N, int K, bool GATES, MatrixSet OF = ONE, int TILE_OFFSET = 0, int TILE_TOTAL = 0, int FORM_ = FORM>
     DEVICE void product(const u8* weight, const u8* scales, TopExperts experts = {}) {
         constexpr int MATRIX_TILES = N / (GATES ? 8 : 16), TOTAL = OF == CONCAT ? TOP * MATRIX_TILES : MATRIX_TILES;
         constexpr int NUM_EXPERTS = OF == SUMMED ? TOP : 1;
-        constexpr int BYTES_OF_ROW = row_bytes(K), K_STEPS = (BYTES_OF_ROW + STEP_BYTES - 1) / STEP_BYTES;
+        constexpr int BYTES_OF_ROW = row_bytes(K, FORM_), K_STEPS = (BYTES_OF_ROW + STEP_BYTES - 1) / STEP_BYTES;
         const int end = first_tile<TOTAL, TILE_OFFSET, TILE_TOTAL>(cta + 1);
         for (int step = first_tile<TOTAL, TILE_OFFSET, TILE_TOTAL>(cta) * NUM_EXPERTS; step < end * NUM_EXPERTS; step++) {
             const int tile = step / NUM_EXPERTS;
             const int expert = OF == ONE ? 0 : experts.of(OF == CONCAT ? tile / MATRIX_TILES : step % NUM_EXPERTS);
+            if constexpr (FORM_ == MXFP4) {
+                const int row = weight_row<N, GATES>(expert, tile % MATRIX_TILES, which * 8);
+                const u8* from = weight + (long long)row * BYTES_OF_ROW;
+                const u8* from_scales = scales + (long long)row * (BYTES_OF_ROW / 16);
+#pragma unroll 1
+                for (int at = 0; at < BYTES_OF_ROW; at += STEP_BYTES)
+                    copy_chunks(from + at * 8, from_scales + at / 2, min(STEP_BYTES, BYTES_OF_ROW - at) / 64);
+                continue;
+            }
             const u8* from = weight + (long long)weight_row<N, GATES>(expert, tile % MATRIX_TILES, row()) * BYTES_OF_ROW;
             const u8* from_scales = scales + (long long)tile * (K / GROUP * 32);
 #pragma unroll 1
@@ -251,9 +285,8 @@ struct Producer {
     }
 };
 
-template <int F_> struct Sum { typedef float type; };
+template <int FORM_> struct Sum { typedef float type; };
 template <> struct Sum<3> { typedef int type; };
-typedef Sum<FORM>::type Total;
 
 // What the end of a tile needs for each row, loaded one tile ahead. Thread t of 16 has row t.
 struct Epilogue {
@@ -264,14 +297,16 @@ enum { STORE, ACTIVATE, ADD };
 
 // This CTA's tiles of a product with the input row that `load_input` stored. END says where results go: to `out` (STORE),
 // activated to `out` (ACTIVATE), or added to the residual (ADD). A SUMMED product has an input row and a factor for each
-// expert; the rows lie one after the other.
-template <int N, int K, int CODES, int END, bool BIASED, MatrixSet OF = ONE, int TILE_OFFSET = 0, int TILE_TOTAL = 0>
+// expert; the rows lie one after the other. FORM_ is the weight's form.
+template <int N, int K, int CODES, int END, bool BIASED, MatrixSet OF = ONE, int TILE_OFFSET = 0, int TILE_TOTAL = 0,
+          int FORM_ = FORM>
 struct Product {
-    static constexpr bool GATES = END == ACTIVATE && GATED, SCALED = FORM == 1 || FORM == 3;
+    typedef typename Sum<FORM_>::type Total;
+    static constexpr bool GATES = END == ACTIVATE && GATED, SCALED = FORM_ == 1 || FORM_ == 3;
     static constexpr int MATRIX_TILES = N / (GATES ? 8 : 16), TOTAL = OF == CONCAT ? TOP * MATRIX_TILES : MATRIX_TILES;
     static constexpr int NUM_EXPERTS = OF == SUMMED ? TOP : 1;
-    static constexpr int BYTES_OF_ROW = row_bytes(K), K_STEPS = (BYTES_OF_ROW + STEP_BYTES - 1) / STEP_BYTES;
-    static constexpr int TURNS = STEP_BYTES / 64 / WARPS, SUMS_OF = FORM == 2 ? 1 : TURNS;
+    static constexpr int BYTES_OF_ROW = row_bytes(K, FORM_), K_STEPS = (BYTES_OF_ROW + STEP_BYTES - 1) / STEP_BYTES;
+    static constexpr int TURNS = STEP_BYTES / 64 / WARPS, SUMS_OF = FORM_ == 2 ? 1 : TURNS;
 
     static DEVICE int begin(int cta) { return first_tile<TOTAL, TILE_OFFSET, TILE_TOTAL>(cta); }
     static DEVICE Epilogue load_epilogue(int tile, int end_tile, const u64* row, int scales, const u16* residual,
@@ -294,14 +329,14 @@ struct Product {
                                  const Ranks& ranks = Ranks()) {
         return load_epilogue(begin(cta), begin(cta + 1), row, scales, residual, experts, ranks);
     }
-    // `ahead`: what `first` returned. `x_scale`: the scale of the input's codes; of a SUMMED product, lane j has the factor
-    // of expert j. `input`: where the input row lies in shared memory.
+    // `ahead`: what `first` returned. `x_scale`: the scale of the input's codes, of MXFP4 the weight's factor; of a SUMMED
+    // product, lane j has the factor of expert j. `input`: where the input row lies in shared memory.
     static __device__ void run(Epilogue ahead, const u64* row, int scales, u16* out, float x_scale, RingPosition& ring,
                                u8* memory, int cta, TopExperts experts = {}, int input = INPUT_AT,
                                const Ranks& ranks = Ranks()) {
         const u32 smem = smem_address(memory);
         const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, end = begin(cta + 1);
-        const u32 mine = (lane / 4) * ROW_STRIDE + lane % 4 * 16;
+        const u32 mine = FORM_ == MXFP4 ? lane * 16 : (lane / 4) * ROW_STRIDE + lane % 4 * 16;
         float* factors = (float*)(memory + FACTORS_AT);
         for (int tile = begin(cta); tile < end; tile++) {
             const Epilogue now = ahead;
@@ -309,6 +344,10 @@ struct Product {
             if (OF == SUMMED) {
                 const float factor = now.scale * __shfl_sync(~0u, x_scale, thread / 16);
                 if (thread < NUM_EXPERTS * 16) factors[thread] = factor;
+                if (BIASED) {
+                    const float by = __shfl_sync(~0u, experts.weight, thread / 16);
+                    if (thread < NUM_EXPERTS * 16) factors[TOP * 16 + thread] = by * now.bias;
+                }
                 sync_consumers();
             }
             float low = 0.0f, high = 0.0f;
@@ -337,6 +376,10 @@ struct Product {
                 for (int i = 0; i < SUMS_OF; i++) own[0] += sum[i][0], own[1] += sum[i][2];
                 low += (float)own[0] * (OF == SUMMED ? factors[nth * 16 + lane / 4] : 1.0f);
                 high += (float)own[1] * (OF == SUMMED ? factors[nth * 16 + lane / 4 + 8] : 1.0f);
+                if (OF == SUMMED && BIASED && warp == 0) {
+                    low += factors[(TOP + nth) * 16 + lane / 4];
+                    high += factors[(TOP + nth) * 16 + lane / 4 + 8];
+                }
             }
             float* tiles = (float*)(memory + TILE_SUMS_AT) + ring.buffer * WARPS * 16;
             ring.buffer ^= 1;
@@ -350,10 +393,11 @@ struct Product {
                 if (lane < 16)
 #pragma unroll
                     for (int i = 0; i < WARPS; i++) y += tiles[i * 16 + lane];
-                y = y * (SCALED && OF != SUMMED ? now.scale * x_scale : 1.0f) + now.bias;
+                y = y * ((SCALED || FORM_ == MXFP4) && OF != SUMMED ? now.scale * x_scale : 1.0f);
+                if (OF != SUMMED || !BIASED) y += now.bias;
                 if (GATES) {
                     const float up = __shfl_down_sync(~0u, y, 8);
-                    if (lane < 8) out[tile * 8 + lane] = from_float(activate(y) * up);
+                    if (lane < 8) out[tile * 8 + lane] = from_float(gated(y, up));
                 } else if (END == ADD && RANKS > 1 && lane < 16) {
                     ranks.put(tile * 16 + lane, y);
                     out[tile * 16 + lane] = from_float(now.residual);
@@ -365,15 +409,16 @@ struct Product {
     // Multiply 64 bytes of 16 rows.
     static DEVICE void mma_columns(Total (&sum)[4], u32 weights, u32 stage, u32 input, const u8* memory, int k_step,
                                    int column, int lane) {
+        if constexpr (FORM_ == MXFP4) return mma_chunk(sum, weights, stage, input, memory, k_step, column, lane);
         const uint4 low = load_smem16(weights + column), high = load_smem16(weights + 8 * ROW_STRIDE + column);
-        if constexpr (FORM == 1) {
+        if constexpr (FORM_ == 1) {
             const u32 at = input + (k_step * STEP_BYTES + column + lane % 4 * 16) * 2;
             const uint4 x = load_smem16(at), more = load_smem16(at + 16);
             mma(sum, low_half2(low.x), low_half2(high.x), high_half2(low.x), high_half2(high.x), x.x, x.y);
             mma(sum, low_half2(low.y), low_half2(high.y), high_half2(low.y), high_half2(high.y), x.z, x.w);
             mma(sum, low_half2(low.z), low_half2(high.z), high_half2(low.z), high_half2(high.z), more.x, more.y);
             mma(sum, low_half2(low.w), low_half2(high.w), high_half2(low.w), high_half2(high.w), more.z, more.w);
-        } else if constexpr (FORM != 2) {
+        } else if constexpr (FORM_ != 2) {
             const uint4 x = load_smem16(input + k_step * STEP_BYTES + column + lane % 4 * 16);
             mma(sum, low.x, high.x, low.y, high.y, x.x, x.y);
             mma(sum, low.z, high.z, low.w, high.w, x.z, x.w);
@@ -405,6 +450,33 @@ struct Product {
                 sum[0] += c[0] * to_float(scales[group * 16]);
                 sum[2] += c[2] * to_float(scales[group * 16 + 8]);
             }
+        }
+    }
+    // The same of MXFP4, which is a chunk of 128 inputs. A lane's 8 words have a code of each quarter, whose bits become a
+    // bfloat16's by a shift and a mask (`Mxfp4Linear`). Times its group's power of two it is the weight / `factor`.
+    static DEVICE void mma_chunk(float (&sum)[4], u32 weights, u32 stage, u32 input, const u8* memory, int k_step, int column,
+                                 int lane) {
+        const uint4 low = load_smem16(weights + column * 8), high = load_smem16(weights + SLAB + column * 8);
+        const u32* scales = (const u32*)(memory + (stage - smem_address(memory)) + 2 * SLAB + column / 2) + lane / 4;
+        const u32 low_scales = scales[0], high_scales = scales[SLAB / 64];
+        const u32 words[8] = {low.x, high.x, low.y, high.y, low.z, high.z, low.w, high.w};
+        const int chunk = k_step * (STEP_BYTES / 64) + column / 64;
+        const u32 inputs = input + (chunk * 128 + lane % 4 * 8) * 2;
+#pragma unroll
+        for (int quarter = 0; quarter < 4; quarter++) {
+            if (K % 128 && quarter >= K % 128 / 32 && chunk == K / 128) break;  // the row has ended
+            const uint4 x = load_smem16(inputs + quarter * 64);
+            const u32 scale[2] = {(low_scales >> 8 * quarter & 255) * 0x00800080u, (high_scales >> 8 * quarter & 255) * 0x00800080u};
+            u32 a[8];
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const u32 w = words[i];
+                const u32 code = quarter < 3 ? w << 3 * quarter & 0x81c081c0u
+                                             : and_or(w << 1, 0x80008000u, and_or(w >> 3, 0x01800180u, w >> 7 & 0x00400040u));
+                a[i] = mul_bfloat2(code, scale[i % 2]);
+            }
+            mma(sum, a[0], a[1], a[2], a[3], x.x, x.y);
+            mma(sum, a[4], a[5], a[6], a[7], x.z, x.w);
         }
     }
 };
