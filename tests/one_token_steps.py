@@ -52,9 +52,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(n_routed_experts=40, num_experts_per_tok=4, moe_intermediate_size=512, n_shared_experts=2),
     },
     "gpt_oss": {
-        **SIZES,
+        "max_position_embeddings": 2048,
         **dict(hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8, head_dim=64),
-        **dict(num_local_experts=8, num_experts_per_tok=4, sliding_window=128),
+        **dict(num_local_experts=6, num_experts_per_tok=4, sliding_window=128, num_hidden_layers=2),
     },
 }
 MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "gpt_oss")

@@ -24,12 +24,15 @@ pytestmark = [
 KINDS = [torch.bfloat16, torch.float8_e4m3fn]
 
 
-@pytest.mark.parametrize("scheme", [None, "fp8", "int8", "int4", "int4-g32"])
+@pytest.mark.parametrize("scheme", [None, "fp8", "int8", "int4", "int4-g32", "mxfp4"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("family", steps.FAMILIES)
 def test_a_step(tmp_path, monkeypatch, family, kind, scheme):
     """No farther from float32, with the same rounded weights, inputs and cache, than the layers kernel by kernel are; and into
-    the cache what they write. Over latents, beyond 256 keys, programs attend for several heads."""
+    the cache what they write. Over latents, beyond 256 keys, programs attend for several heads. Layers with a window find
+    their blocks in another table, which has none of those before the window."""
+    if scheme == "mxfp4" and family != "gpt_oss":
+        pytest.skip("only gpt-oss has experts in MXFP4")
     if family in steps.MIXTURES and scheme is not None and scheme.startswith("int4"):
         pytest.skip("the kernel has no experts in 4 bits")
     if family == "deepseek_v2" and kind.itemsize == 1:
@@ -46,28 +49,38 @@ def test_a_step(tmp_path, monkeypatch, family, kind, scheme):
     decoder, fused = model.decoder, compile_one_token(model.decoder)
     assert not isinstance(fused, Reason), fused
     kv = steps.caches(model.spec, kind, device)
-    table = torch.randperm(steps.NUM_BLOCKS - 1, device=device, dtype=torch.int32)[None] + 1
+    groups, window = model.spec.group_of_layer, steps.FAMILIES[family].get("sliding_window", 0)
+    table, second = (torch.randperm(steps.NUM_BLOCKS - 1, device=device, dtype=torch.int32)[None] + 1 for _ in range(2))
     token = torch.tensor([77], dtype=torch.int32, device=device)
     judged = steps.Judged(scheme)
     with torch.inference_mode():
         for length in steps.LENGTHS:
-            meta = steps.last_of(length, table)
+            seen = second.clone()
+            seen[:, : max(0, length - window) // steps.BLOCK_SIZE] = 0
+            meta = steps.last_of(length, table, seen if max(groups) else None)
             truth = exact.forward(token, steps.another(kv, torch.float32), meta)
-            expected, written = decoder.forward(token, kv, meta), steps.kept(kv, meta)
+            expected, written = decoder.forward(token, kv, meta), steps.kept(kv, meta, groups)
             found = fused.forward(token, kv, meta)
-            judged.step(length, truth, (expected, written), (found, steps.kept(kv, meta)))
+            judged.step(length, truth, (expected, written), (found, steps.kept(kv, meta, groups)))
             assert all(torch.equal(found, fused.forward(token, kv, meta)) for _ in range(20))
     judged.together()
 
 
-def test_answers_of_an_engine(tmp_path, monkeypatch):
-    """Through graphs, after steps of many sequences."""
+@pytest.mark.parametrize(("family", "scheme"), [("llama", "int4"), ("gpt_oss", "mxfp4")])
+def test_answers_of_an_engine(tmp_path, monkeypatch, family, scheme):
+    """Through graphs, after steps of many sequences. gpt-oss' windows of 32 keys are shorter than the texts."""
     monkeypatch.setattr("slipstream.worker.graphs.PATIENCE", 1)  # a prompt runs from a graph the first time, too
-    tiny_models.write(tmp_path, "llama", **steps.SIZES, num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    sizes = {**steps.SIZES, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+    if family == "gpt_oss":
+        steps.build(tmp_path, family, sliding_window=32, num_hidden_layers=4)
+    else:
+        tiny_models.write(tmp_path, family, **sizes)
     prompts = [{"prompt_token_ids": [(7 * i + n) % 250 for i in range(n)]} for n in (5, 40, 200)]
     greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
-    sizes = dict(max_model_len=512, max_num_seqs=4, kv_cache_bytes=2**26, skip_tokenizer_init=True)
-    with LLM(str(tmp_path), quantization="int4", **sizes) as llm:
+    limits = dict(max_model_len=512, max_num_seqs=4, kv_cache_bytes=2**26, skip_tokenizer_init=True)
+    with LLM(str(tmp_path), quantization=scheme, **limits) as llm:
+        refused = llm.stats().refused
+        assert "one-token" not in refused, refused
         together = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, progress=False)]
         alone = [llm.generate([p], greedy, progress=False)[0].outputs[0].token_ids for p in prompts]
         again = [llm.generate([p], greedy, progress=False)[0].outputs[0].token_ids for p in prompts]

@@ -127,7 +127,6 @@ def test_mixtures_it_does_not_take(tmp_path, changed, of_expert):
     ("family", "sizes", "lacks"),
     [
         ("gemma2", WIDE, "softcap"),
-        ("cohere2", {**WIDE, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}, "angles"),
         ("gpt_oss", {**WIDE, "num_hidden_layers": 3}, "block tables"),
         ("bloom", {"hidden_size": 512, "n_head": 8}, "alibi_slopes"),
         ("olmo2", WIDE, "norm before every branch"),
@@ -140,6 +139,14 @@ def test_layers_it_does_not_know(tmp_path, family, sizes, lacks):
     found = shape_of(spec_of(tmp_path, family, **sizes))
     assert isinstance(found, Reason)
     assert lacks in found
+
+
+def test_angles_of_two_kinds(tmp_path):
+    """The kernel has one table of them for all layers."""
+    spec = spec_of(tmp_path, "llama", **WIDE)
+    first, second = spec.layers
+    turned = dataclasses.replace(first.attention, position=dataclasses.replace(first.attention.position, theta=5e5))
+    assert "angles" in shape_of(spec, [dataclasses.replace(first, attention=turned), second])
 
 
 @pytest.mark.parametrize("changed", [{"q_lora_rank": 128}, {"attention_bias": True}], ids=str)
@@ -438,17 +445,18 @@ def judged(path, scheme, cache, ops, lengths, known=None):
     ours = load_model(path, ops=ops, device=CPU, dtype=torch.bfloat16, scheme=named)
     torch.manual_seed(0)
     kv = one_token_steps.caches(ours.spec, cache, CPU)
-    table = torch.randperm(one_token_steps.NUM_BLOCKS - 1, dtype=torch.int32)[None] + 1
+    groups = ours.spec.group_of_layer
+    tables = [torch.randperm(one_token_steps.NUM_BLOCKS - 1, dtype=torch.int32)[None] + 1 for _ in range(1 + max(groups))]
     token = torch.tensor([77], dtype=torch.int32)
 
     def step(model, meta):
         own = one_token_steps.another(kv, torch.float32 if model is exact else None)
-        return fast(model.decoder).forward(token, own, meta), one_token_steps.kept(own, meta)
+        return fast(model.decoder).forward(token, own, meta), one_token_steps.kept(own, meta, groups)
 
     found = one_token_steps.Judged(scheme)
     with torch.inference_mode():
         for length in lengths:
-            meta = one_token_steps.last_of(length, table)
+            meta = one_token_steps.last_of(length, *tables)
             if length not in made:
                 made[length] = step(exact, meta)[0], step(theirs, meta)
             found.step(length, *made[length], step(ours, meta))
@@ -469,6 +477,16 @@ def test_experts_as_judged(tmp_path):
     """A layer without experts first, then some with a shared one, by scales of their own; and who was chosen."""
     one_token_steps.build(tmp_path, "glm4_moe", **OF_BOTH_KINDS)
     judged(tmp_path, "fp8", torch.float8_e4m3fn, OnCpuOps(tmp_path), (2, 90))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("scheme", "cache"), [("mxfp4", torch.bfloat16), pytest.param("fp8", torch.float8_e4m3fn, marks=pytest.mark.slow)]
+)
+def test_windows_as_judged(tmp_path, scheme, cache):
+    """Layers with windows, whose blocks another table has: shorter than one, by a key longer, and with splits of both."""
+    one_token_steps.build(tmp_path, "gpt_oss", **OSS)
+    judged(tmp_path, scheme, cache, OnCpuOps(tmp_path), (2, 37, 38, 200))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -496,12 +514,15 @@ def test_the_choice_of_experts(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize(("family", "sizes"), [("glm4_moe", OF_BOTH_KINDS), ("deepseek_v2", {**LATENT, **FEW})])
-def test_in_whatever_order_warps_go_on(tmp_path, monkeypatch, family, sizes):
+@pytest.mark.parametrize(
+    ("family", "sizes", "scheme"),
+    [("glm4_moe", OF_BOTH_KINDS, "fp8"), ("deepseek_v2", {**LATENT, **FEW}, "fp8"), ("gpt_oss", OSS, "mxfp4")],
+)
+def test_in_whatever_order_warps_go_on(tmp_path, monkeypatch, family, sizes, scheme):
     """Without one of the kernel's barriers or meetings a warp that sleeps would read too late, one that does not too soon."""
     monkeypatch.setattr(one_token, "ONE_HEAD_KEYS", 64)
     one_token_steps.build(tmp_path, family, **sizes)
-    model = load_model(tmp_path, ops=OnCpuOps(tmp_path), device=CPU, dtype=torch.bfloat16, scheme=SCHEMES["fp8"])
+    model = load_model(tmp_path, ops=OnCpuOps(tmp_path), device=CPU, dtype=torch.bfloat16, scheme=SCHEMES[scheme])
     torch.manual_seed(0)
     kv = one_token_steps.caches(model.spec, torch.bfloat16, CPU)
     meta, token = one_token_steps.last_of(200, torch.arange(1, 14, dtype=torch.int32)[None]), torch.tensor([9])
@@ -514,7 +535,9 @@ def test_in_whatever_order_warps_go_on(tmp_path, monkeypatch, family, sizes):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize(("family", "sizes"), [("qwen3_moe", {**SMALL, **MANY}), ("deepseek_v2", LATENT)])
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("qwen3_moe", {**SMALL, **MANY}), ("deepseek_v2", LATENT), ("gpt_oss", OSS)]
+)
 def test_a_step_of_padding(tmp_path, family, sizes):
     """As a graph is captured with: of length 0. It ends, leaves the cache alone, and the next step is as without it."""
     one_token_steps.build(tmp_path, family, **sizes)
