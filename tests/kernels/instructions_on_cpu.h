@@ -89,7 +89,7 @@ struct Warp : Gate {
     u8 slots[2][32][32];
 };
 struct Block {
-    std::vector<u8> memory = std::vector<u8>(SHARED + 256);
+    std::vector<u8> memory = std::vector<u8>(SHARED + 256, 255);  // no numbers, until written
     std::map<u32, Barrier> barriers;
     std::vector<Warp> warps = std::vector<Warp>(64);
     Gate together, all;

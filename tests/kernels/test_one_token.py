@@ -254,8 +254,8 @@ def test_order_of_the_table():
         for long, short in endings.items():
             if name.endswith(long):
                 return name.removesuffix(long).upper() + short
-        plain = name.startswith(("q_", "k_", "v_")) or name in ("correction", "expert_counts", "logits", "sinks", "window", "table")
-        plain = plain or name.endswith("_factor")
+        plain = name.startswith(("q_", "k_", "v_")) or name.endswith("_factor")
+        plain = plain or name in ("correction", "expert_counts", "logits", "sinks", "window", "table")
         return name.upper() if plain else name.upper() + "_W"
 
     assert [name.strip() for name in listed.split(",")] == [called(name) for name in one_token.POINTERS]

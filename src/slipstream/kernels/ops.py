@@ -147,8 +147,8 @@ class OpSet(ABC):
     ) -> Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor] | Reason:
         """A function for all layers of a step of one token, x [1, E] → the residual after the last layer [1, E]; or a `Reason`
         why this op set has none. `layers` are each layer's tensors by name; a layer with a "router" has experts. `product` is
-        any of the products, since all have the same format; `experts`, if given, any of the experts', which have another. Of a `group` this rank has a part of each layer, and all ranks
-        make this call, and those of the function."""
+        any of the products, since all have the same format; `experts`, if given, any of the experts', which then have another.
+        Of a `group` this rank has a part of each layer, and all ranks make this call, and those of the function."""
         return Reason(f"kernels={self.name!r} has no kernel for a whole step of one token", notable=False)
 
     def forms_of(self, w: Linear) -> list[tuple[str, int]]:
