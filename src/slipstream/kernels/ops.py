@@ -28,10 +28,10 @@ from slipstream.kernels.adapters import LoRATokens, LoRAWeights
 from slipstream.kernels.blocks import BlockRows
 from slipstream.kernels.layouts import AttentionParams as AttentionParams
 from slipstream.kernels.layouts import Experts as Experts
+from slipstream.kernels.layouts import LayerTensors as LayerTensors
 from slipstream.kernels.layouts import MLAParams as MLAParams
 from slipstream.kernels.layouts import NormParams as NormParams
 from slipstream.kernels.layouts import QKVLayout as QKVLayout
-from slipstream.kernels.layouts import LayerTensors as LayerTensors
 from slipstream.kernels.layouts import TokenShape as TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, PackedParts, SamplingTensors
 from slipstream.kernels.positions import PositionTables
