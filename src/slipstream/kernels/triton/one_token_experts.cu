@@ -210,8 +210,13 @@ struct Mixture {
         grid_wait(counters, arrivals);
         auto residual = [&](int v, float* y) { unpack8(load_cg16((const uint4*)x + v), y); };
         const u16 *norm = (const u16*)row[MLP_W], *norm_bias = (const u16*)row[MLP_B];
-        const float x_scale = load_input<E, MLP_NORM>(residual, norm, norm_bias, MLP_EPS, NORM_OFFSET, memory, own);
-        const float up_scale = EXPERT_FORM == MXFP4 ? __uint_as_float((u32)row[UP_FACTOR]) : x_scale;
+        auto tap = [&](int i, float* y) {
+            own(i, y);
+#pragma unroll
+            for (int j = 0; j < 8; j++) y[j] *= RAISED;
+        };
+        const float x_scale = load_input<E, MLP_NORM>(residual, norm, norm_bias, MLP_EPS, NORM_OFFSET, memory, tap);
+        const float up_scale = EXPERT_FORM == MXFP4 ? __uint_as_float((u32)row[UP_FACTOR]) / RAISED : x_scale;
         own.write(logits, cta, memory);
         grid_arrive(counters, arrivals);
         if (FS) SharedUp::run(shared_ahead, row, SHARED_UP_S, mid + TOP * FE, x_scale, ring, memory, cta);
@@ -221,7 +226,7 @@ struct Mixture {
         Up::run(Up::first(cta, row, UP_S, x, experts), row, UP_S, mid, up_scale, ring, memory, cta, experts);
         grid_arrive(counters, arrivals);
         if (FS) shared_ahead = SharedDown::first(cta, row, SHARED_DOWN_S, x);
-        const float down_factor = EXPERT_FORM == MXFP4 ? __uint_as_float((u32)row[DOWN_FACTOR]) : 1.0f;
+        const float down_factor = EXPERT_FORM == MXFP4 ? __uint_as_float((u32)row[DOWN_FACTOR]) / RAISED : 1.0f;
         grid_wait(counters, arrivals);
         if (FS) {
             constexpr int SHARED_INPUT_AT = INPUT_AT + input_bytes(TOP * FE);

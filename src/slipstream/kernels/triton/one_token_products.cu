@@ -10,9 +10,10 @@ constexpr int ROW_STRIDE = STEP_BYTES + 64;  // padding puts a stage's rows into
 constexpr int SCALE_BYTES = FORM == 2 ? STEP_BYTES * 2 / GROUP * 32 : 0;  // scales in a stage of 4-bit codes
 __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 constexpr int MXFP4 = 4;             // the form of experts whose weights `mxfp4.py` has packed
+constexpr float RAISED = EXPERT_FORM == MXFP4 ? 18446744073709551616.0f : 1.0f;  // 2^64, times which experts' inputs are stored
 constexpr int SLAB = STEP_BYTES * 8;  // such a stage: 8 rows' codes, the other 8 rows', a byte for each 32 codes of either
 constexpr int STAGE_BYTES = max_of(16 * ROW_STRIDE + SCALE_BYTES, EXPERT_FORM == MXFP4 ? SLAB / 16 * 34 : 0);
-static_assert(EXPERT_FORM == FORM || (EXPERT_FORM == MXFP4 && FORM == 0 && !HALF && PRODUCER_WARPS == 2),
+static_assert(EXPERT_FORM == FORM || (EXPERT_FORM == MXFP4 && FORM == 0 && !HALF && PRODUCER_WARPS == 2 && !FS),
               "a form of experts that one_token.py should refuse");
 __device__ constexpr int row_bytes(int inputs, int form = FORM) {
     return form == 0 ? inputs * 2 : form == 2 ? inputs / 2 : form == MXFP4 ? (inputs + 127) / 128 * 64 : inputs;
@@ -363,7 +364,7 @@ struct Product {
                     barrier_wait(full, ring.parity);
 #pragma unroll SUMS_OF
                     for (int turn = 0; turn < TURNS; turn++) {
-                        const int column = (warp * TURNS + turn) * 64;
+                        const int column = (turn * WARPS + warp) * 64;  // so that a short last stage is shared by all warps
                         if (BYTES_OF_ROW % STEP_BYTES == 0 || column < bytes)
                             mma_columns(sum[turn % SUMS_OF], stage + mine, stage, from, memory, k_step, column, lane);
                     }
@@ -395,14 +396,15 @@ struct Product {
                     for (int i = 0; i < WARPS; i++) y += tiles[i * 16 + lane];
                 y = y * ((SCALED || FORM_ == MXFP4) && OF != SUMMED ? now.scale * x_scale : 1.0f);
                 if (OF != SUMMED || !BIASED) y += now.bias;
+                const float by = FORM_ == MXFP4 ? RAISED : 1.0f;
                 if (GATES) {
                     const float up = __shfl_down_sync(~0u, y, 8);
-                    if (lane < 8) out[tile * 8 + lane] = from_float(gated(y, up));
+                    if (lane < 8) out[tile * 8 + lane] = from_float(gated(y, up) * by);
                 } else if (END == ADD && RANKS > 1 && lane < 16) {
                     ranks.put(tile * 16 + lane, y);
                     out[tile * 16 + lane] = from_float(now.residual);
                 } else if (lane < 16)
-                    out[tile * 16 + lane] = from_float(END == ADD ? now.residual + y : END == ACTIVATE ? activate(y) : y);
+                    out[tile * 16 + lane] = from_float(END == ADD ? now.residual + y : END == ACTIVATE ? activate(y) * by : y);
             }
         }
     }
@@ -453,7 +455,8 @@ struct Product {
         }
     }
     // The same of MXFP4, which is a chunk of 128 inputs. A lane's 8 words have a code of each quarter, whose bits become a
-    // bfloat16's by a shift and a mask (`Mxfp4Linear`). Times its group's power of two it is the weight / `factor`.
+    // bfloat16's by a shift and a mask (`Mxfp4Linear`), 2^126 too small. Inputs are RAISED, so that sums are not too small for a
+    // float32. A quarter is a group: its sums times its power of two are those of the weight / `factor`, RAISED.
     static DEVICE void mma_chunk(float (&sum)[4], u32 weights, u32 stage, u32 input, const u8* memory, int k_step, int column,
                                  int lane) {
         const uint4 low = load_smem16(weights + column * 8), high = load_smem16(weights + SLAB + column * 8);
@@ -466,18 +469,23 @@ struct Product {
         for (int quarter = 0; quarter < 4; quarter++) {
             if (K % 128 && quarter >= K % 128 / 32 && chunk == K / 128) break;  // the row has ended
             const uint4 x = load_smem16(inputs + quarter * 64);
-            const u32 scale[2] = {(low_scales >> 8 * quarter & 255) * 0x00800080u, (high_scales >> 8 * quarter & 255) * 0x00800080u};
+            float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             u32 a[8];
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 const u32 w = words[i];
-                const u32 code = quarter < 3 ? w << 3 * quarter & 0x81c081c0u
-                                             : and_or(w << 1, 0x80008000u, and_or(w >> 3, 0x01800180u, w >> 7 & 0x00400040u));
-                a[i] = mul_bfloat2(code, scale[i % 2]);
+                a[i] = quarter < 3 ? w << 3 * quarter & 0x81c081c0u
+                                   : and_or(w << 1, 0x80008000u, and_or(w >> 3, 0x01800180u, w >> 7 & 0x00400040u));
             }
-            mma(sum, a[0], a[1], a[2], a[3], x.x, x.y);
-            mma(sum, a[4], a[5], a[6], a[7], x.z, x.w);
+            mma(c, a[0], a[1], a[2], a[3], x.x, x.y);
+            mma(c, a[4], a[5], a[6], a[7], x.z, x.w);
+            sum[0] += c[0] * power_of_two(low_scales, quarter);
+            sum[2] += c[2] * power_of_two(high_scales, quarter);
         }
+    }
+    // A byte of a word as the exponent of a float32.
+    static DEVICE float power_of_two(u32 word, int byte) {
+        return __uint_as_float((byte == 3 ? word >> 1 : word << (23 - 8 * byte)) & 0x7f800000u);
     }
 };
 
@@ -505,7 +513,7 @@ DEVICE float quant_scale(float max_abs) {
 
 // Norm a product's input row, store it at `input` in the product's format, and return the scale of its codes.
 // NORM_: 0 none, 1 RMS, 2 layer norm, with `weight` and `bias`. load(v, y) loads the numbers 8 v … 8 v + 7. tap(i, y) is
-// given a thread's i-th 8 normed numbers, before rounding.
+// given a thread's i-th 8 normed numbers, before rounding, and may change them.
 struct NoTap {
     DEVICE void operator()(int, const float*) {}
 };
