@@ -92,7 +92,7 @@ struct Block {
     std::vector<u8> memory = std::vector<u8>(SHARED + 256, 255);  // no numbers, until written
     std::map<u32, Barrier> barriers;
     std::vector<Warp> warps = std::vector<Warp>(64);
-    Gate together, all;
+    Gate together, all, groups[2];
     u8* base() { return (u8*)(((uintptr_t)memory.data() + 127) / 128 * 128); }
 };
 struct Fiber {
@@ -257,6 +257,7 @@ inline uint4 load_cg16(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
 inline u16 load_cg2(const u16* p) { return *p; }
 inline float load_cg4(const float* p) { return *p; }
 inline void sync_consumers() { pass(now->block->together, THREADS); }
+inline void sync_group(int group, int threads) { pass(now->block->groups[group], threads); }
 
 // --- barriers in shared memory
 inline Barrier& barrier_at(u32 address) { return now->block->barriers[address]; }

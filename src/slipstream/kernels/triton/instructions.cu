@@ -106,6 +106,9 @@ DEVICE void barrier_expect(u32 barrier, u32 bytes) {  // and arrive
 DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+DEVICE void sync_group(int group, int threads) {  // of consumers; a group has its own barrier
+    asm volatile("bar.sync %0, %1;" ::"r"(2 + group), "r"(threads) : "memory");
+}
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE: }"

@@ -182,11 +182,36 @@ DEVICE float block_reduce(float x, float* scratch) {
     return x;
 }
 
+// Sums of each of COUNT numbers over LANES lanes, STRIDE apart; both are powers of two. A lane's first `kept` numbers become the
+// sums from `first` on; of fewer numbers than lanes several lanes have the same. At each step a lane keeps half of its numbers,
+// so that COUNT sums take about COUNT shuffles.
+template <int COUNT, int LANES, int STRIDE = 1>
+struct Scattered {
+    static constexpr int kept = COUNT > LANES ? COUNT / LANES : 1, LANES_OF_NUMBER = LANES > COUNT ? LANES / COUNT : 1;
+    static DEVICE int first() { return threadIdx.x / STRIDE % LANES * COUNT / LANES; }
+    static DEVICE bool stores() { return threadIdx.x / STRIDE % LANES_OF_NUMBER == 0; }  // the first of the lanes of a number
+    static DEVICE void sum(float (&y)[COUNT]) {
+        int count = COUNT;
+#pragma unroll
+        for (int lanes = LANES / 2; lanes; lanes >>= 1) {
+            const int half = count > 1 ? count / 2 : 0;  // a lane keeps one half and gives away the other
+            const bool upper = half && threadIdx.x / STRIDE & lanes;
+            count = half ? half : 1;
+#pragma unroll
+            for (int j = 0; j < count; j++)
+                y[j] = (upper ? y[j + half] : y[j]) + __shfl_xor_sync(~0u, upper ? y[j] : y[j + half], lanes * STRIDE);
+        }
+    }
+};
+
 // --- the products
 struct RingPosition {  // a stage of the ring; `buffer`: which of two places takes the next tile's sums
     u32 stage = 0, parity = 0, buffer = 0;
     DEVICE void next() {
         if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    DEVICE void skip(int stages) {
+        for (stage += stages; stage >= STAGES; stage -= STAGES) parity ^= 1;
     }
 };
 
@@ -307,13 +332,17 @@ struct Product {
     static constexpr int MATRIX_TILES = N / (GATES ? 8 : 16), TOTAL = OF == CONCAT ? TOP * MATRIX_TILES : MATRIX_TILES;
     static constexpr int NUM_EXPERTS = OF == SUMMED ? TOP : 1;
     static constexpr int BYTES_OF_ROW = row_bytes(K, FORM_), K_STEPS = (BYTES_OF_ROW + STEP_BYTES - 1) / STEP_BYTES;
-    static constexpr int TURNS = STEP_BYTES / 64 / WARPS, SUMS_OF = FORM_ == 2 ? 1 : TURNS;
+    // MXFP4: two groups of warps take matrices in turn, so that one computes while the other waits at a tile's end.
+    static constexpr int GROUPS = FORM_ == MXFP4 ? 2 : 1, GROUP_WARPS = WARPS / GROUPS;
+    static constexpr int TURNS = STEP_BYTES / 64 / GROUP_WARPS, SUMS_OF = FORM_ == 2 ? 1 : FORM_ == MXFP4 ? 2 : TURNS;
+    static constexpr int TILES_IN_TURN = OF == SUMMED ? 1 : GROUPS;  // groups share a tile of SUMMED: each has some experts
 
+    static DEVICE int group() { return GROUPS == 1 ? 0 : threadIdx.x / (GROUP_WARPS * 32); }
     static DEVICE int begin(int cta) { return first_tile<TOTAL, TILE_OFFSET, TILE_TOTAL>(cta); }
     static DEVICE Epilogue load_epilogue(int tile, int end_tile, const u64* row, int scales, const u16* residual,
                                          TopExperts experts, const Ranks& ranks) {
         Epilogue end;
-        const int t = threadIdx.x % 16, nth = threadIdx.x / 16;
+        const int t = threadIdx.x % 16, nth = threadIdx.x % (THREADS / TILES_IN_TURN) / 16;
         const int expert = OF == ONE ? 0 : experts.of(OF == CONCAT ? tile / MATRIX_TILES : nth);
         if (nth < NUM_EXPERTS && tile < end_tile) {
             const int n = weight_row<N, GATES>(expert, tile % MATRIX_TILES, t);
@@ -328,7 +357,7 @@ struct Product {
     }
     static DEVICE Epilogue first(int cta, const u64* row, int scales, const u16* residual, TopExperts experts = {},
                                  const Ranks& ranks = Ranks()) {
-        return load_epilogue(begin(cta), begin(cta + 1), row, scales, residual, experts, ranks);
+        return load_epilogue(begin(cta) + group() % TILES_IN_TURN, begin(cta + 1), row, scales, residual, experts, ranks);
     }
     // `ahead`: what `first` returned. `x_scale`: the scale of the input's codes, of MXFP4 the weight's factor; of a SUMMED
     // product, lane j has the factor of expert j. `input`: where the input row lies in shared memory.
@@ -337,11 +366,12 @@ struct Product {
                                const Ranks& ranks = Ranks()) {
         const u32 smem = smem_address(memory);
         const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, end = begin(cta + 1);
-        const u32 mine = FORM_ == MXFP4 ? lane * 16 : (lane / 4) * ROW_STRIDE + lane % 4 * 16;
+        const u32 mine = (lane / 4) * ROW_STRIDE + lane % 4 * 16;
         float* factors = (float*)(memory + FACTORS_AT);
-        for (int tile = begin(cta); tile < end; tile++) {
+        int passed = 0;  // matrices whose stages are behind the ring's position
+        for (int tile = begin(cta) + group() % TILES_IN_TURN; tile < end; tile += TILES_IN_TURN) {
             const Epilogue now = ahead;
-            ahead = load_epilogue(tile + 1, end, row, scales, out, experts, ranks);
+            ahead = load_epilogue(tile + TILES_IN_TURN, end, row, scales, out, experts, ranks);
             if (OF == SUMMED) {
                 const float factor = now.scale * __shfl_sync(~0u, x_scale, thread / 16);
                 if (thread < NUM_EXPERTS * 16) factors[thread] = factor;
@@ -353,8 +383,13 @@ struct Product {
             }
             float low = 0.0f, high = 0.0f;
 #pragma unroll 1
-            for (int nth = 0; nth < NUM_EXPERTS; nth++) {
+            for (int nth = OF == SUMMED ? group() : 0; nth < NUM_EXPERTS; nth += GROUPS / TILES_IN_TURN) {
                 Total sum[SUMS_OF][4] = {};
+                if (GROUPS > 1) {
+                    const int matrix = (tile - begin(cta)) * NUM_EXPERTS + nth;
+                    ring.skip((matrix - passed) * K_STEPS);
+                    passed = matrix + 1;
+                }
 #pragma unroll 1
                 for (int k_step = 0; k_step < K_STEPS; k_step++) {
                     const u32 full = smem + BARRIERS_AT + ring.stage * 16, stage = smem + RING_AT + ring.stage * STAGE_BYTES;
@@ -362,6 +397,8 @@ struct Product {
                     constexpr int TAIL = BYTES_OF_ROW % STEP_BYTES;
                     const int bytes = TAIL && k_step == K_STEPS - 1 ? TAIL : STEP_BYTES;
                     barrier_wait(full, ring.parity);
+                    if constexpr (FORM_ == MXFP4) mma_chunks(sum, stage, from, memory, k_step, bytes);
+                    else
 #pragma unroll SUMS_OF
                     for (int turn = 0; turn < TURNS; turn++) {
                         const int column = (turn * WARPS + warp) * 64;  // so that a short last stage is shared by all warps
@@ -369,7 +406,7 @@ struct Product {
                             mma_columns(sum[turn % SUMS_OF], stage + mine, stage, from, memory, k_step, column, lane);
                     }
                     __syncwarp();
-                    if (lane == 0) barrier_arrive(full + 8);
+                    if (lane < GROUPS) barrier_arrive(full + 8);
                     ring.next();
                 }
                 Total own[2] = {};
@@ -377,7 +414,7 @@ struct Product {
                 for (int i = 0; i < SUMS_OF; i++) own[0] += sum[i][0], own[1] += sum[i][2];
                 low += (float)own[0] * (OF == SUMMED ? factors[nth * 16 + lane / 4] : 1.0f);
                 high += (float)own[1] * (OF == SUMMED ? factors[nth * 16 + lane / 4 + 8] : 1.0f);
-                if (OF == SUMMED && BIASED && warp == 0) {
+                if (OF == SUMMED && BIASED && warp % GROUP_WARPS == 0) {
                     low += factors[(TOP + nth) * 16 + lane / 4];
                     high += factors[(TOP + nth) * 16 + lane / 4 + 8];
                 }
@@ -388,12 +425,14 @@ struct Product {
                 tiles[warp * 16 + lane / 4] = low;
                 tiles[warp * 16 + lane / 4 + 8] = high;
             }
-            sync_consumers();
-            if (warp == 0) {
+            if (TILES_IN_TURN == 1) sync_consumers();
+            else sync_group(group(), GROUP_WARPS * 32);
+            constexpr int TILE_WARPS = WARPS / TILES_IN_TURN;
+            if (warp % TILE_WARPS == 0) {
                 float y = 0.0f;
                 if (lane < 16)
 #pragma unroll
-                    for (int i = 0; i < WARPS; i++) y += tiles[i * 16 + lane];
+                    for (int i = 0; i < TILE_WARPS; i++) y += tiles[(warp + i) * 16 + lane];
                 y = y * ((SCALED || FORM_ == MXFP4) && OF != SUMMED ? now.scale * x_scale : 1.0f);
                 if (OF != SUMMED || !BIASED) y += now.bias;
                 const float by = FORM_ == MXFP4 ? RAISED : 1.0f;
@@ -407,11 +446,15 @@ struct Product {
                     out[tile * 16 + lane] = from_float(END == ADD ? now.residual + y : END == ACTIVATE ? activate(y) * by : y);
             }
         }
+        if (GROUPS > 1) {
+            ring.skip(((end - begin(cta)) * NUM_EXPERTS - passed) * K_STEPS);
+            ring.buffer = 0;
+            sync_consumers();  // all outputs are written, not only those of warp 0, which will say so to the other CTAs
+        }
     }
     // Multiply 64 bytes of 16 rows.
     static DEVICE void mma_columns(Total (&sum)[4], u32 weights, u32 stage, u32 input, const u8* memory, int k_step,
                                    int column, int lane) {
-        if constexpr (FORM_ == MXFP4) return mma_chunk(sum, weights, stage, input, memory, k_step, column, lane);
         const uint4 low = load_smem16(weights + column), high = load_smem16(weights + 8 * ROW_STRIDE + column);
         if constexpr (FORM_ == 1) {
             const u32 at = input + (k_step * STEP_BYTES + column + lane % 4 * 16) * 2;
@@ -454,33 +497,62 @@ struct Product {
             }
         }
     }
-    // The same of MXFP4, which is a chunk of 128 inputs. A lane's 8 words have a code of each quarter, whose bits become a
-    // bfloat16's by a shift and a mask (`Mxfp4Linear`), 2^126 too small. Inputs are RAISED, so that sums are not too small for a
-    // float32. A quarter is a group: its sums times its power of two are those of the weight / `factor`, RAISED.
-    static DEVICE void mma_chunk(float (&sum)[4], u32 weights, u32 stage, u32 input, const u8* memory, int k_step, int column,
-                                 int lane) {
-        const uint4 low = load_smem16(weights + column * 8), high = load_smem16(weights + SLAB + column * 8);
-        const u32* scales = (const u32*)(memory + (stage - smem_address(memory)) + 2 * SLAB + column / 2) + lane / 4;
-        const u32 low_scales = scales[0], high_scales = scales[SLAB / 64];
-        const u32 words[8] = {low.x, high.x, low.y, high.y, low.z, high.z, low.w, high.w};
-        const int chunk = k_step * (STEP_BYTES / 64) + column / 64;
-        const u32 inputs = input + (chunk * 128 + lane % 4 * 8) * 2;
+    // Multiply the first `bytes` of a stage of MXFP4: this warp's chunks of 128 inputs, two at a time so that they don't wait for
+    // one another's results. A lane's 8 words have a code of each quarter, whose bits become a bfloat16's by a shift and a mask
+    // (`Mxfp4Linear`), 2^126 too small. Inputs are RAISED, so that sums are not too small for a float32. A quarter is a group:
+    // its sums times its power of two are those of the weight / `factor`, RAISED.
+    static DEVICE void mma_chunks(float (&sum)[2][4], u32 stage, u32 input, const u8* memory, int k_step, int bytes) {
+        const int warp = threadIdx.x / 32 % GROUP_WARPS, lane = threadIdx.x % 32;
+        const u32 own = stage + lane * 16, scales_at = stage - smem_address(memory) + 2 * SLAB + lane / 4 * 4;
+        for (int column = warp * 64; column < bytes; column += 2 * GROUP_WARPS * 64) {
+            u32 words[2][8], scales[2][2], inputs[2];
+            bool has_end[2];  // the chunk at the row's end, which may have fewer than 128 inputs
 #pragma unroll
-        for (int quarter = 0; quarter < 4; quarter++) {
-            if (K % 128 && quarter >= K % 128 / 32 && chunk == K / 128) break;  // the row has ended
-            const uint4 x = load_smem16(inputs + quarter * 64);
-            float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            u32 a[8];
+            for (int n = 0; n < 2; n++) {
+                const bool is_there = n == 0 || column + GROUP_WARPS * 64 < bytes;
+                const int at = is_there ? column + n * GROUP_WARPS * 64 : column;  // what isn't there has scales 0
+                const uint4 low = load_smem16(own + at * 8), high = load_smem16(own + SLAB + at * 8);
+                const u32* exponents = (const u32*)(memory + scales_at + at / 2);
+                scales[n][0] = is_there ? exponents[0] : 0;
+                scales[n][1] = is_there ? exponents[SLAB / 64] : 0;
+                const u32 all[8] = {low.x, high.x, low.y, high.y, low.z, high.z, low.w, high.w};
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const u32 w = words[i];
-                a[i] = quarter < 3 ? w << 3 * quarter & 0x81c081c0u
-                                   : and_or(w << 1, 0x80008000u, and_or(w >> 3, 0x01800180u, w >> 7 & 0x00400040u));
+                for (int i = 0; i < 8; i++) words[n][i] = all[i];
+                const int chunk = k_step * (STEP_BYTES / 64) + at / 64;
+                inputs[n] = input + (chunk * 128 + lane % 4 * 8) * 2;
+                has_end[n] = chunk == K / 128;
             }
-            mma(c, a[0], a[1], a[2], a[3], x.x, x.y);
-            mma(c, a[4], a[5], a[6], a[7], x.z, x.w);
-            sum[0] += c[0] * power_of_two(low_scales, quarter);
-            sum[2] += c[2] * power_of_two(high_scales, quarter);
+#pragma unroll
+            for (int quarter = 0; quarter < 4; quarter++) {
+                uint4 x[2];
+                float c[2][4] = {};
+                u32 a[2][8];
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    x[n] = load_smem16(inputs[n] + quarter * 64);
+                    if (K % 128 && quarter >= K % 128 / 32 && has_end[n]) x[n] = uint4{0, 0, 0, 0};
+                }
+#pragma unroll
+                for (int n = 0; n < 2; n++)
+#pragma unroll
+                    for (int i = 0; i < 8; i++) {
+                        const u32 w = words[n][i];
+                        a[n][i] = quarter < 3
+                                      ? w << 3 * quarter & 0x81c081c0u
+                                      : and_or(w << 1, 0x80008000u, and_or(w >> 3, 0x01800180u, w >> 7 & 0x00400040u));
+                    }
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+#pragma unroll
+                    for (int n = 0; n < 2; n++)
+                        mma(c[n], a[n][4 * half], a[n][4 * half + 1], a[n][4 * half + 2], a[n][4 * half + 3],
+                            half ? x[n].z : x[n].x, half ? x[n].w : x[n].y);
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    sum[n][0] += c[n][0] * power_of_two(scales[n][0], quarter);
+                    sum[n][2] += c[n][2] * power_of_two(scales[n][1], quarter);
+                }
+            }
         }
     }
     // A byte of a word as the exponent of a float32.
