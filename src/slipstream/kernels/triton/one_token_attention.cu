@@ -194,32 +194,43 @@ struct Attention : Split {
             total = 1.0f;
         }
         constexpr int WIDE = KV_BYTES == 2 ? 8 : 1;  // numbers of a value that a thread adds up
-        float acc[G][WIDE];
+        constexpr int SUM_LANES = KV_BYTES == 2 ? 32 / LANES_PER_KEY : 1;  // of a warp, that add up the same numbers
+        float acc[(G * WIDE + SUM_LANES - 1) / SUM_LANES * SUM_LANES] = {};
         const int of = KV_BYTES == 2 ? threadIdx.x % LANES_PER_KEY * 8 : threadIdx.x % D;
         // These threads begin with the new value, whose weight is 1.
         const bool begins = has_new_key && threadIdx.x < (KV_BYTES == 2 ? LANES_PER_KEY : D);
 #pragma unroll
         for (int g = 0; g < G; g++)
 #pragma unroll
-            for (int j = 0; j < WIDE; j++) acc[g][j] = begins ? new_v[of + j] : 0.0f;
+            for (int j = 0; j < WIDE; j++) acc[g * WIDE + j] = begins ? new_v[of + j] : 0.0f;
         for (int start = first; start < cached_end; start += CHUNK_KEYS) {
+            constexpr int KEYS = KV_BYTES == 1 ? 2 : G > 4 ? 1 : UNROLL;  // for which a query is loaded once; more would spill
+            constexpr int HEADS = G <= 1 ? 1 : G <= 2 ? 2 : G <= 4 ? 4 : 8;
+            typedef Scattered<HEADS, LANES_PER_KEY> Scores;
 #pragma unroll
-            for (int i = 0; i < UNROLL; i++) {
-                const int inside = i * KEYS_PER_PASS + threadIdx.x / LANES_PER_KEY;
-                float x[LANE_NUMBERS];
-                widen_cached(keys[i], x);
+            for (int i = 0; i < UNROLL; i += KEYS) {
+                float x[KEYS][LANE_NUMBERS], score[KEYS][HEADS] = {};
 #pragma unroll
-                for (int g = 0; g < G; g++) {
-                    float score = 0.0f;
+                for (int n = 0; n < KEYS; n++) widen_cached(keys[i + n], x[n]);
+#pragma unroll
+                for (int g = 0; g < G; g++)
 #pragma unroll
                     for (int j = 0; j < LANE_NUMBERS / 4; j++) {
                         const float4 part = ((const float4*)(q + g * D))[j * LANES_PER_KEY + threadIdx.x % LANES_PER_KEY];
-                        score += x[4 * j] * part.x + x[4 * j + 1] * part.y + x[4 * j + 2] * part.z + x[4 * j + 3] * part.w;
+#pragma unroll
+                        for (int n = 0; n < KEYS; n++)
+                            score[n][g] += x[n][4 * j] * part.x + x[n][4 * j + 1] * part.y + x[n][4 * j + 2] * part.z +
+                                           x[n][4 * j + 3] * part.w;
                     }
 #pragma unroll
-                    for (int l = LANES_PER_KEY / 2; l; l >>= 1) score += __shfl_xor_sync(~0u, score, l);
-                    if (threadIdx.x % LANES_PER_KEY == 0)
-                        scores[g * CHUNK_KEYS + inside] = has(start + inside) ? score * factor : -1e30f;
+                for (int n = 0; n < KEYS; n++) {
+                    const int inside = (i + n) * KEYS_PER_PASS + threadIdx.x / LANES_PER_KEY;
+                    Scores::sum(score[n]);
+#pragma unroll
+                    for (int j = 0; j < Scores::kept; j++)
+                        if (Scores::stores() && Scores::first() + j < G)
+                            scores[(Scores::first() + j) * CHUNK_KEYS + inside] =
+                                has(start + inside) ? score[n][j] * factor : -1e30f;
                 }
             }
             if (start + CHUNK_KEYS < cached_end) prefetch_keys(start + CHUNK_KEYS);
@@ -243,7 +254,7 @@ struct Attention : Split {
 #pragma unroll
             for (int g = 0; g < G; g++)
 #pragma unroll
-                for (int j = 0; j < WIDE; j++) acc[g][j] *= rescales[g];
+                for (int j = 0; j < WIDE; j++) acc[g * WIDE + j] *= rescales[g];
 #pragma unroll
             for (int i = 0; i < UNROLL; i++) {
                 float x[LANE_NUMBERS];
@@ -256,26 +267,26 @@ struct Attention : Split {
                     if (KV_BYTES == 2) {
                         const float p = scores[g * CHUNK_KEYS + inside];
 #pragma unroll
-                        for (int j = 0; j < 8; j++) acc[g][j % WIDE] += p * x[j];
+                        for (int j = 0; j < 8; j++) acc[g * WIDE + j % WIDE] += p * x[j];
                     } else
 #pragma unroll
-                        for (int j = 0; j < 16; j++) acc[g][0] += scores[g * CHUNK_KEYS + inside + j] * x[j % LANE_NUMBERS];
+                        for (int j = 0; j < 16; j++) acc[g * WIDE] += scores[g * CHUNK_KEYS + inside + j] * x[j % LANE_NUMBERS];
             }
             if (start + CHUNK_KEYS < cached_end) prefetch_values(start + CHUNK_KEYS);
             sync_consumers();  // until all warps have read the scores that the next chunk overwrites
         }
         // Add the sums of the threads that hold the same numbers of a value.
+        if constexpr (KV_BYTES == 2) {
+            typedef Scattered<sizeof(acc) / 4, SUM_LANES, LANES_PER_KEY> Values;
+            Values::sum(acc);
 #pragma unroll
-        for (int g = 0; g < G; g++)
-#pragma unroll
-            for (int j = 0; j < WIDE; j++) {
-                float y = acc[g][j];
-                if (KV_BYTES == 2)
-#pragma unroll
-                    for (int l = LANES_PER_KEY; l < 32; l *= 2) y += __shfl_xor_sync(~0u, y, l);
-                const int partial = KV_BYTES == 2 ? warp : threadIdx.x / D;
-                if (KV_BYTES == 1 || lane < LANES_PER_KEY) sums[(partial * G + g) * D + of + j] = y;
+            for (int j = 0; j < Values::kept; j++) {
+                const int at = Values::first() + j;
+                if (at < G * WIDE) sums[(warp * G + at / WIDE) * D + of + at % WIDE] = acc[j];
             }
+        } else
+#pragma unroll
+            for (int g = 0; g < G; g++) sums[(threadIdx.x / D * G + g) * D + of] = acc[g];
         sync_consumers();
         for (int i = threadIdx.x; i < G * D; i += THREADS) {
             float y = 0.0f;

@@ -182,24 +182,22 @@ DEVICE float block_reduce(float x, float* scratch) {
     return x;
 }
 
-// Sums of each of COUNT numbers over LANES lanes, STRIDE apart; both are powers of two. A lane's first `kept` numbers become the
-// sums from `first` on; of fewer numbers than lanes several lanes have the same. At each step a lane keeps half of its numbers,
-// so that COUNT sums take about COUNT shuffles.
+// Sums of each of COUNT numbers over LANES lanes, STRIDE apart. LANES is a power of two; COUNT is one, too, or a multiple of it.
+// A lane's first `kept` numbers become the sums from `first` on; of fewer numbers than lanes, several lanes have the same. At
+// each step a lane keeps half of its numbers, so that COUNT sums take about COUNT shuffles.
 template <int COUNT, int LANES, int STRIDE = 1>
 struct Scattered {
     static constexpr int kept = COUNT > LANES ? COUNT / LANES : 1, LANES_OF_NUMBER = LANES > COUNT ? LANES / COUNT : 1;
     static DEVICE int first() { return threadIdx.x / STRIDE % LANES * COUNT / LANES; }
     static DEVICE bool stores() { return threadIdx.x / STRIDE % LANES_OF_NUMBER == 0; }  // the first of the lanes of a number
-    static DEVICE void sum(float (&y)[COUNT]) {
-        int count = COUNT;
+    static DEVICE void sum(float* y) {
+        if constexpr (LANES > 1) {
+            constexpr int half = COUNT / 2, left = half ? half : 1;
+            const bool upper = half && threadIdx.x / STRIDE & LANES / 2;
 #pragma unroll
-        for (int lanes = LANES / 2; lanes; lanes >>= 1) {
-            const int half = count > 1 ? count / 2 : 0;  // a lane keeps one half and gives away the other
-            const bool upper = half && threadIdx.x / STRIDE & lanes;
-            count = half ? half : 1;
-#pragma unroll
-            for (int j = 0; j < count; j++)
-                y[j] = (upper ? y[j + half] : y[j]) + __shfl_xor_sync(~0u, upper ? y[j] : y[j + half], lanes * STRIDE);
+            for (int j = 0; j < left; j++)
+                y[j] = (upper ? y[j + half] : y[j]) + __shfl_xor_sync(~0u, upper ? y[j] : y[j + half], LANES / 2 * STRIDE);
+            Scattered<left, LANES / 2, STRIDE>::sum(y);
         }
     }
 };
