@@ -84,7 +84,8 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
     const int block = block_table[(plan.length - 1) / BLOCK_SIZE];
     const bool counted = X && cta == 0 && block > 0;  // padding has the null block, and is not counted
     RingPosition ring;
-    u32 arrivals = 0, attended = 0;
+    u32 arrivals = 0, splits = 0, merges = 0;  // splits of each group of heads, and merges of all, up to this layer's
+    u16* attention = qkv + QKV_SIZE;           // what attention writes [Q]
     Ranks ranks;
     if (RANKS > 1) {
 #pragma unroll
@@ -128,53 +129,18 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
         arrivals += CTAS;
         // --- attention
         const SplitPlan own_plan = WINDOWS ? plan_splits(plan.length, (int)row[WINDOW]) : plan;
-        const int splits = own_plan.splits;
+        splits += own_plan.splits;
+        merges += own_plan.num_groups();
         if (cta < own_plan.num_active) {
             const int* blocks = TABLES > 1 && row[TABLE] ? second_table : block_table;
             attend(own_plan, cta, row, blocks, angles, qkv, partials, softmax, counters, arrivals, ring, memory);
-            if (threadIdx.x == 0) release_add(counters + 1);
+            merge_splits(own_plan, cta, row, partials, softmax, attention, counters, splits, memory);
         }
-        attended += own_plan.num_active;
         // --- output
         ahead = Out::first(cta, row, OUT_S, x, {}, ranks);
-        grid_wait(counters + 1, attended);
+        grid_wait(counters + 1, merges);
         {
-            auto merged = [&](int v, float* y) {
-                float top = -1e30f, total = 0.0f;
-                if (SINKED) top = 1.4426950408889634f * to_float(((const u16*)row[SINKS])[v * 8 / D]), total = 1.0f;
-                for (int from = 0; from < splits; from += 4) {  // 4 splits' loads are in flight together
-                    uint4 low[4], high[4];
-                    float maxima[4], totals[4];
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        const int split = min(from + i, splits - 1);
-                        const float* own = softmax + (split * H + v * 8 / D) * 2;
-                        low[i] = load_cg16(partials + split * Q + v * 8);
-                        high[i] = load_cg16(partials + split * Q + v * 8 + 4);
-                        maxima[i] = from + i < splits ? load_cg4(own) : -1e30f;
-                        totals[i] = load_cg4(own + 1);
-                    }
-                    float highest = top;
-#pragma unroll
-                    for (int i = 0; i < 4; i++) highest = fmaxf(highest, maxima[i]);
-                    const float rescale = exp2_fast(top - highest);
-                    total *= rescale;
-#pragma unroll
-                    for (int j = 0; j < 8; j++) y[j] *= rescale;
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        const float w = from + i < splits ? exp2_fast(maxima[i] - highest) : 0.0f;
-                        const uint4 l = low[i], h = high[i];
-                        const u32 words[8] = {l.x, l.y, l.z, l.w, h.x, h.y, h.z, h.w};
-                        total += w * totals[i];
-#pragma unroll
-                        for (int j = 0; j < 8; j++) y[j] += w * __uint_as_float(words[j]);
-                    }
-                    top = highest;
-                }
-#pragma unroll
-                for (int j = 0; j < 8; j++) y[j] = to_float(from_float(y[j] / total));
-            };
+            auto merged = [&](int v, float* y) { unpack8(load_cg16((const uint4*)attention + v), y); };
             x_scale = load_input<Q, 0>(merged, nullptr, nullptr, 0.0f, 0.0f, memory);
         }
         Out::run(ahead, row, OUT_S, x, x_scale, ring, memory, cta, {}, INPUT_AT, ranks);
@@ -216,6 +182,7 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
     // The last CTA to exit resets the counters for the next step.
     if (threadIdx.x == 0 && fetch_add(counters + 2) == CTAS - 1) {
         counters[0] = counters[1] = counters[2] = 0;
+        for (int i = 0; i < HK; i++) counters[SPLITS_OF + i] = 0;
         counters[3] += ranks.num_sums * (RANKS - 1) * CTAS;
     }
 }

@@ -250,13 +250,13 @@ class OneTokenStep:
         q, made = s.num_heads * s.head_dim, (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
         if (own := s.latent) is not None:
             made = s.num_heads * (own.nope_dim + own.rotary_dim) + own.rank + own.rotary_dim
-        self._qkv = torch.zeros(made, dtype=self.dtype, device=device)
+        self._qkv = torch.zeros(made + q, dtype=self.dtype, device=device)  # and what attention writes
         self._mid = torch.zeros(down_inputs(s), dtype=self.dtype, device=device)
         self._partials = torch.zeros(self.splits * q, dtype=torch.float32, device=device)
         self._softmax = torch.zeros(self.splits * s.num_heads * 2, dtype=torch.float32, device=device)
         num_logits = 0 if s.experts is None else s.experts.num_experts + 1
         self._logits = torch.zeros(num_logits, dtype=torch.float32, device=device)
-        self._counters = torch.zeros(4, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(4 + s.num_kv_heads, dtype=torch.int32, device=device)
         self.rank, self.num_ranks = (0, 1) if group is None else (group.rank, group.size)
         self._peers = shared  # mapped as long as they are held
         self._shared = torch.tensor([x.data_ptr() for x in shared] or [0], dtype=torch.int64).to(device)

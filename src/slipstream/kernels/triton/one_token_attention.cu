@@ -1,14 +1,14 @@
 // Part of `one_token.cu`: rope, cache write and attention of one token, out = Σ softmax(scale · q k) v.
 //
 // The keys of a kv head are divided into splits (Flash-Decoding, Dao et al., 2023). A CTA attends over one split. It
-// writes the unnormalised sum of values, the largest score, and the sum of weights. Every CTA merges the splits when it
-// loads the input of the output product, with a head's learned score (a sink) where it has one. In a layer with a window the
-// keys before it are in no split.
+// writes the unnormalised sum of values, the largest score, and the sum of weights. The last CTA of a head merges its splits,
+// with a query head's learned score (a sink) where it has one. If all CTAs merged all splits as they load the input of the
+// output product, they would read 32 KB to 262 KB each. In a layer with a window the keys before it are in no split.
 //
 // `one_token.cu` calls `plan_splits`, `produce_attention` (producer warps) and `attend` (consumer warps). For latent
 // attention one_token_mla.cu defines these three.
 
-// How many splits a head's keys have. Every CTA reads the results of all splits, so short splits cost more than they save.
+// How many splits a head's keys have. Splits are merged one after the other, so short splits cost more than they save.
 DEVICE int num_splits(int length, int most) {
     const int wanted = (length + 63) / 64, least = length <= 1024 ? most < 8 ? most : 8 : most;
     return wanted < least ? wanted : least;
@@ -26,12 +26,14 @@ struct SplitPlan {
           splits(num_splits(length - begin, most)),
           keys_per_split(((length - begin + splits - 1) / (splits ? splits : 1) + 63) / 64 * 64),  // padding has no splits
           num_active(splits * (HK / heads)) {}
+    DEVICE int num_groups() const { return splits ? HK / heads : 0; }  // groups of `heads` kv heads, which share CTAs
+    DEVICE int group_of(int cta) const { return cta % (HK / heads); }
 };
 struct Split {
     int head, split, first, cached_end, visible;  // `head`: the first head; cached keys are first … cached_end − 1
     bool has_new_key;                             // the token's own key is in this split
     DEVICE Split(const SplitPlan& all, int cta)
-        : head(cta % (HK / all.heads) * all.heads),
+        : head(all.group_of(cta) * all.heads),
           split(cta / (HK / all.heads)),
           first(all.begin + split * all.keys_per_split),
           cached_end(min(first + all.keys_per_split, all.length - 1)),
@@ -39,6 +41,53 @@ struct Split {
           has_new_key(all.length - 1 < first + all.keys_per_split && all.length - 1 >= first) {}
     DEVICE bool has(int key) const { return key < cached_end && (!WINDOWS || KV_BYTES == 2 || key >= visible); }
 };
+
+// Count a split whose results this CTA has written. The last CTA of a group of heads writes what they attended to, [Q] of the
+// model's type. `splits`: those of a group up to this layer's.
+DEVICE void merge_splits(const SplitPlan& plan, int cta, const u64* row, const float* partials, const float* softmax,
+                         u16* attention, u32* counters, u32 splits, u8* memory) {
+    u32* is_last = (u32*)(memory + SCRATCH_AT);
+    sync_consumers();
+    if (threadIdx.x == 0) *is_last = fetch_add(counters + SPLITS_OF + plan.group_of(cta)) == splits - 1;
+    sync_consumers();
+    if (!*is_last) return;
+    constexpr int TOGETHER = 8;  // splits whose loads are in flight
+    const int numbers = plan.heads * G * D, begin = plan.group_of(cta) * numbers;
+    for (int at = begin + threadIdx.x * 4; at < begin + numbers; at += THREADS * 4) {
+        const int head = at / D;
+        float top = -1e30f, total = 0.0f, y[4] = {};
+        if (SINKED) top = 1.4426950408889634f * to_float(((const u16*)row[SINKS])[head]), total = 1.0f;
+        for (int from = 0; from < plan.splits; from += TOGETHER) {
+            uint4 part[TOGETHER];
+            float maxima[TOGETHER], totals[TOGETHER], highest = top;
+#pragma unroll
+            for (int i = 0; i < TOGETHER; i++) {
+                const int split = min(from + i, plan.splits - 1);
+                part[i] = load_cg16(partials + (long long)split * Q + at);
+                maxima[i] = load_cg4(softmax + (split * H + head) * 2);
+                totals[i] = load_cg4(softmax + (split * H + head) * 2 + 1);
+            }
+#pragma unroll
+            for (int i = 0; i < TOGETHER; i++) highest = fmaxf(highest, from + i < plan.splits ? maxima[i] : highest);
+            const float rescale = exp2_fast(top - highest);
+            total *= rescale;
+#pragma unroll
+            for (int j = 0; j < 4; j++) y[j] *= rescale;
+#pragma unroll
+            for (int i = 0; i < TOGETHER; i++) {
+                const float w = from + i < plan.splits ? exp2_fast(maxima[i] - highest) : 0.0f;
+                const u32 words[4] = {part[i].x, part[i].y, part[i].z, part[i].w};
+                total += w * totals[i];
+#pragma unroll
+                for (int j = 0; j < 4; j++) y[j] += w * __uint_as_float(words[j]);
+            }
+            top = highest;
+        }
+        *(uint2*)(attention + at) = make_uint2(pack2(y[0] / total, y[1] / total), pack2(y[2] / total, y[3] / total));
+    }
+    sync_consumers();
+    if (threadIdx.x == 0) release_add(counters + 1);
+}
 
 DEVICE void widen_cached(const uint4& v, float* y) {  // 16 bytes of the cache → float32
     if (CACHE == 16) return unpack8(v, y);

@@ -141,7 +141,9 @@ struct Ranks {
     }
 };
 
-// --- grid barriers. Counter 0 counts arrivals of all CTAs, counter 1 those of CTAs that attend, counter 2 exits.
+// --- grid barriers. Counter 0 counts arrivals of all CTAs, counter 1 groups of heads whose splits are merged, counter 2 exits;
+// from SPLITS_OF on there is a counter of splits for each group of heads.
+constexpr int SPLITS_OF = 4;
 // Wait until `arrivals` are counted, and for all ranks' parts; then arrive at `barrier`, if one is given.
 DEVICE void grid_wait(const u32* counter, u32 arrivals, u32 barrier = 0, const Ranks& ranks = Ranks()) {
     if (threadIdx.x == 0) {
