@@ -263,6 +263,7 @@ inline void sync_group(int group, int threads) { pass(now->block->groups[group],
 inline Barrier& barrier_at(u32 address) { return now->block->barriers[address]; }
 inline void barrier_init(u32 address, u32 count) { barrier_at(address).count = barrier_at(address).pending = (int)count; }
 inline void barrier_fence() {}
+inline void bulk_prefetch(const void*, u32) {}
 inline void barrier_arrive(u32 address) {
     Barrier& barrier = barrier_at(address);
     barrier.pending--;

@@ -103,6 +103,9 @@ DEVICE void barrier_fence() {
 DEVICE void barrier_expect(u32 barrier, u32 bytes) {  // and arrive
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+DEVICE void bulk_prefetch(const void* from, u32 bytes) {  // into L2
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -62,7 +62,8 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
                 producer.product<LATENT_ROWS, E, false, ONE, QKV_ROWS / 16, QKV_SIZE / 16>(pointer(LATENT_W),
                                                                                           pointer(LATENT_S));
             if (PARALLEL) producer.product<F, E, GATED>(pointer(UP_W), pointer(UP_S));
-            produce_attention(plan, pointer, block_table, producer);
+            const int* blocks = TABLES > 1 && pointer(TABLE) ? second_table : block_table;
+            produce_attention(plan, pointer, blocks, producer);
             producer.product<E, Q, false>(pointer(OUT_W), pointer(OUT_S));
             if (X && (!DENSE || pointer(ROUTER_W)))
                 Mixture<X>::produce(pointer, producer);

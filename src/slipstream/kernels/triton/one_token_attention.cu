@@ -354,8 +354,18 @@ struct Attention : Split {
 
 #if !LATENT
 DEVICE SplitPlan plan_splits(int length, int window = 0) { return SplitPlan(length, 1, SPLITS, window); }
+// The cached keys (one producer warp) and values (another) of this CTA's split, into L2, while the weights of q, k and v arrive.
 template <typename Pointer>
-DEVICE void produce_attention(const SplitPlan&, Pointer, const int*, Producer&) {}  // no weights to copy
+DEVICE void produce_attention(const SplitPlan& all, Pointer pointer, const int* table, Producer& producer) {
+    const SplitPlan plan = WINDOWS ? plan_splits(all.length, (int)(u64)pointer(WINDOW)) : all;
+    const u8 *k = pointer(K_AT), *v = pointer(V_AT);
+    if (producer.cta >= plan.num_active) return;
+    const Split own(plan, producer.cta);
+    constexpr int BYTES = BLOCK_SIZE * D * KV_BYTES;
+    for (int block = own.first / BLOCK_SIZE + producer.lane; block * BLOCK_SIZE < own.cached_end; block += 32)
+        for (int i = producer.which; i < 2; i += PRODUCER_WARPS)
+            bulk_prefetch((i ? v : k) + ((long long)table[block] * HK + own.head) * BYTES, BYTES);
+}
 DEVICE void attend(const SplitPlan& plan, int cta, const u64* row, const int* table, const float* angles, const u16* qkv,
                    float* partials, float* softmax, const u32* counters, u32 arrivals, RingPosition&, u8* memory) {
     Attention a(plan, cta, row, table);
