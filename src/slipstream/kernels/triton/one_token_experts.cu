@@ -227,6 +227,8 @@ struct Mixture {
         grid_arrive(counters, arrivals);
         if (FS) shared_ahead = SharedDown::first(cta, row, SHARED_DOWN_S, x);
         const float down_factor = EXPERT_FORM == MXFP4 ? __uint_as_float((u32)row[DOWN_FACTOR]) / RAISED : 1.0f;
+        Epilogue ahead;
+        if (!FS) ahead = Down::first(cta, row, DOWN_S, x, experts);
         grid_wait(counters, arrivals);
         if (FS) {
             constexpr int SHARED_INPUT_AT = INPUT_AT + input_bytes(TOP * FE);
@@ -243,7 +245,6 @@ struct Mixture {
                             SHARED_INPUT_AT);
             Down::run(Down::first(cta, row, DOWN_S, x, experts), row, DOWN_S, x, each, ring, memory, cta, experts);
         } else {
-            const Epilogue ahead = Down::first(cta, row, DOWN_S, x, experts);
             const float each = load_expert_inputs<FE>(mid, down_factor * experts.weight, memory);
             Down::run(ahead, row, DOWN_S, x, each, ring, memory, cta, experts);
         }

@@ -211,6 +211,7 @@ struct RingPosition {  // a stage of the ring; `buffer`: which of two places tak
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
     DEVICE void skip(int stages) {
+#pragma unroll 1
         for (stage += stages; stage >= STAGES; stage -= STAGES) parity ^= 1;
     }
 };
@@ -315,8 +316,11 @@ template <int FORM_> struct Sum { typedef float type; };
 template <> struct Sum<3> { typedef int type; };
 
 // What the end of a tile needs for each row, loaded one tile ahead. Thread t of 16 has row t.
+// It is loaded a tile ahead. Numbers of the model's type are kept as they are: to convert them is to wait for them.
 struct Epilogue {
-    float scale = 1.0f, bias = 0.0f, residual = 0.0f;
+    float scale = 1.0f, sum = 0.0f;  // `sum`: the residual with the ranks' parts
+    u16 bias = 0, residual = 0;
+    DEVICE float residual_sum() const { return RANKS == 1 ? to_float(residual) : sum; }
 };
 
 enum { STORE, ACTIVATE, ADD };
@@ -347,10 +351,11 @@ struct Product {
         if (nth < NUM_EXPERTS && tile < end_tile) {
             const int n = weight_row<N, GATES>(expert, tile % MATRIX_TILES, t);
             if (SCALED) end.scale = ((const float*)row[scales])[n];
-            if (BIASED) end.bias = to_float(((const u16*)row[scales + 1])[n]);
+            if (BIASED) end.bias = ((const u16*)row[scales + 1])[n];
             if (END == ADD && nth == 0) {
                 const int at = tile * 16 + t;
-                end.residual = ranks.residual(at, to_float(load_cg2(residual + at)));
+                end.residual = load_cg2(residual + at);
+                if (RANKS > 1) end.sum = ranks.residual(at, to_float(end.residual));
             }
         }
         return end;
@@ -369,8 +374,6 @@ struct Product {
         const u32 mine = (lane / 4) * ROW_STRIDE + lane % 4 * 16;
         float* factors = (float*)(memory + FACTORS_AT);
         int passed = 0;  // matrices whose stages are behind the ring's position
-        uint4 x[2][4] = {};
-        const u32 eight = FORM_ == MXFP4 ? 8 + (u32)(row[UP_FACTOR] >> 32) : 8;  // a float's upper bits are 0
         for (int tile = begin(cta) + group() % TILES_IN_TURN; tile < end; tile += TILES_IN_TURN) {
             const Epilogue now = ahead;
             ahead = load_epilogue(tile + TILES_IN_TURN, end, row, scales, out, experts, ranks);
@@ -379,7 +382,7 @@ struct Product {
                 if (thread < NUM_EXPERTS * 16) factors[thread] = factor;
                 if (BIASED) {
                     const float by = __shfl_sync(~0u, experts.weight, thread / 16);
-                    if (thread < NUM_EXPERTS * 16) factors[TOP * 16 + thread] = by * now.bias;
+                    if (thread < NUM_EXPERTS * 16) factors[TOP * 16 + thread] = by * to_float(now.bias);
                 }
                 sync_consumers();
             }
@@ -399,7 +402,7 @@ struct Product {
                     constexpr int TAIL = BYTES_OF_ROW % STEP_BYTES;
                     const int bytes = TAIL && k_step == K_STEPS - 1 ? TAIL : STEP_BYTES;
                     barrier_wait(full, ring.parity);
-                    if constexpr (FORM_ == MXFP4) mma_chunks(sum, x, stage, from, memory, k_step, bytes, eight);
+                    if constexpr (FORM_ == MXFP4) mma_chunks(sum, stage, from, memory, k_step, bytes);
                     else
 #pragma unroll SUMS_OF
                     for (int turn = 0; turn < TURNS; turn++) {
@@ -414,12 +417,6 @@ struct Product {
                 Total own[2] = {};
 #pragma unroll
                 for (int i = 0; i < SUMS_OF; i++) own[0] += sum[i][0], own[1] += sum[i][2];
-                if constexpr (FORM_ == MXFP4)  // four lanes have the sums of a row's quarters
-#pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        own[i] += __shfl_xor_sync(~0u, own[i], 1);
-                        own[i] += __shfl_xor_sync(~0u, own[i], 2);
-                    }
                 low += (float)own[0] * (OF == SUMMED ? factors[nth * 16 + lane / 4] : 1.0f);
                 high += (float)own[1] * (OF == SUMMED ? factors[nth * 16 + lane / 4 + 8] : 1.0f);
                 if (OF == SUMMED && BIASED && warp % GROUP_WARPS == 0) {
@@ -442,16 +439,16 @@ struct Product {
 #pragma unroll
                     for (int i = 0; i < TILE_WARPS; i++) y += tiles[(warp + i) * 16 + lane];
                 y = y * ((SCALED || FORM_ == MXFP4) && OF != SUMMED ? now.scale * x_scale : 1.0f);
-                if (OF != SUMMED || !BIASED) y += now.bias;
+                if (BIASED && OF != SUMMED) y += to_float(now.bias);
                 const float by = FORM_ == MXFP4 ? RAISED : 1.0f;
                 if (GATES) {
                     const float up = __shfl_down_sync(~0u, y, 8);
                     if (lane < 8) out[tile * 8 + lane] = from_float(gated(y, up) * by);
                 } else if (END == ADD && RANKS > 1 && lane < 16) {
                     ranks.put(tile * 16 + lane, y);
-                    out[tile * 16 + lane] = from_float(now.residual);
+                    out[tile * 16 + lane] = from_float(now.residual_sum());
                 } else if (lane < 16)
-                    out[tile * 16 + lane] = from_float(END == ADD ? now.residual + y : END == ACTIVATE ? activate(y) * by : y);
+                    out[tile * 16 + lane] = from_float(END == ADD ? now.residual_sum() + y : END == ACTIVATE ? activate(y) * by : y);
             }
         }
         if (GROUPS > 1) {
@@ -506,64 +503,66 @@ struct Product {
         }
     }
     // Multiply the first `bytes` of a stage of MXFP4: this warp's chunks of 128 inputs, two at a time so that they don't wait for
-    // one another's results. What takes longest is bits of codes in 32-bit integers, which have half the rate of other numbers:
-    //
-    // 1. A lane's 8 words have a code of each quarter of the chunk, whose bits become a bfloat16's by a shift and a mask
-    //    (`Mxfp4Linear`), 2^126 too small. Inputs are RAISED, so that sums are not too small for a float32. Shifts to the left
-    //    are multiplications by `eight`, whose value the compiler does not know.
-    // 2. A quarter is a group with a scale. Columns 2 q and 2 q + 1 of the inputs have those of quarter q and are 0 elsewhere, so
-    //    that a lane, which holds sums of two columns, has a scale's worth of a row and multiplies it once. `x` stays 0 in lanes
-    //    of other columns.
-    static DEVICE void mma_chunks(float (&sum)[2][4], uint4 (&x)[2][4], u32 stage, u32 input, const u8* memory, int k_step,
-                                  int bytes, u32 eight) {
+    // one another's results. A lane's 8 words have a code of each quarter, whose bits become a bfloat16's by a shift and a mask
+    // (`Mxfp4Linear`), 2^126 too small. Inputs are RAISED, so that sums are not too small for a float32. A quarter is a group:
+    // its sums times its power of two are those of the weight / `factor`, RAISED.
+    static DEVICE void mma_chunks(float (&sum)[2][4], u32 stage, u32 input, const u8* memory, int k_step, int bytes) {
         const int warp = threadIdx.x / 32 % GROUP_WARPS, lane = threadIdx.x % 32;
-        const u32 own = stage + lane * 16, exponents_at = stage - smem_address(memory) + 2 * SLAB + lane;
+        const u32 own = stage + lane * 16, scales_at = stage - smem_address(memory) + 2 * SLAB + lane / 4 * 4;
         for (int column = warp * 64; column < bytes; column += 2 * GROUP_WARPS * 64) {
-            u32 words[2][8];
-            float scales[2][2], c[2][4] = {};
+            u32 words[2][8], scales[2][2], inputs[2];
+            bool has_end[2];  // the chunk at the row's end, which may have fewer than 128 inputs
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const bool is_there = n == 0 || column + GROUP_WARPS * 64 < bytes;
                 const int at = is_there ? column + n * GROUP_WARPS * 64 : column;  // what isn't there has scales 0
                 const uint4 low = load_smem16(own + at * 8), high = load_smem16(own + SLAB + at * 8);
-                const u8* exponents = memory + exponents_at + at / 2;
-                scales[n][0] = is_there ? __uint_as_float((u32)exponents[0] << 23) : 0.0f;
-                scales[n][1] = is_there ? __uint_as_float((u32)exponents[SLAB / 16] << 23) : 0.0f;
+                const u32* exponents = (const u32*)(memory + scales_at + at / 2);
+                scales[n][0] = is_there ? exponents[0] : 0;
+                scales[n][1] = is_there ? exponents[SLAB / 64] : 0;
                 const u32 all[8] = {low.x, high.x, low.y, high.y, low.z, high.z, low.w, high.w};
 #pragma unroll
                 for (int i = 0; i < 8; i++) words[n][i] = all[i];
                 const int chunk = k_step * (STEP_BYTES / 64) + at / 64;
-                const bool has_own = K % 128 == 0 || chunk < K / 128 || lane / 8 < K % 128 / 32;  // codes behind a row are 0
-                const u32 inputs = input + (chunk * 128 + lane % 4 * 8) * 2;
-#pragma unroll
-                for (int quarter = 0; quarter < 4; quarter++)
-                    if (lane / 8 == quarter && has_own) x[n][quarter] = load_smem16(inputs + quarter * 64);
+                inputs[n] = input + (chunk * 128 + lane % 4 * 8) * 2;
+                has_end[n] = chunk == K / 128;
             }
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int quarter = (i + 3) % 4;  // the last one first, before words are multiplied
+            for (int quarter = 0; quarter < 4; quarter++) {
+                uint4 x[2];
+                float c[2][4] = {};
                 u32 a[2][8];
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    x[n] = load_smem16(inputs[n] + quarter * 64);
+                    if (K % 128 && quarter >= K % 128 / 32 && has_end[n]) x[n] = uint4{0, 0, 0, 0};
+                }
 #pragma unroll
                 for (int n = 0; n < 2; n++)
 #pragma unroll
-                    for (int j = 0; j < 8; j++) {
-                        u32& w = words[n][j];
-                        if (quarter == 1 || quarter == 2) w *= eight;
-                        a[n][j] = quarter < 3 ? w & 0x81c081c0u
-                                              : and_or(w << 1, 0x80008000u, and_or(w >> 3, 0x01800180u, w >> 7 & 0x00400040u));
+                    for (int i = 0; i < 8; i++) {
+                        const u32 w = words[n][i];
+                        a[n][i] = quarter < 3
+                                      ? w << 3 * quarter & 0x81c081c0u
+                                      : and_or(w << 1, 0x80008000u, and_or(w >> 3, 0x01800180u, w >> 7 & 0x00400040u));
                     }
 #pragma unroll
                 for (int half = 0; half < 2; half++)
 #pragma unroll
-                    for (int n = 0; n < 2; n++) {
-                        const uint4 b = x[n][quarter];
-                        mma(c[n], a[n][4 * half], a[n][4 * half + 1], a[n][4 * half + 2], a[n][4 * half + 3], half ? b.z : b.x,
-                            half ? b.w : b.y);
-                    }
-            }
+                    for (int n = 0; n < 2; n++)
+                        mma(c[n], a[n][4 * half], a[n][4 * half + 1], a[n][4 * half + 2], a[n][4 * half + 3],
+                            half ? x[n].z : x[n].x, half ? x[n].w : x[n].y);
 #pragma unroll
-            for (int n = 0; n < 2; n++) sum[n][0] += c[n][0] * scales[n][0], sum[n][2] += c[n][2] * scales[n][1];
+                for (int n = 0; n < 2; n++) {
+                    sum[n][0] += c[n][0] * power_of_two(scales[n][0], quarter);
+                    sum[n][2] += c[n][2] * power_of_two(scales[n][1], quarter);
+                }
+            }
         }
+    }
+    // A byte of a word as the exponent of a float32.
+    static DEVICE float power_of_two(u32 word, int byte) {
+        return __uint_as_float((byte == 3 ? word >> 1 : word << (23 - 8 * byte)) & 0x7f800000u);
     }
 };
 
