@@ -27,6 +27,7 @@ from slipstream.types import (
     EngineRequest,
     FinishReason,
     LikeliestTokens,
+    LoRARequest,
     PooledVector,
     PromptLogprobs,
     SampledLogprobs,
@@ -235,6 +236,20 @@ class Engine:
                 assert wakeup is not None, "requests wait and nothing can run"
                 self.now = max(self.now, wakeup)
         raise AssertionError("requests starve")
+
+
+def test_a_request_whose_adapter_does_not_fit_is_passed_by_so_often_and_no_more(monkeypatch):
+    monkeypatch.setattr("slipstream.core.scheduler.MOST_OVERTAKES", 2)
+    engine = Engine({**config(max_num_seqs=2), "max_adapters": 1})
+    ours, other = LoRARequest("ours", 1, "ours"), LoRARequest("other", 2, "other")
+    engine.scheduler.add(request("long", range(4), 12, lora=ours))
+    engine.step()
+    engine.scheduler.add(request("waits", range(4), 2, lora=other))
+    for i in range(4):
+        engine.scheduler.add(request(f"short{i}", range(4), 2, lora=ours))
+    engine.run()
+    admitted = [new.request_id for plan in engine.plans for new in plan.new]
+    assert admitted == ["long", "short0", "short1", "waits", "short2", "short3"]
 
 
 def test_a_request_that_has_ended_is_not_kept_until_its_deadline():

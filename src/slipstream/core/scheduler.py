@@ -474,7 +474,7 @@ class Scheduler:
             if num_sampled > 1:
                 step.drafts[request] = request.num_pending_drafts = num_sampled - 1
                 step.room_for_drafts -= num_sampled - 1
-                if not (forced or has_grammar or self.kv.windows):
+                if not (forced or has_grammar):
                     request.verifies_until = room
             elif forced:
                 step.forced[request] = forced
