@@ -21,6 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from slipstream.config import SpeculationConfig
 from slipstream.core.block_pool import NULL_BLOCK
 from slipstream.core.budget import FEW_REQUESTS, chunk_beside
+from slipstream.core.kv_cache_manager import LEAST_SHARED
+from slipstream.core.request import Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.errors import ContextLengthError, EngineOverloadedError
 from slipstream.types import (
@@ -32,6 +34,8 @@ from slipstream.types import (
     PromptLogprobs,
     SampledLogprobs,
     SamplingParams,
+    Share,
+    SharedPrefix,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -758,6 +762,34 @@ def test_prefix_figures_do_not_count_a_prompt_again_after_preemption():
     assert stats.num_preemptions >= 1
     assert stats.prefix_queries == 8 + 8 + 10
     assert stats.prefix_hits == 8
+
+
+def test_what_is_computed_again_after_preemption_is_charged_once():
+    engine = Engine(config(num_blocks=8, max_num_seqs=2, max_num_batched_tokens=32, enable_prefix_caching=False))
+    for name in "ab":
+        engine.scheduler.add(request(name, range(6), max_tokens=16, share=Share(name)))
+    accounts = {name: engine.scheduler.requests.by_id[name].account for name in "ab"}
+    engine.run()
+    assert engine.scheduler.stats().num_preemptions >= 1
+    assert {name: account.served for name, account in accounts.items()} == {"a": 22, "b": 22}
+
+
+def test_decodes_that_share_a_long_prompt_are_named():
+    engine = Engine(config(max_model_len=200, num_blocks=150, max_num_batched_tokens=512))
+    length = LEAST_SHARED + BLOCK + 1
+    engine.scheduler.add(request("a", range(length), max_tokens=4))
+    for name in ("b", "c"):
+        engine.scheduler.add(request(name, range(length), max_tokens=4, fork_of="a"))
+    engine.scheduler.add(request("d", range(500, 500 + length), max_tokens=4))
+    engine.run()
+    for plan in engine.plans[2:4]:
+        assert [s.request_id for s in plan.scheduled][:3] == ["a", "b", "c"]
+        assert plan.shared == (SharedPrefix(0, 3, LEAST_SHARED + BLOCK),)
+    alike = [Request(request(name, range(length)), (0, 0.0, 0), b"", 1) for name in "xy"]
+    for each in alike:
+        each.blocks[0] = list(range(1, 35))
+    for computed, shared in ((LEAST_SHARED, (SharedPrefix(0, 2, LEAST_SHARED),)), (LEAST_SHARED - 1, ())):
+        assert engine.scheduler.kv.shared_prefixes([(each, computed) for each in alike]) == shared
 
 
 def test_what_is_computed_again_after_preemption_is_cached_again():
