@@ -198,6 +198,20 @@ def test_a_beam_that_ends_leaves_no_copy(length):
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
 
 
+def test_a_beam_that_leaves_the_worker_takes_no_old_changes_along():
+    """It goes on from another, and loses its blocks before the worker is told which it took over."""
+    engine = Engine(config(num_blocks=40))
+    search, scheduler = Search(engine, "s", range(2 * BLOCK - 1), 2, 9, None), engine.scheduler
+    engine.step()
+    search.join("s.0")
+    scheduler.requests.go_on([BeamStep("s.0", "s.0", 0), BeamStep("s.1", "s.0", 1)])
+    engine.step()
+    scheduler.requests.go_on([BeamStep("s.0", "s.0", 2), BeamStep("s.1", "s.0", 3)])
+    assert scheduler.requests.table_updates.keys() == {"s.1"}
+    scheduler.requests.preempt(scheduler.requests.by_id["s.1"])
+    assert not scheduler.requests.table_updates
+
+
 def test_a_copy_that_is_given_up_leaves_its_source_shared():
     """Of three beams one is to have a copy of a block that the two others share, and ends before it is made."""
     engine = Engine(config(num_blocks=40))

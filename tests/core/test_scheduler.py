@@ -1065,16 +1065,17 @@ def test_searches_get_the_likeliest_tokens_of_their_beams():
     assert (beams.request_ids, beams.token_ids.tolist(), beams.logprobs.tolist()) == (["c", "d"], [[7], [8]], [[-1.0], [-1.0]])
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_blocks_for_the_next_drafts_are_for_drafters_that_go_ahead(ahead):
+@pytest.mark.parametrize(("ahead", "num_usable", "room"), [(False, 40, 8), (True, 40, 12), (True, 5, 12), (True, 4, 8)])
+def test_blocks_for_the_next_drafts_are_for_drafters_that_go_ahead(ahead, num_usable, room):
+    """While more are free than the watermark and the next drafts take."""
     speculation = SpeculationConfig(method="draft", num_speculative_tokens=4)
-    scheduler = Scheduler(**config(speculation=speculation, num_blocks=40), drafts_ahead=ahead)
-    scheduler.add(request("a", range(3), max_tokens=40))
+    scheduler = Scheduler(**config(speculation=speculation, num_blocks=num_usable + 1), drafts_ahead=ahead)
+    scheduler.add(request("a", range(3), max_tokens=12))
     prompt = scheduler.schedule()
     scheduler.update(prompt, StepResult(prompt.step_id, [5], None, ()))
     assert scheduled(scheduler.schedule()) == {"a": 5}
     (blocks,) = scheduler.requests.by_id["a"].blocks
-    assert len(blocks) * BLOCK == (12 if ahead else 8)
+    assert len(blocks) * BLOCK == room
 
 
 def test_right_drafts_behind_the_end_do_not_count():

@@ -383,6 +383,21 @@ def test_a_load_finds_no_room_in_the_blocks_that_it_goes_on_from():
     assert made.tokens["p/2"] == made.tokens["p/1"]
 
 
+def test_a_request_that_was_preempted_looks_into_the_tiers_again():
+    store = Store(0, {})
+    made = engine(store)
+    made.scheduler.add(request("p/1", PROMPT, 12))
+    made.step()
+    made.step()
+    settle(made)
+    requests = made.scheduler.requests
+    requests.preempt(requests.by_id["p/1"])
+    made.scheduler.pool.forget_all()
+    made.step()
+    assert [copy.source for copy, _ in store.waiting] == ["disk"] * 4
+    run(made)
+
+
 def test_a_load_that_takes_too_long_is_not_waited_for():
     made, _ = stored()
     made.scheduler.add(request("p/2", PROMPT))
