@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slipstream import LLM, SamplingParams
@@ -99,8 +99,13 @@ REQUESTS = st.lists(
 )
 
 
+BEGUN = SamplingParams(temperature=0, max_tokens=9, bad_words_token_ids=((6, 0), (7, 1)))
+"""The first token of an answer begins one of its words."""
+
+
 @settings(max_examples=60)
 @given(requests=REQUESTS)
+@example(requests=[(GREEDY, 3, 0, 3, 1), (BEGUN, 3, 3, 1, 1)])
 def test_each_sampled_position_is_told_what_its_request_wants(requests):
     """Against a plain recomputation. A request: what it wants, how many tokens its prompt has, how many are computed before,
     how many in this step, how many of these are sampled."""
