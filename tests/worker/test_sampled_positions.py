@@ -99,6 +99,17 @@ REQUESTS = st.lists(
 )
 
 
+def test_what_a_request_wanted_goes_with_its_row():
+    """A later request may have the same name."""
+    table = RowTable(2, 30, 4, ReferenceOps(), torch.device("cpu"), seed=0)
+    wants = SamplingParams(temperature=0.5, top_k=3, logprobs=1, presence_penalty=0.5, logit_bias={4: 1.0})
+    for sampling in (wants, GREEDY):
+        plan = StepPlan(1, (ScheduledRequest("a", 0, 3, 1),), (NewRequest("a", (1, 2, 3), 3, sampling),), ("a",))
+        table.apply(plan)
+        assert table.is_greedy(["a"]) == (sampling is GREEDY)
+    assert not any(table.wanting.values())
+
+
 BEGUN = SamplingParams(temperature=0, max_tokens=9, bad_words_token_ids=((6, 0), (7, 1)))
 """The first token of an answer begins one of its words."""
 
