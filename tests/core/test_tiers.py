@@ -412,6 +412,21 @@ def test_a_load_that_takes_too_long_is_not_waited_for():
     assert made.scheduler.pool.num_free == made.scheduler.pool.num_usable
 
 
+def test_a_late_load_of_a_request_that_is_gone_is_not_waited_for():
+    made, _ = stored()
+    for name in ("p/2", "p/3"):
+        made.scheduler.add(request(name, PROMPT))
+    made.step()
+    made.take(made.scheduler.abort(["p/2"]))
+    made.now += 100
+    for _ in range(20):
+        made.step()
+    assert made.tokens["p/3"] == made.tokens["p/1"]
+    assert made.scheduler.stats().tiers.late_loads == 1
+    settle(made)
+    assert made.scheduler.pool.num_free == made.scheduler.pool.num_usable
+
+
 def test_what_a_failed_step_was_to_write_is_not_stored():
     store = Store(0, {})
     made = engine(store)

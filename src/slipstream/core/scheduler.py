@@ -319,8 +319,7 @@ class Scheduler:
         request.drafts = ()
         step.room_for_drafts -= num_drafts
         step.budget -= count
-        updates = tuple(step.updates.pop(request.request_id, ())) if step.updates else ()
-        step.prompts.append(ScheduledRequest(request.request_id, position, count, count, updates, drafts))
+        step.prompts.append(ScheduledRequest(request.request_id, position, count, count, (), drafts))
         step.sampled_prompts.append(request)
         step.scheduled.add(request)
         return True
