@@ -319,8 +319,7 @@ class Scheduler:
         request.drafts = ()
         step.room_for_drafts -= num_drafts
         step.budget -= count
-        updates = tuple(step.updates.pop(request.request_id, ())) if step.updates else ()
-        step.prompts.append(ScheduledRequest(request.request_id, position, count, count, updates, drafts))
+        step.prompts.append(ScheduledRequest(request.request_id, position, count, count, (), drafts))
         step.sampled_prompts.append(request)
         step.scheduled.add(request)
         return True
@@ -474,7 +473,7 @@ class Scheduler:
             if num_sampled > 1:
                 step.drafts[request] = request.num_pending_drafts = num_sampled - 1
                 step.room_for_drafts -= num_sampled - 1
-                if not (forced or has_grammar or self.kv.windows):
+                if not (forced or has_grammar):
                     request.verifies_until = room
             elif forced:
                 step.forced[request] = forced

@@ -118,6 +118,11 @@ class EngineCore:
             executor = ProcessExecutor.build(args, progress=progress)
         else:
             executor = LocalExecutor.build(args, progress=progress)
+        return cls.of(executor, args)
+
+    @classmethod
+    def of(cls, executor: Executor, args: EngineArgs) -> EngineCore:
+        """The core of an executor that was made by `args`."""
         description = executor.description  # a compilation that is stuck holds what loads the tokenizer, and no weights
         return cls(executor, lambda: load_tokenizer(args, description))
 
@@ -427,9 +432,7 @@ class EngineCore:
     @property
     def release_gpu(self) -> Callable[[], None] | None:
         """Gives back what this process holds of a GPU and no longer uses, if its model is on one."""
-        if isinstance(self.executor, LocalExecutor) and self.config.device.info.is_cuda:
-            return self.executor.runner.platform.release_unused
-        return None
+        return self.executor.release_unused if self.config.device.info.is_cuda else None
 
     @property
     def can_step(self) -> bool:
@@ -482,16 +485,9 @@ class Asleep:
 
     def __init__(self, core: EngineCore, args: EngineArgs, level: int) -> None:
         self.check(core, level)
-        executor = core.executor
-        self._args, self.level, self._canary = args, level, executor.canary
-        self._runner = self._release = None
-        if isinstance(executor, LocalExecutor):
-            core.shutdown()
-            self._release = executor.runner.platform.release_unused
-            executor.runner.release()
-            self._runner = executor.runner if level == 1 else None
-        else:
-            executor.shutdown()
+        core.flush()
+        self._args, self.level, self._release = args, level, core.executor.release_unused
+        self._executor = core.executor.sleep(level)
 
     @staticmethod
     def check(core: EngineCore, level: int) -> None:
@@ -510,13 +506,9 @@ class Asleep:
 
     def wake(self) -> EngineCore:
         """The core as it was, without requests and cached prefixes."""
-        runner, args = self._runner, self._args
-        if runner is None:
-            return EngineCore.build(args)
-        description = runner.model.description
-        executor = LocalExecutor(runner.config, description, runner)
-        executor.canary = self._canary
-        return EngineCore(executor, lambda: load_tokenizer(args, description))
+        if self._executor is None:
+            return EngineCore.build(self._args)
+        return EngineCore.of(self._executor(), self._args)
 
 
 def collect_and_release(release: Callable[[], None] | None) -> None:

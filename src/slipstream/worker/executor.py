@@ -138,6 +138,15 @@ class LocalExecutor(Executor):
     def adapter_stats(self) -> AdapterStats | None:
         return None if self.runner.adapters is None else self.runner.adapters.stats()
 
+    @property
+    def release_unused(self) -> Callable[[], None] | None:
+        return self.runner.platform.release_unused
+
+    def sleep(self, level: int) -> Callable[[], Executor] | None:
+        self.shutdown()
+        self.runner.release()
+        return partial(_woken, self.runner, self.canary) if level == 1 else None
+
     def shutdown(self) -> None:
         """This process's memory goes with it; only the tiers have threads."""
         if self.store is not None:
@@ -176,6 +185,13 @@ class LocalExecutor(Executor):
         if wanted == "refuse" and not result.ok:
             raise ModelError(f"{result.describe()}; take other kernels or another kv_cache_dtype, or canary='warn'")
         return result
+
+
+def _woken(runner: Runner, canary: CanaryResult | None) -> LocalExecutor:
+    """Of a runner that has given its cache back."""
+    executor = LocalExecutor(runner.config, runner.model.description, runner)
+    executor.canary = canary
+    return executor
 
 
 def load_runner(

@@ -272,6 +272,15 @@ class ProcessExecutor(Executor):
     def adapter_stats(self) -> AdapterStats | None:
         return None if self._adapters is None else self._ask(GetAdapterStats())[0].adapters
 
+    @property
+    def release_unused(self) -> Callable[[], None] | None:
+        return None  # the ranks hold it
+
+    def sleep(self, level: int) -> Callable[[], Executor] | None:
+        assert level == 2, "the ranks' weights are in their processes"
+        self.shutdown()
+        return None
+
     def shutdown(self) -> None:
         """End the ranks, and wait until they have."""
         self._dead = self._dead or EngineError("the ranks were shut down")
