@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from slipstream.platform import Group, peer_copies, platform_of
 from slipstream.platform.peer_copies import (
-    FROM_TOKENS,
     LAST_TOKENS,
     PIECE_TOKENS,
     TILE,
@@ -22,6 +21,7 @@ from slipstream.platform.peer_copies import (
     cut,
     try_peer_copies,
 )
+from slipstream.spec.parallel import COPIED_SUMS_FROM as FROM_TOKENS
 from tests.model.parallel_ranks import as_threads
 from tests.waiting import PATIENCE_S
 

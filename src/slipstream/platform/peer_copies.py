@@ -19,12 +19,11 @@ from torch import Tensor
 
 from slipstream.errors import first_line
 from slipstream.platform.base import CopyQueue, Event, Graph, Platform
+from slipstream.spec.parallel import COPIED_SUMS_FROM
 
 if TYPE_CHECKING:
     from slipstream.platform.collectives import Group
 
-FROM_TOKENS = 2048
-"""Smaller steps are summed at once: products of short pieces lose more than is gained."""
 PIECE_TOKENS = 2560
 """Of a dense model: with 20 tiles of rows, products that give 4,096 or 14,336 numbers keep 97 % of an H200 busy."""
 LAST_TOKENS = 512
@@ -81,7 +80,7 @@ class PeerCopies:
         self._there = self._handle.get_buffer(self._peer, self.shape, dtype)
 
     def pieces(self, num_tokens: int) -> tuple[slice, ...]:
-        return cut(num_tokens, self._is_mixture) if FROM_TOKENS <= num_tokens <= self.shape[1] else ()
+        return cut(num_tokens, self._is_mixture) if COPIED_SUMS_FROM <= num_tokens <= self.shape[1] else ()
 
     def begin(self, x: Tensor, *, place: int, index: int, rows: slice) -> CopiedSum:
         x, channel = x.contiguous(), 2 * index + place
@@ -100,7 +99,7 @@ def try_peer_copies(
 ) -> None:
     """Have `group` sum long steps beside their products from now on, if it is of two ranks that write to each other's memory,
     if there is memory for it, and if they get what the library gets."""
-    if group.size != 2 or group.sums is None or most_tokens < FROM_TOKENS:
+    if group.size != 2 or group.sums is None or most_tokens < COPIED_SUMS_FROM:
         return
     try:
         copies = PeerCopies(group, platform.copy_queue(), most_tokens, size, dtype, is_mixture)

@@ -31,7 +31,6 @@ from slipstream.kernels.blocks import BlockRows
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import LayerKV, SamplingTensors
 from slipstream.kernels.select import select_ops
-from slipstream.model.adapters import ALONE
 from slipstream.model.device_stream import DeviceStream
 from slipstream.model.encoder import pool
 from slipstream.model.layers import Partition
@@ -39,6 +38,7 @@ from slipstream.model.loaded import LoadedModel
 from slipstream.model.loader import load_model
 from slipstream.plan.graph_sizes import CHAIN_DEPTHS, GRAPH_BYTES, graph_bytes
 from slipstream.platform import platform_of
+from slipstream.spec.adapter_slots import ALONE
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.draft_heads import HeadDescription
@@ -313,8 +313,7 @@ class ModelRunner:
             numbers = sum(most_texts(self.config, n) for n in sizes) * spec.hidden_size
             return 2 * activation_bytes + 4 * numbers + len(sizes) * GRAPH_BYTES
         drafts = 0 if self.draft is None else self.draft.graph_bytes(self.config)
-        of_steps = graph_bytes(self.config, spec, size)
-        return (of_steps if self.adapters is None else 2 * of_steps) + drafts
+        return graph_bytes(self.config, spec, size) + drafts
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
