@@ -67,6 +67,7 @@ from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineDeadError, EngineError, SlipstreamError, as_error
 from slipstream.hub import resolve_model
 from slipstream.outputs import RequestOutput, Vectors
+from slipstream.plan.hardware import is_stopped
 from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.stats import CanaryResult, EngineStats
@@ -124,6 +125,7 @@ class AsyncLLM:
         self.adapters: dict[str, LoRARequest] = {}  # that are served by name; the core says which
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps = 0
+        self._processes: tuple[int, ...] = ()
         self._cache_watchers: list[Callable[[CacheNews], None]] = []
 
     @classmethod
@@ -376,6 +378,10 @@ class AsyncLLM:
             return Health(False, self._core.down_reason or "the engine process is down")
         if self.is_sleeping:
             return Health(True)  # a wake-up is silent for as long as a start takes
+        for i, pid in enumerate(self._processes):
+            if is_stopped(pid):
+                whose = f"the engine's rank {i - 1}" if i else "the engine process"
+                return Health(False, f"{whose} is stopped, and goes on with SIGCONT (process {pid})")
         now = time.monotonic()
         silence, stall = now - self._last_heard, now - self._last_progress
         if silence > STALL_S:
@@ -460,7 +466,7 @@ class AsyncLLM:
         log_canary(self.canary)
         self._input = InputProcessor.for_model(self.description, self.config, self.tokenizer, ids=self._ids, in_process=False)
         self._last_heard = self._last_progress = time.monotonic()
-        self._num_steps, self.is_sleeping = 0, False
+        self._num_steps, self.is_sleeping, self._processes = 0, False, ready.processes
         self.adapters = {request.name: request for request in ready.adapters}
         if self._cache_watchers:
             self._watch_cache()

@@ -146,6 +146,7 @@ class Ready(Started, tag=True):
     """After the start, and after each time that it woke up."""
 
     adapters: list[LoRARequest] = msgspec.field(default_factory=list)
+    processes: tuple[int, ...] = ()  # the ids of the engine's process and of its ranks on this host
 
 
 class AdaptersChanged(msgspec.Struct, tag=True):
@@ -301,6 +302,7 @@ class CoreProcess:
         executor = core.executor
         self._ready = Ready(core.config.device.info, core.ledger, executor.phases, executor.tiles, executor.canary)
         self._ready.adapters = list(self._adapters.values())
+        self._ready.processes = (os.getpid(), *executor.processes)
         self._send_all(self._ready)
         if self._cache_watchers:
             core.listen_to_cache(on=True)

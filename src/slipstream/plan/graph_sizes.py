@@ -102,13 +102,14 @@ def mixed_sequences(config: EngineConfig, spec: ModelSpec) -> int:
 
 def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> int:
     """Memory to be left for a generator's graphs of every size: hidden states, activations and logits of the largest, and the
-    driver's own."""
+    driver's own. With adapters there are graphs of every size for steps with some, too."""
     decodes = decode_rows(config)
     prompts = mixed_prompts(config, spec)
     mixed = [d + p for d in mixed_decodes(config.scheduling.max_num_seqs) for p in prompts]
     largest = max(decodes[-1:] + mixed[-1:])
     numbers = largest * spec.hidden_size + activation_numbers(spec, largest, decodes[-1])
-    return numbers * element_bytes + (len(decodes) + len(mixed)) * GRAPH_BYTES
+    found = numbers * element_bytes + (len(decodes) + len(mixed)) * GRAPH_BYTES
+    return found if config.lora is None else 2 * found
 
 
 def activation_numbers(spec: ModelSpec, num_tokens: int, num_sampled: int) -> int:

@@ -170,6 +170,14 @@ def seconds_since_process_start() -> float | None:
     return uptime - ticks / os.sysconf("SC_CLK_TCK")
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal such as SIGSTOP has stopped the process; a debugger's stop is none. False where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
 def _cpuinfo(key: str) -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -479,7 +479,7 @@ def check_version(scope: Scope) -> None:
 
 async def _prepare(state: ServerState, body: MessagesRequest, record: RequestRecord) -> Answer:
     made = body.chat(state)
-    with renamed(body):
+    with renamed(body.param):
         made.check()
         return await chat.prepare(state, made, record, answer=MessageAnswer)
 
@@ -496,7 +496,7 @@ async def _count(state: ServerState, request: Request) -> Response:
     body.check()
     body.model = served_model(state, body.model)
     made = body.chat(state)
-    with renamed(body):
+    with renamed(body.param):
         made.check()
         async with in_flight(state, request.receive):
             prompt = await chat.prompt_of(state, made)

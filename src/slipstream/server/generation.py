@@ -65,15 +65,15 @@ class Body(Protocol):
 
 
 @contextmanager
-def renamed(body: Body) -> Iterator[None]:
-    """Errors about a body that was made of another one name the field of that."""
+def renamed(param: Callable[[str | None], str | None]) -> Iterator[None]:
+    """Errors about a body that was made of another one name the field of that, which `param` tells."""
     try:
         yield
     except ApiError as error:
-        error.param = body.param(error.param)
+        error.param = param(error.param)
         raise
     except RequestError as error:
-        error.field = body.param(error.field)
+        error.field = param(error.field)
         raise
 
 

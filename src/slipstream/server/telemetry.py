@@ -11,6 +11,8 @@ of a prompt or an answer.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -56,6 +58,9 @@ _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 
 _TPOT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _TIMEOUT_S = 5.0
 _METRICS_EVERY_S = 10.0
+CLOSE_S = 2.0
+
+_logger = logging.getLogger("slipstream.server")
 
 
 class Telemetry:
@@ -144,6 +149,14 @@ class Telemetry:
         return {**found, "gen_ai.response.finish_reasons": reasons} if reasons else found
 
     def close(self) -> None:
-        """Send what waits; some seconds at most."""
-        self._traces.shutdown()
-        self._meters.shutdown(_TIMEOUT_S * 1e3)
+        """Send what waits, within CLOSE_S. The SDK itself tries a collector that is gone for longer than its limits say."""
+        done = threading.Event()
+
+        def send() -> None:
+            self._traces.shutdown()
+            self._meters.shutdown(_TIMEOUT_S * 1e3)
+            done.set()
+
+        threading.Thread(target=send, daemon=True).start()  # which ends with the process
+        if not done.wait(CLOSE_S):
+            _logger.warning("the OTLP collector took nothing for %g s: the last spans and metrics are lost", CLOSE_S)

@@ -16,9 +16,10 @@ import torch
 
 from slipstream.config import LoRASettings
 from slipstream.kernels.adapters import LoRAWeights
-from slipstream.model.adapters import ALONE, HostAdapter, Layout
+from slipstream.model.adapters import HostAdapter, Layout
 from slipstream.model.decoder import Decoder
 from slipstream.platform import platform_of
+from slipstream.spec.adapter_slots import ALONE
 from slipstream.spec.adapters import CONFIG_NAME, WEIGHTS_NAME
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.parallel import Shard

@@ -45,6 +45,8 @@ class Executor(ABC):
     """Seconds of each phase of the start."""
     store: BlockStore | None = None
     """The tiers below the device's cache; None: there are none."""
+    processes: tuple[int, ...] = ()
+    """The ids of the ranks' processes on this host."""
     canary: CanaryResult | None
     """The result of the checkpoint's canary at the start."""
 

@@ -157,6 +157,7 @@ class ProcessExecutor(Executor):
         self._ranks += [Rank(own + i, None, link, at) for i, (link, _, at) in enumerate(joined)]
         self._host = "127.0.0.1" if args.rank_address is None else parse_address(args.rank_address)[0]
         self._mail = Mailbox(self._ranks)
+        self.processes = tuple(process.pid for process in self._group.all)
         self._group.watch()
         try:
             self._start(args, progress)
