@@ -177,6 +177,24 @@ def test_without_memory_for_their_test_no_rank_copies(caplog, free, can_capture,
     assert caplog.text.count("do not go on beside products") == (2 if says else 0)
 
 
+def test_an_error_of_the_test_itself_ends_the_start(monkeypatch):
+    """One rank that went on alone would leave the other waiting."""
+
+    def broken(copies, platform):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(peer_copies, "agrees", broken)
+    signals = [{}, {}]
+
+    def run(group):
+        group.share_tensor, group.sums = shared_by(group, signals), "there"
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            try_peer_copies(group, PLATFORM, FROM_TOKENS, SIZE, torch.float32)
+        return group.beside is None
+
+    assert as_threads(2, run) == [True, True]
+
+
 @pytest.mark.parametrize("step", ["empty", "rendezvous"])
 def test_memory_that_one_rank_cant_share_no_rank_shares(monkeypatch, step):
     """Else one of them would wait for the other's next call."""

@@ -12,6 +12,7 @@ from slipstream.plan.step_cost import HostCost, StepCost, StepShape, non_negativ
 PROMPT, ANSWER = 32, 64
 USERS = (1, 12, 24, 48)
 LONE = 9
+"""Requests that run alone."""
 
 
 async def measure_host(

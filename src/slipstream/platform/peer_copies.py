@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slipstream.errors import first_line
+from slipstream.errors import OutOfMemoryError, first_line
 from slipstream.platform.base import CopyQueue, Event, Graph, Platform
 from slipstream.spec.parallel import COPIED_SUMS_FROM
 
@@ -103,9 +103,13 @@ def try_peer_copies(
         return
     try:
         copies = PeerCopies(group, platform.copy_queue(), most_tokens, size, dtype, is_mixture)
-        is_right = agrees(copies, platform)
     except RuntimeError as error:
         _logger.warning("sums do not go on beside products: %s", first_line(error))
+        return
+    try:
+        is_right = agrees(copies, platform)
+    except OutOfMemoryError as error:  # any other error is of one rank alone, and ends the start
+        _logger.warning("sums do not go on beside products: %s", error)
         return
     if group.least(is_right)[0]:
         group.beside = copies
@@ -115,13 +119,13 @@ def try_peer_copies(
 
 @torch.inference_mode()
 def agrees(copies: PeerCopies, platform: Platform) -> bool:
-    """Whether sums in a graph that is replayed are the library's in every bit. RuntimeError, on both ranks, if one of them has
-    no memory to find out: what they begin together, neither can leave alone."""
+    """Whether sums in a graph that is replayed are the library's in every bit. OutOfMemoryError, on both ranks, if one of them
+    has no memory to find out: what they begin together, neither can leave alone."""
     group, (_, most, size), found = copies.group, copies.shape, True
     num_rows, why = min(most, TEST_TOKENS), "a rank has no memory to test the copies"
     platform.release_unused()
     if not group.least(platform.memory()[0] >= TEST_TENSORS * num_rows * size * copies.dtype.itemsize)[0]:
-        raise RuntimeError(why)
+        raise OutOfMemoryError(why)
     rows = torch.arange(num_rows, device=platform.device)
     given = [(rows[:, None] * (i + 1) % 251 - 125 * group.rank).to(copies.dtype).expand(-1, size) for i in range(4)]
     wanted = torch.stack([group.library_sum(x.clone(memory_format=torch.contiguous_format)) for x in given])
@@ -140,7 +144,7 @@ def agrees(copies: PeerCopies, platform: Platform) -> bool:
     except RuntimeError as error:
         why = first_line(error)
     if not group.least(captured is not None)[0] or captured is None:
-        raise RuntimeError(why)
+        raise OutOfMemoryError(why)
     graph, output = captured
     for _ in range(3):
         output.zero_()

@@ -48,4 +48,5 @@ def gpu_arch(capability: tuple[int, int]) -> GpuArch:
 
 
 def least_with_fp8() -> tuple[int, int]:
+    """The lowest compute capability that multiplies FP8."""
     return min(capability for capability, arch in GPU_ARCHS.items() if arch.fp8)
