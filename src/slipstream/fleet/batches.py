@@ -1,4 +1,4 @@
-"""Room for lines of batches at a fleet's door: replicas without requests of clients (`server.batch_runner`)."""
+"""Room for lines of batches at a fleet's gateway: replicas without requests of clients (`server.batch_runner`)."""
 
 from __future__ import annotations
 

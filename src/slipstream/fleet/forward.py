@@ -5,7 +5,7 @@
    on (several choices, log-probabilities) ends with an error event.
 3. A whole answer is sent when it is complete, so until then it has not begun.
 4. A client that reads slowly slows its replica down: nothing is read that can't be passed on.
-5. If no replica can take a request, it waits at the door, `queue_s` at most.
+5. If no replica can take a request, it waits at the gateway, `queue_s` at most.
 6. A request whose first token takes longer than `first_token_s`, or its next one longer than `next_token_s`, goes elsewhere
    though its replica lives: it was lost there. Of a whole answer the replica tells how far it is (`Answer.on_interim`).
 7. A shadow is nobody's request: it has one try, it takes nothing from the budgets, and nobody waits for it.
@@ -37,7 +37,7 @@ from slipstream.server.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.replies import send_whole
 
 MAX_SHADOWS = 256
-"""Shadows under way. With more, requests have none: a slow version that only watches must not fill the door's memory."""
+"""Shadows under way. With more, requests have none: a slow version that only watches must not fill the gateway's memory."""
 
 SHADOWED = frozenset(
     {
@@ -61,7 +61,7 @@ class Elsewhere(Exception):  # noqa: N818 - no failure of the request
 
 @dataclass(slots=True)
 class Call:
-    """One request at the door."""
+    """One request at the gateway."""
 
     scope: Scope
     send: Send
@@ -146,7 +146,7 @@ class Forwarder:
         await call.send({"type": "http.response.body", "body": error_event(call.scope, error), "more_body": False})
 
     async def _choose(self, version: Version, call: Call, last: Elsewhere | None) -> tuple[Replica, Decision]:
-        """Waits at the door if nobody can take it. ApiError if that takes too long."""
+        """Waits at the gateway if nobody can take it. ApiError if that takes too long."""
         now = time.monotonic()
         until = now + self.members.fleet.router.queue_s
         if (autoscale := version.autoscale) is not None and version.is_asleep:

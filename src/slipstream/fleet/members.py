@@ -1,7 +1,7 @@
-"""The replicas as the door knows them: connections, what they tell, and who is asked for which version.
+"""The replicas as the gateway knows them: connections, what they tell, and who is asked for which version.
 
 A replica's news come over one connection (`/fleet/events`), some twice a second. When it breaks the replica gets no new
-requests until it is back: of a process that was killed the door knows within milliseconds. One that says nothing for
+requests until it is back: of a process that was killed the gateway knows within milliseconds. One that says nothing for
 `silence_s` hangs: its connections are cut, so that its requests go elsewhere.
 """
 
@@ -294,7 +294,7 @@ class Members:
         return [r for versions in self.models.values() for v in versions for r in v.replicas.values()]
 
     def status(self) -> dict[str, object]:
-        """For `slipstream fleet status` and the door's /fleet/status."""
+        """For `slipstream fleet status` and the gateway's /fleet/status."""
         now = time.monotonic()
         models = {}
         for name, versions in self.models.items():
@@ -303,7 +303,7 @@ class Members:
                     "name": version.name,
                     "share": version.spec.share,
                     "shadow": version.spec.shadow,
-                    "waiting_at_door": version.num_waiting,
+                    "waiting_at_gateway": version.num_waiting,
                     "replicas": [_about(version, replica, now) for replica in version.replicas.values()],
                     "starting": sorted(version.starting),
                 }

@@ -1,4 +1,4 @@
-"""What a request's prompt is in tokens, found at the door by the code that a replica reads it with.
+"""What a request's prompt is in tokens, found at the gateway by the code that a replica reads it with.
 
 To route by, and to reserve tokens of keys with limits. A body that can't be read here goes to a replica as it is, which says
 what is wrong with it.
@@ -34,7 +34,7 @@ from slipstream.server.state import Engine, ServerSettings
 from slipstream.spec.description import ModelDescription, read_spec
 
 
-class _Counted(Exception):  # noqa: N818 - how the door gets the number out of a route of the server's
+class _Counted(Exception):  # noqa: N818 - how the gateway gets the number out of a route of the server's
     """The texts of a request for vectors have so many tokens."""
 
 

@@ -121,8 +121,8 @@ class RayReplicas:
             await self._cluster.scale(spec, number)
 
     async def apply(self, fleet: Fleet) -> None:
-        """Have what the file says; a pool keeps its number within `min` and `max`. Returns when the door hears the replicas and
-        no old ones. Pools that the file does not have stay until `end_others`. SlipstreamErrors of a start are raised."""
+        """Have what the file says; a pool keeps its number within `min` and `max`. Returns when the gateway hears the replicas
+        and no old ones. Pools that the file does not have stay until `end_others`. SlipstreamErrors of a start are raised."""
         self.fleet = fleet
         wanted = {spec.key: spec for spec in pools(fleet)}
         for spec in wanted.values():

@@ -1,4 +1,4 @@
-"""What the door does to a replica's stream: takes the marks out (`server.fleet`), and says how it broke off."""
+"""What the gateway does to a replica's stream: takes the marks out (`server.fleet`), and says how it broke off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door's connections to one replica: HTTP/1.1, kept open, read as it comes.
+"""The gateway's connections to one replica: HTTP/1.1, kept open, read as it comes.
 
 A request has its connection to itself. What comes is handed over without being joined; if nobody takes it, the socket is no
 longer read, so that a slow client slows its replica's answer down and no memory fills up.
@@ -98,7 +98,7 @@ class Answer(asyncio.Protocol):
         self._ended = self.status != 0
         self._keeps_alive = self._parser.should_keep_alive()  # behind a message the parser has forgotten how it ended
 
-    # --- To the door --------------------------------------------------------------------------------------------------
+    # --- To the gateway --------------------------------------------------------------------------------------------------
 
     def begin(self, request: list[bytes], on_interim: OnInterim | None = None) -> None:
         self.on_interim = on_interim

@@ -1,4 +1,4 @@
-"""A fleet's detector: every few seconds an observation of each replica, by what they told the door."""
+"""A fleet's detector: every few seconds an observation of each replica, by what they told the gateway."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
             Middleware(RequestLog, observers=state.observers),
             *([cors] if settings.cors_origins else []),  # outside the keys: a browser asks first, without one
             Middleware(ApiKeys, keys=state.keys),
-            *([] if settings.fleet_key is None else [Middleware(fleet.FromDoor, key=settings.fleet_key)]),
+            *([] if settings.fleet_key is None else [Middleware(fleet.FromGateway, key=settings.fleet_key)]),
         ],
         exception_handlers=dict.fromkeys((ApiError, SlipstreamError, ClientDisconnected, HTTPException), answer_error),
     )

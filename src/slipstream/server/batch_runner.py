@@ -1,5 +1,5 @@
 """Works on batches: their lines go the way of requests, inside this process, behind everybody else's. A server has one, and so
-has a fleet's door.
+has a fleet's gateway.
 
 1. One front end runs batches: the one that holds a lock in `--files-dir`. When it dies the kernel frees the lock, and another
    goes on.

@@ -1,11 +1,11 @@
-"""What a replica of a fleet tells the fleet's door, and nobody else: on with `ServerSettings.fleet_key`.
+"""What a replica of a fleet tells the fleet's gateway, and nobody else: on with `ServerSettings.fleet_key`.
 
-The door sends `x-slipstream-fleet: KEY ID CREATED [OWNER [PRIORITY WEIGHT]]` with each request: the id and time that the
+The gateway sends `x-slipstream-fleet: KEY ID CREATED [OWNER [PRIORITY WEIGHT]]` with each request: the id and time that the
 answer bears, whose API key asked, and what that key is worth (PRIORITY `-`: as the request says; `batch`: it is a batch's,
-behind all others). OWNER may be empty. Limits are held at the door. Without the fleet's KEY nothing but the probes is answered.
+behind all others). OWNER may be empty. Limits are held at the gateway. Without the fleet's KEY only the probes are answered.
 
 An answer's header `x-slipstream-tokens: PROMPT OUTPUT` says how many tokens there are so far. While a whole answer is being
-written, interim responses (102) with that header come when there are more. A stream of text has marks, which the door takes
+written, interim responses (102) with that header come when there are more. A stream of text has marks, which the gateway takes
 out:
 
     events…
@@ -87,8 +87,8 @@ class ResumeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 register(ResumeRequest)
 
 
-class FromDoor:
-    """ASGI middleware: lets the fleet's door in, and takes over whose request it is."""
+class FromGateway:
+    """ASGI middleware: lets the fleet's gateway in, and takes over whose request it is."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app, self._key = app, key.encode()
@@ -97,7 +97,7 @@ class FromDoor:
         if scope["type"] == "http" and scope["path"] not in OPEN_ROUTES:
             key, *about = Headers(scope=scope).get(HEADER, "").split(" ")
             if not hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self._key):
-                error = ApiError(401, "this server answers to the door of its fleet only", code="invalid_api_key")
+                error = ApiError(401, "this server answers to the gateway of its fleet only", code="invalid_api_key")
                 scope["record"].error = error.code
                 await response_to(scope, error)(scope, receive, send)
                 return
@@ -106,13 +106,13 @@ class FromDoor:
                 record.id, record.created = about[0], int(about[1])
                 record.key = _key(*about[2:])
                 record.background = about[3:4] == [BATCH]
-                scope["from_door"] = True
+                scope["from_gateway"] = True
                 send = _with_tokens(record, send)
         await self.app(scope, receive, send)
 
 
 def _key(owner: str = "", priority: str = "-", weight: str = "1") -> Key | None:
-    """The key that asked at the door, without its limits."""
+    """The key that asked at the gateway, without its limits."""
     if not owner:
         return None
     return Key(id=owner, priority=None if priority in ("-", BATCH) else int(priority), weight=float(weight))

@@ -50,7 +50,7 @@ BATCH_PRIORITY = 2**31 - 1
 """The last: what a body may say is below it."""
 
 _PROGRESS_S = 1.0
-"""How often a fleet's door hears of a whole answer that is being written."""
+"""How often a fleet's gateway hears of a whole answer that is being written."""
 
 class Body(Protocol):
     """What a route decodes: an OpenAI body, or another protocol's, of which `prepare` makes one."""
@@ -151,7 +151,7 @@ class Answer:
         self._write: Write | None = None  # if nothing waits
         self.begun: Sequence[int] = ()  # the tokens of an answer that began elsewhere, whose events nobody wants again
         self._replays = False  # those are being told
-        self.marks = False  # the events are for a fleet's door (`server.fleet`)
+        self.marks = False  # the events are for a fleet's gateway (`server.fleet`)
         self.unmarked: list[int] = []  # tokens since the last mark
         # The parts of a chunk that never change are encoded once.
         self.head = b"data: " + encode({"object": self.chunk_kind, **self.identity})[:-1] + b',"choices":['
@@ -319,7 +319,7 @@ class Answer:
         return b"".join([*events, self.mark()] if mark else events)
 
     def mark(self) -> bytes:
-        """What tells a door how far the events before it bring an answer."""
+        """What tells a gateway how far the events before it bring an answer."""
         if not self.marks:
             return b""
         unmarked, self.unmarked = self.unmarked, []
@@ -445,7 +445,7 @@ class GenerationRoute:
             async with in_flight(state, receive):
                 with admitted(state, record, body.model):
                     answer = record.answer = await self.prepare(state, body, record)
-                    answer.marks = answer.stream and scope.get("from_door", False)
+                    answer.marks = answer.stream and scope.get("from_gateway", False)
                     answer.begun = scope.get("answer_token_ids", ())
                     if answer.begun and not (answer.stream and len(answer.choices) == 1):
                         raise bad_request("only a stream of one choice can go on elsewhere", "answer_token_ids")
@@ -477,9 +477,9 @@ class GenerationRoute:
 
 @asynccontextmanager
 async def _telling(answer: Answer, scope: Scope) -> AsyncGenerator[None, None]:
-    """A fleet's door hears how far a whole answer is while the code inside runs. Beams say nothing before their end: of them it
-    hears that they are searched for."""
-    write = scope.get("write_interim") if scope.get("from_door", False) and not answer.stream else None
+    """A fleet's gateway hears how far a whole answer is while the code inside runs. Beams say nothing before their end: of
+    them it hears that they are searched for."""
+    write = scope.get("write_interim") if scope.get("from_gateway", False) and not answer.stream else None
     if write is None:
         yield
         return

@@ -98,8 +98,8 @@ def response(asked: GrpcInference, model: str | None, outputs: Mapping[str, list
     return bytes(MESSAGES["ModelStreamInferResponse"](infer_response=made).SerializeToString())
 
 
-class Door:
-    """The gRPC server of a front end. A fleet's door has its own `name_of`, `is_ready` and `responses`."""
+class Gateway:
+    """The gRPC server of a front end. A fleet's gateway has its own `name_of`, `is_ready` and `responses`."""
 
     def __init__(self, state: ServerState, about: Description | None = None) -> None:
         self.state, self.about = state, about or Description(state)

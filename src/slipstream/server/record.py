@@ -27,7 +27,7 @@ logger = logging.getLogger("slipstream.access")
 errors = logging.getLogger("slipstream.server")
 
 TOKENS_HEADER = b"x-slipstream-tokens"
-"""For a fleet's door (`server.fleet`)."""
+"""For a fleet's gateway (`server.fleet`)."""
 
 _TRACE = (b"traceparent", b"tracestate")
 _PROBES = {"/ping", "/live", "/ready", "/health", "/metrics", "/status.json", "/v2/health/live", "/v2/health/ready"}
@@ -108,7 +108,7 @@ class RequestRecord:
 
     @property
     def owner(self) -> str:
-        """The key that asked, here or at a fleet's door; without keys empty."""
+        """The key that asked, here or at a fleet's gateway; without keys empty."""
         return "" if self.key is None else self.key.id
 
     @property

@@ -198,7 +198,7 @@ class ServerSettings:
     state_dir: str | None = None  # where answers are kept beyond the server's life
     max_stored_responses: int = 1000  # 0: none are kept
     max_stored_bytes: int = 256 * 2**20
-    fleet_key: str | None = None  # only who has it may ask: the door of a fleet (`server.fleet`)
+    fleet_key: str | None = None  # only who has it may ask: the gateway of a fleet (`server.fleet`)
     ssl_ca_certs: str | None = None  # clients must show a certificate that one of these signed
     files_dir: str | None = None  # where files and batches are; None: there are none
     max_files_bytes: int = 2**30  # of all files together

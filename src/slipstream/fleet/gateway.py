@@ -1,4 +1,4 @@
-"""The door: an ASGI app that answers what is asked of the fleet, and has `forward` see all other requests through at replicas.
+"""The gateway: an ASGI app that answers what is asked of the fleet, and has `forward` bring all other requests to replicas.
 
 It holds keys to their limits, for all replicas: a request is counted once, and its tokens are reserved before any replica is
 asked. What it used is what the replica that answered says. It runs in uvicorn with the server's own connections, log and keys.
@@ -73,7 +73,7 @@ _OFF = {
 
 
 class _Peek(msgspec.Struct):
-    """What the door reads of any body."""
+    """What the gateway reads of any body."""
 
     model: str | None = None
     stream: bool | None = None
@@ -88,17 +88,17 @@ _peek = msgspec.json.Decoder(_Peek)
 class FleetDescription(Description):
     """What KServe's protocol tells of a fleet."""
 
-    def __init__(self, door: Door) -> None:
-        self.door = door
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
 
     def index(self) -> list[dict[str, str]]:
-        return [{"name": name, "version": VERSION, "state": "READY"} for name in self.door.members.models]
+        return [{"name": name, "version": VERSION, "state": "READY"} for name in self.gateway.members.models]
 
     def require_ready(self) -> None:
-        self.door.require_ready()
+        self.gateway.require_ready()
 
 
-class Door:
+class Gateway:
     """`state` is that of the uvicorn server around it (`server.run.Server`)."""
 
     def __init__(self, members: Members, state: ServerState, metrics: Metrics) -> None:
@@ -126,7 +126,7 @@ class Door:
                 raise
             await response_to(scope, noted(scope, told))(scope, receive, send)
 
-    # --- What the door answers itself ---------------------------------------------------------------------------------
+    # --- What the gateway answers itself ---------------------------------------------------------------------------------
 
     async def _own(self, scope: Scope, receive: Receive, send: Send) -> bool:
         path = scope["path"]
@@ -183,7 +183,7 @@ class Door:
             raise unavailable(f"no replica serves {', '.join(down)}", "no_replica")
 
     async def _keep(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Routes of what is kept at the door, and on no replica."""
+        """Routes of what is kept at the gateway, and on no replica."""
         off = next((off for begin, off in _OFF.items() if scope["path"].startswith(begin)), None)
         if off is not None and getattr(self.state.settings, off[0]) is None:
             raise ApiError(403, f"{off[1]}: give the fleet's file {off[0]}", code=f"{off[2]}_disabled")
