@@ -10,8 +10,8 @@ cancels the request.
 If the engine process dies, requests in flight raise EngineDeadError at once, and the engine starts again (`core_client`).
 
 Nothing is awaited between a request's registration and its Add, nor between its end and its Abort, so a cancelled consumer
-leaves nothing behind. What a step brings is handed to all its requests (`Sink`) as the message is read: the server writes at
-once, `generate` wakes its consumer.
+leaves nothing behind. The outputs of a step are passed to the sinks of all its requests as the message is read. The server
+writes them at once. `generate` wakes its consumer.
 """
 
 from __future__ import annotations
@@ -207,11 +207,11 @@ class AsyncLLM:
         reserve: Reserve | None = None,
         answer_token_ids: Sequence[int] = (),
     ) -> Callable[[], None]:
-        """`generate` for who is told rather than asks: what is new goes to `sink`. Returns what cancels the request, which does
-        nothing once it has ended. Errors before the request is queued are raised, those of `reserve` too: it is told the
-        numbers of tokens that are computed for the prompt, and of the longest answer.
+        """`generate` with a callback instead of an iterator: new output is passed to `sink`. Returns a function that cancels
+        the request; it does nothing once the request has ended. Errors before the request is queued are raised here. So are
+        those of `reserve`, which gets the number of prompt tokens to compute and the longest answer's number of tokens.
 
-        An answer that began elsewhere goes on behind `answer_token_ids`; `sink` is told of these before this returns."""
+        `answer_token_ids` continues an answer that another engine began. `sink` gets these tokens before this returns."""
 
         def prepare() -> PreparedRequest:
             return self._input.prepare(

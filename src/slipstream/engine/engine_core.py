@@ -56,8 +56,8 @@ COMPILING_S = 0.001
 
 
 LAST_BLOCKS = 128
-"""So many blocks are stored before the last answer is given. For more it would wait: of a prompt of 32,000 tokens a thousand
-are left, which take the host some 5 ms."""
+"""At most so many blocks are stored before the last answer is returned, so that it does not wait for the rest. A prompt of
+32,000 tokens leaves a thousand blocks, which take the host some 5 ms."""
 
 FLUSH_S = 10.0
 """So long an end waits for blocks that are not stored yet."""
@@ -65,7 +65,7 @@ FLUSH_S = 10.0
 
 class EngineCore:
     def __init__(self, executor: Executor, load_tokenizer: Callable[[], Tokenizer | None] = lambda: None) -> None:
-        """`load_tokenizer` is asked once, when the first grammar comes."""
+        """`load_tokenizer` is called once, for the first grammar."""
         self.executor = executor
         self.description, self.config, self.ledger = executor.description, executor.config, executor.ledger
         scheduling, cache, longest = self.config.scheduling, self.config.cache, self.config.model.max_model_len
@@ -106,7 +106,7 @@ class EngineCore:
 
     @classmethod
     def build(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> EngineCore:
-        """Find the model and the device, resolve the settings, load. `progress` is told each phase as it begins."""
+        """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins."""
         executor: Executor
         if args.cpu_layers is not None:
             from slipstream.worker.process_executor import settled
@@ -149,7 +149,7 @@ class EngineCore:
         return b"".join([key for key in keys if len(key) == KEY_BYTES])
 
     def cache_changes(self) -> tuple[bytes, bytes] | None:
-        """Keys that came, and keys that went, since it was last asked; None: nothing changed."""
+        """Keys added and keys removed since the last call; None if nothing changed."""
         changes = self.scheduler.pool.changes if isinstance(self.scheduler, Scheduler) else None
         if not changes:
             return None
@@ -246,7 +246,7 @@ class EngineCore:
             staying.add(request.request_id)
 
     def _adapter_key(self, lora: LoRARequest) -> str:
-        """Load the adapter, if it is not there, and say what tells it from others. Those that queued requests have stay."""
+        """Load the adapter if it is not loaded, and return its identity. Those that queued requests have stay."""
         assert isinstance(self.scheduler, Scheduler)
         return f"{lora.path}:{self.executor.load_adapter(lora, self.scheduler.requests.adapters_in_use)}"
 
@@ -480,8 +480,8 @@ class EngineCore:
 
 
 class Asleep:
-    """What is left of a core that gave memory back: at level 1 the weights, at level 2 nothing. Who owns the core makes this,
-    lets go of the core, and calls `free`; `wake` makes another. RequestError if the level can't be had."""
+    """A core that sleeps. At level 1 it keeps the weights, at level 2 nothing. The core's owner makes this, drops its
+    reference to the core, and calls `free`. `wake` makes a new core. RequestError if the level is not supported."""
 
     def __init__(self, core: EngineCore, args: EngineArgs, level: int) -> None:
         self.check(core, level)
@@ -512,7 +512,7 @@ class Asleep:
 
 
 def collect_and_release(release: Callable[[], None] | None) -> None:
-    """Give back the memory of an engine that nobody refers to any more; its parts know each other."""
+    """Free the memory of an engine without references. Its parts refer to each other, so a garbage collection is needed."""
     gc.collect()
     if release is not None:
         release()

@@ -1,8 +1,7 @@
-"""From what a user asks to what the engine runs.
+"""Turns a user's request into engine requests.
 
-`InputProcessor` turns a prompt and its SamplingParams into engine requests, and rejects what could not work, before anything is
-queued. A prompt's tokens are from `prompts.py`, and a call's texts go through `texts.py`. The way back is `output.py`. No
-torch.
+`InputProcessor` checks a prompt and its SamplingParams, and rejects what could not work before anything is queued. `prompts.py`
+tokenises prompts, `texts.py` prepares the texts of embedding calls. `output.py` converts the other way. No torch.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def _characters(text: bytes) -> int:
 
 
 class _Own:
-    """What llguidance asks of a tokenizer."""
+    """The interface that llguidance needs of a tokenizer."""
 
     eos_token_id, bos_token_id, special_token_ids = 0, None, (0,)
 

@@ -1,14 +1,15 @@
-"""How a request is seen through: sent to a replica, watched, and taken elsewhere when that one fails.
+"""Forwards a request: sends it to a replica, watches it, and sends it to another one when that replica fails.
 
 1. A request that has not begun (no byte of its answer was sent) goes to another replica when one fails, within a budget.
-2. A stream that has begun goes on elsewhere from its tokens, which the replica's marks tell (`server.fleet`). What can't go
-   on (several choices, log-probabilities) ends with an error event.
+2. A stream that has begun continues on another replica behind the tokens sent so far, which are in the replica's marks
+   (`server.fleet`). An answer that can't be continued (several choices, log-probabilities) ends with an error event.
 3. A whole answer is sent when it is complete, so until then it has not begun.
 4. A client that reads slowly slows its replica down: nothing is read that can't be passed on.
 5. If no replica can take a request, it waits at the gateway, `queue_s` at most.
-6. A request whose first token takes longer than `first_token_s`, or its next one longer than `next_token_s`, goes elsewhere
-   though its replica lives: it was lost there. Of a whole answer the replica tells how far it is (`Answer.on_interim`).
-7. A shadow is nobody's request: it has one try, it takes nothing from the budgets, and nobody waits for it.
+6. A request whose first token takes longer than `first_token_s`, or its next one longer than `next_token_s`, goes to another
+   replica though its own lives: it counts as lost there. The progress of an answer that is not streamed comes by
+   `Answer.on_interim`.
+7. A shadow request has no client: it has one try, counts in no budget, and nothing waits for it.
 8. A line of a batch goes to a replica that has no requests of clients, or does not go yet (`fleet.batches`).
 """
 
@@ -52,7 +53,7 @@ _MAX_STORED = 100_000  # places of kept answers that are remembered
 
 
 class Elsewhere(Exception):  # noqa: N818 - no failure of the request
-    """This replica can't answer; another may. `error` is what it said, if it said something."""
+    """This replica can't answer; another may. `error` is its answer, if there was one."""
 
     def __init__(self, why: str, *, gone: bool = False, error: ApiError | None = None, blame: bool = True) -> None:
         super().__init__(why)
@@ -91,7 +92,7 @@ class Call:
         return record
 
     def note_tokens(self, told: bytes | None) -> None:
-        """What a replica says of the tokens so far (`TOKENS_HEADER`)."""
+        """The numbers of tokens so far, from a replica's `TOKENS_HEADER`."""
         if told is not None:
             prompt, answer = told.split()
             self.record.num_prompt_tokens, self.record.num_output_tokens = int(prompt), int(answer)
@@ -245,7 +246,7 @@ class Forwarder:
         return Opened(version, version.replicas[other.replica], other, call)
 
     def _first_token_s(self, opened: Opened, call: Call) -> float | None:
-        """How long the first token may take; None: nobody tells of tokens."""
+        """How long the first token may take; None if the replica does not report tokens."""
         if not (call.streams or call.generates):
             return None
         seconds = max(self.members.fleet.router.first_token_s, 3 * opened.decision.predicted_ttft_s)
@@ -364,7 +365,7 @@ class Forwarder:
             self.metrics.e2e.observe(time.monotonic() - call.record.start)
 
     def _unless_lost(self, opened: Opened, call: Call, failed: Elsewhere) -> Exception:
-        """`failed`, if the request can go on; else what its client is told."""
+        """`failed`, if the request can continue; otherwise the error for its client."""
         call.marked.broken()
         opened.failed(failed)
         if not call.is_shadow:

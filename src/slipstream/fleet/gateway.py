@@ -1,7 +1,7 @@
-"""The gateway: an ASGI app that answers what is asked of the fleet, and has `forward` bring all other requests to replicas.
+"""The gateway: an ASGI app that answers requests about the fleet itself, and forwards all others to replicas (`forward`).
 
-It holds keys to their limits, for all replicas: a request is counted once, and its tokens are reserved before any replica is
-asked. What it used is what the replica that answered says. It runs in uvicorn with the server's own connections, log and keys.
+It holds keys to their limits, for all replicas: a request is counted once, and its tokens are reserved before it is sent to a
+replica. The replica that answered reports how many it used. It runs in uvicorn with the server's own connections, log and keys.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _peek = msgspec.json.Decoder(_Peek)
 
 
 class FleetDescription(Description):
-    """What KServe's protocol tells of a fleet."""
+    """A fleet's metadata in KServe's protocol."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
@@ -207,7 +207,7 @@ class Gateway:
         return self.metrics.render_all(of_engines(self.members))
 
     def _models(self, *, is_anthropic: bool) -> dict[str, object]:
-        """What /v1/models of a server says, of all models and adapters of the fleet."""
+        """/v1/models, with all models and adapters of the fleet."""
         cards: list[dict[str, object]] = []
         for name, versions in self.members.models.items():
             context = max(v.prompts.max_model_len for v in versions)
@@ -223,7 +223,7 @@ class Gateway:
         return {"object": "list", "data": cards}
 
     def _sleeps(self) -> bool:
-        """No model has a replica: to ask for their names wakes none."""
+        """No model has a replica: a request for the models' names starts none."""
         return all(v.is_asleep for versions in self.members.models.values() for v in versions)
 
     def status(self) -> dict[str, object]:

@@ -120,8 +120,8 @@ class Guard:
         return watched.ttft_s > self.slow_factor * median(w.ttft_s for w in others) and watched.late_s > late_s
 
     def probed(self, answers: Mapping[str, object], now: float) -> list[str]:
-        """The answers of replicas that should give the same. Who says otherwise than most, twice in a row, is taken out until
-        it says the same again; those that are taken out now are returned."""
+        """The answers of replicas that should give the same. A replica whose answer differs from most others' twice in a row
+        gets no requests until its answer is the same again. Returns the replicas that are newly excluded."""
         counts: dict[object, int] = {}
         for answer in answers.values():
             counts[answer] = counts.get(answer, 0) + 1

@@ -1,11 +1,11 @@
-"""The fleet's head: it keeps as many replicas as the file says, opens the gateway, and takes orders.
+"""The fleet's head process: it keeps the number of replicas that the file names, runs the gateway, and takes commands.
 
-Everything that it needs to come back is in its folder: the file as it is now. If the head dies, its processes end since their
-standard inputs close, and `slipstream fleet up` starts again from there. Orders come over a Unix socket in that folder, a line
-of JSON each.
+Everything that it needs to come back is in its folder: the file as it is now. If the head dies, its processes end because their
+standard inputs close, and `slipstream fleet up` restarts from that folder. Commands come over a Unix socket in it, one line of
+JSON each.
 
-A change of the file (`rollout`) is made one replica at a time: a new one serves before an old one is drained, so that nobody
-waits and no request is lost.
+A change of the file (`rollout`) is made one replica at a time: a new one serves before an old one is drained, so that no
+request waits or is lost.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The replicas as the gateway knows them: connections, what they tell, and who is asked for which version.
+"""The gateway's view of the replicas: their connections, their reports, and which of them serve which version.
 
-A replica's news come over one connection (`/fleet/events`), some twice a second. When it breaks the replica gets no new
-requests until it is back: of a process that was killed the gateway knows within milliseconds. One that says nothing for
-`silence_s` hangs: its connections are cut, so that its requests go elsewhere.
+A replica's reports come over one connection (`/fleet/events`), some twice a second. When it breaks, the replica gets no new
+requests until it is back, so the gateway notices a killed process within milliseconds. A replica without reports for
+`silence_s` counts as hung: its connections are closed, and its requests go to other replicas.
 """
 
 from __future__ import annotations

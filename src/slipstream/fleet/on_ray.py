@@ -1,8 +1,8 @@
 """Replicas on Ray Serve: one deployment a pool, whose replicas are actors that each have a server process (`fleet.replica`).
 
-Serve starts, spreads, watches and replaces them. The gateway speaks to their servers itself (docs/fleet.md says why), so
-nothing passes through Ray's handles and proxies, which are off. Where the servers are is told by a named actor, the directory:
-each replica says each second that it is there, and whoever is silent is gone.
+Serve starts, spreads, watches and replaces them. The gateway connects to their servers directly (docs/fleet.md has the reason).
+Ray's handles and proxies are not used; the proxies are off. A named actor, the directory, has the servers' addresses: each
+replica reports to it every second, and one that stops reporting is removed.
 """
 
 from __future__ import annotations

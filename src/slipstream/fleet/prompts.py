@@ -1,7 +1,7 @@
 """What a request's prompt is in tokens, found at the gateway by the code that a replica reads it with.
 
-To route by, and to reserve tokens of keys with limits. A body that can't be read here goes to a replica as it is, which says
-what is wrong with it.
+They are needed for routing, and to reserve tokens of keys with limits. A body that can't be read here is forwarded as it is,
+and the replica answers with the error.
 """
 
 from __future__ import annotations

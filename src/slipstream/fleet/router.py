@@ -13,9 +13,9 @@ there: those queued, and this request's without the blocks that the replica hold
 others: a request whose prefix is being computed waits for it rather than have it computed a second time. Rates come from the
 planner at first (`ReplicaState.prefill_tokens_per_s`, `step_s`), then from what requests took.
 
-What a replica holds is what it told (`apply`): changes with a number each. After a gap it must tell everything again. Between a
-decision and what the replica tells of it lies a step or more; until then the router expects that the request's blocks will be
-there, so that requests which come together and begin alike go to one replica.
+A replica reports changes of its prefix cache, numbered (`apply`). After a gap it must report everything again. A report comes a
+step or more after a decision. Until then the router assumes that the request's blocks will be there, so that simultaneous
+requests with a common prefix go to one replica.
 
 `least_loaded`, `power_of_two` and `round_robin` are for comparison.
 """

@@ -1,4 +1,5 @@
-"""The autoscaler of a fleet that runs: what the gateway counts and the members are, in; how many replicas there shall be, out.
+"""The autoscaler of a running fleet. Its inputs are the gateway's counts and the members; its output is the number of replicas
+wanted.
 
 The head often asks the `Scaler` of each scaled version (`LOOK_S`). Once in `interval_s` the policy decides
 (`fleet/autoscaler.py`). Between, the first request that waits where no replica is kept wakes one. It reads no clock and starts

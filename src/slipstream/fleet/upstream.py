@@ -158,7 +158,7 @@ class Answer(asyncio.Protocol):
         return b"".join(parts)
 
     def done(self) -> None:
-        """Nobody wants more. The connection is kept if the answer was read to its end; else it is closed, which cancels the
+        """End the exchange. The connection is kept if the answer was read to its end; otherwise it is closed, which cancels the
         request."""
         if self._ended and not self._closed and not self._chunks and self._keeps_alive:
             self.is_fresh = False

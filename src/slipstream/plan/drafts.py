@@ -94,8 +94,7 @@ class SimulatedSpeculation(Speculation):
 
 
 def drawn(name: str, number: int) -> float:
-    """A number of [0, 1) that follows from a request and a place in it, whenever it is asked for. Those of places side by side
-    are independent."""
+    """A number in [0, 1), a hash of a request and a position in it. Neighbouring positions have independent numbers."""
     return int.from_bytes(blake2b(f"{name} {number}".encode(), digest_size=6).digest(), "big") / 2**48
 
 

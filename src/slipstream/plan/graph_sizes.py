@@ -85,8 +85,8 @@ def mixed_prompts(config: EngineConfig, spec: ModelSpec) -> list[int]:
 
 
 def _takes_long_steps(config: EngineConfig, spec: ModelSpec) -> bool:
-    """A mixture or a rank's part, but not of latent attention: outside graphs that computes whole prompts without the cache,
-    which is several times as fast and worth more than the launches."""
+    """Whether long steps are captured: those of mixtures and of a rank's part, without latent attention. Outside graphs latent
+    attention computes whole prompts without the cache, which is several times as fast and saves more than the launches cost."""
     if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
         return False
     return config.parallel.ranks_of_stage > 1 or any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)

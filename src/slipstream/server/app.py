@@ -88,7 +88,8 @@ def observers(settings: ServerSettings, model: str) -> Observers:
 
 @cache
 def described(has_keys: bool) -> tuple[bytes, str]:
-    """The OpenAPI document, and the same as a page. Made when somebody asks: it takes as long as the rest of an app's start."""
+    """The OpenAPI document, and the same as a page. Made at the first request for it: that takes as long as the rest of an
+    app's start."""
     document = openapi.document(__version__, has_keys=has_keys)
     return msgspec.json.encode(document), docs_page.page(document)
 

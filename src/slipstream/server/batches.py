@@ -1,4 +1,4 @@
-"""OpenAI's /v1/batches: what a client asks for, and what is known of each batch. `batch_runner` works on them.
+"""OpenAI's /v1/batches: the routes, and the stored state of each batch. `batch_runner` runs them.
 
 A batch is a row: an encoded `Batch`. Every change of it is one transaction that reads the row again, since the front end that a
 client speaks to and the one that runs batches may be two processes.

@@ -37,10 +37,10 @@ from slipstream.errors import (
 logger = logging.getLogger("slipstream.server")
 
 RETRY_AFTER_S = 1
-"""What a client is told to wait when the server is full: a few steps of the engine, which is when places come free."""
+"""Retry-After when the server is full: a few steps of the engine, after which places are free."""
 
 CLIENT_CLOSED_REQUEST = 499
-"""Nobody reads this status; it stands in the log and the metrics for a client that went away."""
+"""The status of a request whose client disconnected. Only the log and the metrics show it."""
 
 
 class ApiError(Exception):
@@ -89,7 +89,7 @@ def error_body(scope: Scope, error: ApiError) -> bytes:
 
 
 def response_to(scope: Scope, error: ApiError) -> Response:
-    """The answer that tells a request of an error, in the shape of its route's protocol."""
+    """The error response to a request, in the format of its route's protocol."""
     return Response(error_body(scope, error), error.status, error.headers, media_type="application/json")
 
 

@@ -1,4 +1,4 @@
-"""What a replica of a fleet tells the fleet's gateway, and nobody else: on with `ServerSettings.fleet_key`.
+"""The protocol between a replica and its fleet's gateway. It is on with `ServerSettings.fleet_key`.
 
 The gateway sends `x-slipstream-fleet: KEY ID CREATED [OWNER [PRIORITY WEIGHT]]` with each request: the id and time that the
 answer bears, whose API key asked, and what that key is worth (PRIORITY `-`: as the request says; `batch`: it is a batch's,
@@ -14,7 +14,7 @@ out:
     :e 5 40         the end, and the tokens of prompt and answer; without it the stream broke off
 
 POST /fleet/resume {"path", "body", "answer_token_ids"}: what `path` answers to `body`, behind the tokens that another replica
-has written. Nothing of what those brought is told again.
+has written. The output of those tokens is not sent again.
 
 GET /fleet/events: messages of msgpack, each behind its length in four bytes: `CacheNews` of the engine, and `ReplicaLoad` at
 least each second, whatever the engine does. The first CacheNews is whole. A reader that falls behind loses some and gets a
@@ -88,7 +88,7 @@ register(ResumeRequest)
 
 
 class FromGateway:
-    """ASGI middleware: lets the fleet's gateway in, and takes over whose request it is."""
+    """ASGI middleware: authenticates the fleet's gateway, and takes the request's owner and priority from its header."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app, self._key = app, key.encode()

@@ -4,10 +4,10 @@ An `Answer` says what to generate and how to write it; completions.py and chat.p
 `GenerationRoute` is the ASGI endpoint that runs it. A 200 is sent with the first delta, so whatever fails before it
 has its own status; what fails after it is an error event, after which the stream ends without [DONE].
 
-The engine tells an answer's prompts (`_Part`) what is new as it reads the message of a step. If the connection takes
-more, that is written at once (`write_chunk` of the ASGI scope, see connection.py). Else, or under a server without it, it
-is put together until the answer's task has sent what came before. So the task is woken for the first delta, for the end
-and for a client that reads slowly, not for each token.
+As a step's message is read, each prompt of an answer (`_Part`) gets its new output. If the connection takes more, that is
+written at once (`write_chunk` of the ASGI scope, see connection.py). Else, or under a server without it, it is put together
+until the answer's task has sent what came before. So the task is woken for the first delta, for the end and for a client that
+reads slowly, not for each token.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BATCH_PRIORITY = 2**31 - 1
 """The last: what a body may say is below it."""
 
 _PROGRESS_S = 1.0
-"""How often a fleet's gateway hears of a whole answer that is being written."""
+"""How often a fleet's gateway gets the progress of an answer that is not streamed."""
 
 class Body(Protocol):
     """What a route decodes: an OpenAI body, or another protocol's, of which `prepare` makes one."""
@@ -78,7 +78,7 @@ def renamed(param: Callable[[str | None], str | None]) -> Iterator[None]:
 
 
 Write: TypeAlias = Callable[[bytes], bool]
-"""Writes a part of an answer's body at once, if it can be; else it says False and nothing is written."""
+"""Writes a part of an answer's body at once. Returns False, and writes nothing, if that is not possible now."""
 
 
 @dataclass(slots=True)
@@ -319,7 +319,7 @@ class Answer:
         return b"".join([*events, self.mark()] if mark else events)
 
     def mark(self) -> bytes:
-        """What tells a gateway how far the events before it bring an answer."""
+        """The mark for a gateway: the number of tokens up to the events before it."""
         if not self.marks:
             return b""
         unmarked, self.unmarked = self.unmarked, []
@@ -362,7 +362,7 @@ class Answer:
 
 
 class _Part:
-    """One prompt of an answer, and whom the engine tells what is new of it (a `Sink`)."""
+    """One prompt of an answer, as the `Sink` of its new output."""
 
     def __init__(self, answer: Answer, number: int, prompt: Prompt) -> None:
         self.answer, self.prompt = answer, prompt
@@ -408,7 +408,7 @@ class _Part:
 
 
 def effective_priority(record: RequestRecord, asked: int | None) -> int:
-    """A key bounds what its requests may ask for. Those of a batch go behind all others."""
+    """Apply the limits of the key to its request. Requests of a batch get a priority below all others."""
     if record.background:
         return BATCH_PRIORITY
     if record.key is None or record.key.priority is None:
@@ -477,8 +477,8 @@ class GenerationRoute:
 
 @asynccontextmanager
 async def _telling(answer: Answer, scope: Scope) -> AsyncGenerator[None, None]:
-    """A fleet's gateway hears how far a whole answer is while the code inside runs. Beams say nothing before their end: of
-    them it hears that they are searched for."""
+    """While the code inside runs, a fleet's gateway gets the progress of an answer that is not streamed. A beam search has no
+    progress before its end; the gateway gets only the sign that it runs."""
     write = scope.get("write_interim") if scope.get("from_gateway", False) and not answer.stream else None
     if write is None:
         yield

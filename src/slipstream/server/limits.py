@@ -1,5 +1,5 @@
-"""What keeps one client from hurting the rest: bodies of bounded size and time, a bounded number in flight, and an
-`Exchange` that frees the engine at once when a client goes away or the server gives up waiting.
+"""Limits that protect clients from each other: bodies of bounded size and time, a bounded number of requests in flight, and an
+`Exchange` that cancels the engine's work at once when a client disconnects or a time is over.
 """
 
 from __future__ import annotations

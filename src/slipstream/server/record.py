@@ -119,7 +119,7 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class Observers:
-    """What is told of requests."""
+    """The records that requests leave: metrics, audit log, telemetry."""
 
     metrics: Metrics
     audit: AuditLog | None = None

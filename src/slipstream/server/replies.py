@@ -18,7 +18,7 @@ JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 
 def greeting(names: Iterable[str]) -> str:
-    """What `/` says to who is no browser."""
+    """The answer of `/` to a client that is no browser."""
     return f"Slipstream {__version__} serves {', '.join(names)}: OpenAI's API at /v1, all of it at /docs\n"
 
 

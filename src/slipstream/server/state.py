@@ -1,4 +1,4 @@
-"""What the server shares between its parts: the engine it speaks to, its settings, and what is in flight.
+"""The state that the server's parts share: the engine, the settings, and the requests in flight.
 
 `Engine` is the part of `AsyncLLM` that the server uses; anything with these members can be served. One `ServerState`
 belongs to one app; nothing here is global. All of it lives on one event loop, so plain attributes need no locks.

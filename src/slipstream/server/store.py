@@ -5,7 +5,7 @@
 2. It holds at most `max_stored_responses` and `max_stored_bytes`. When it is full, the owner who holds most loses what was not
    used for longest, so nobody pushes out those who keep little. Going on from an answer is a use of the whole conversation.
 3. A row belongs to the key that asked for it. For another key it is not there.
-4. One thread speaks to the database, so that the event loop waits for no disk.
+4. One thread uses the database, so that the event loop never waits for a disk.
 """
 
 from __future__ import annotations
