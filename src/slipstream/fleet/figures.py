@@ -26,7 +26,7 @@ _MOST = frozenset({"last_step_age_s", "uptime_s"})
 
 
 def of_engines(members: Members) -> dict[str, EngineStats | None]:
-    """By model; None: no replica is heard."""
+    """By model; None if no replica reports."""
     found: dict[str, EngineStats | None] = {}
     for name, versions in members.models.items():
         replicas = [r for v in versions for r in v.replicas.values() if r.load is not None]

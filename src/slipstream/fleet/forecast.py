@@ -50,7 +50,7 @@ class _Holt:
 
 
 class Forecast:
-    """`interval_s` between counts; `horizon_s` ahead it is asked for the mean rate over the last half of the way there."""
+    """`interval_s` between counts. The forecast is the mean rate over the second half of the next `horizon_s`."""
 
     def __init__(self, *, interval_s: float, horizon_s: float) -> None:
         self.interval_s = interval_s

@@ -147,7 +147,7 @@ class Forwarder:
         await call.send({"type": "http.response.body", "body": error_event(call.scope, error), "more_body": False})
 
     async def _choose(self, version: Version, call: Call, last: Elsewhere | None) -> tuple[Replica, Decision]:
-        """Waits at the gateway if nobody can take it. ApiError if that takes too long."""
+        """Waits at the gateway if no replica can take the request. ApiError if that takes too long."""
         now = time.monotonic()
         until = now + self.members.fleet.router.queue_s
         if (autoscale := version.autoscale) is not None and version.is_asleep:

@@ -175,7 +175,7 @@ class Gateway:
         return True
 
     def require_ready(self, *, also_draining: bool = False) -> None:
-        """ApiError (503) if a model has nobody who answers, or new requests are not welcome."""
+        """ApiError (503) if a model has no replica that answers, or if new requests are refused."""
         if self.state.draining and not also_draining:
             raise shutting_down()
         models = self.members.models.items()
@@ -285,7 +285,7 @@ class Gateway:
         tally.ended(record, time.monotonic() - record.start, failed=False)
 
     def _model_of(self, path: str, raw: bytes) -> tuple[str, str | None, _Peek]:
-        """The model that is asked for, the adapter that is, and the rest of what the body says."""
+        """The model and the adapter that a body names, and its other fields."""
         models, peek = self.members.models, _Peek()
         if (kserve := _KSERVE.fullmatch(path)) is not None:
             peek.model = kserve[1]

@@ -1,4 +1,4 @@
-"""Who is left out of the routing for a while, and how many requests may be sent a second time. Policy alone, without I/O."""
+"""Decides which replicas get no requests for a while, and how many requests may be retried. Policy alone, without I/O."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Guard:
         self.replicas.pop(replica, None)
 
     def out(self, now: float) -> set[str]:
-        """Who gets nothing now. One whose pause is over gets one request, and more once that was answered."""
+        """Replicas that get no requests now. After its pause a replica gets one request, and more once that is answered."""
         return {name for name, watched in self.replicas.items() if watched.out_until > now or watched.trial}
 
     def next_change(self, now: float) -> float | None:

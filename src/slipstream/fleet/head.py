@@ -195,7 +195,7 @@ class Head:
                 await writer.drain()
 
     def _take_folder(self) -> None:
-        """ConfigError if a head that lives has it, or if it is somebody else's: at our end it is emptied."""
+        """ConfigError if a running head uses the folder, or if it is another program's: it is emptied at the end."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if others := sorted(path.name for path in self.folder.iterdir() if path.name not in _OWN):
             message = f"{self.folder} holds other files ({others[0][:100]!r}); a fleet needs a folder of its own"
@@ -328,7 +328,7 @@ class Head:
             kept.remove(member)
 
     async def _probe(self) -> None:
-        """Ask all replicas of a version the same, and take out who answers otherwise than most."""
+        """Send all replicas of a version the same request, and exclude those whose answer differs from most others'."""
         every = self.fleet.router.probe_s
         while every:
             await asyncio.sleep(every)

@@ -40,7 +40,7 @@ class FleetGrpc(GrpcGateway):
         return adapter or model
 
     def is_ready(self, model: str) -> bool:
-        """Whether somebody answers for this one, whatever the others do."""
+        """Whether a replica answers for this model, whatever the other models do."""
         name, _ = self.gateway.find(model)
         return not self.state.draining and any(v.can_answer or v.is_asleep for v in self.gateway.members.models[name])
 

@@ -155,7 +155,7 @@ class Version:
     def __init__(
         self, model: str, spec: VersionSpec, fleet: Fleet, prompts: Prompts, gone: Callable[[EngineStats], None]
     ) -> None:
-        """`gone` is told the last figures of a replica that is removed."""
+        """`gone` is called with the last figures of a replica that is removed."""
         routing = fleet.router
         self.gone = gone
         self.model, self.spec, self.prompts = model, spec, prompts
@@ -184,7 +184,7 @@ class Version:
         return self.autoscale is not None and not self.can_answer
 
     def changed(self) -> None:
-        """Who waits for a replica looks again."""
+        """Wakes the requests that wait for a replica."""
         self._news.set()
         self._news = asyncio.Event()
 

@@ -34,7 +34,7 @@ from slipstream.fleet.replica import Failed, Serving, Setup
 _HERE_S = 1.0
 _SILENT_S = 5.0
 _GOODBYE_S = 1.0
-"""A replica that is to end goes on for so long after it said so: the gateway sends it nothing more by then."""
+"""A replica that ends keeps running for so long after it reported that. By then the gateway sends it no more requests."""
 
 _LOOK_S = 0.2
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
@@ -113,7 +113,7 @@ class ServerReplica:
             self._stopped.wait(_HERE_S)
 
     def check_health(self) -> None:
-        """Serve asks, and replaces a replica that raises."""
+        """Serve calls this, and replaces a replica that raises."""
         if self._process.poll() is not None:
             raise RuntimeError(f"the server ended with code {self._process.returncode}")
 

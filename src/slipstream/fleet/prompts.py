@@ -112,7 +112,7 @@ class Prompts:
 
     @property
     def max_model_len(self) -> int:
-        """As the replicas have it, once one has told."""
+        """As the replicas have it, once one has reported it."""
         return self.input.max_model_len
 
     @max_model_len.setter
@@ -120,7 +120,7 @@ class Prompts:
         self.input.max_model_len = tokens
 
     def generates(self, path: str) -> bool:
-        """Whether the route's replicas tell of the tokens of its answers."""
+        """Whether the route's replicas report the tokens of its answers."""
         return isinstance(self._routes.get(_short(path)), GenerationRoute)
 
     async def read(self, path: str, raw: bytes, scope: Any, *, counts: bool = False) -> Read:

@@ -74,7 +74,7 @@ class _Place:
 
 
 class Fleet:
-    """One replay. `run` is called once. `on_end` is told each request as its answer ends."""
+    """One replay. `run` is called once. `on_end` is called with each request as its answer ends."""
 
     def __init__(
         self,

@@ -164,7 +164,7 @@ class Router:
         )
 
     def add(self, state: ReplicaState) -> None:
-        """A replica that holds nothing yet, or what it is going to tell. ValueError if it is there."""
+        """Add a replica whose cache is empty, or will be reported. ValueError if it is there already."""
         if state.id in self._replicas:
             raise ValueError(f"replica {state.id!r} is there already")
         replica = _Replica(state, 0)
@@ -222,7 +222,8 @@ class Router:
         self.store.stored(known.slot, stored)
 
     def apply(self, replica: str, sequence: int, stored: Iterable[bytes], removed: Iterable[bytes]) -> bool:
-        """A change that the replica tells. False if one is missing before it: it must tell all (`reset`)."""
+        """Take a change that a replica reports. False if a change before it is missing: the replica must then report everything
+        (`reset`)."""
         known = self._replicas[replica]
         if known.sequence is None or sequence != known.sequence + 1:
             return False
@@ -265,7 +266,7 @@ class Router:
         return {name: float(score[replica.slot]) for name, replica in self._replicas.items()}
 
     def began(self, decision: Decision, now: float) -> None:
-        """The first token came. Its time says what the replica's prompt tokens take."""
+        """The first token came. Its time measures the replica's speed on prompt tokens."""
         under_way = self._under_way.get(decision.number)
         if under_way is None or under_way.began is not None:
             return

@@ -1,9 +1,9 @@
 """The autoscaler of a running fleet. Its inputs are the gateway's counts and the members; its output is the number of replicas
 wanted.
 
-The head often asks the `Scaler` of each scaled version (`LOOK_S`). Once in `interval_s` the policy decides
-(`fleet/autoscaler.py`). Between, the first request that waits where no replica is kept wakes one. It reads no clock and starts
-nothing: the head does.
+The head calls the `Scaler` of each scaled version every `LOOK_S`. Every `interval_s` the policy decides
+(`fleet/autoscaler.py`). In between, the first request that waits for a version without replicas starts one. The scaler reads no
+clock and starts nothing: the head does.
 """
 
 from __future__ import annotations

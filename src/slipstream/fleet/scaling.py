@@ -43,7 +43,7 @@ class Scaling:
         return found
 
     def take(self, scalers: dict[str, Scaler]) -> None:
-        """Those of the file that the members have. A version that is not scaled (any more) has a tally that nobody asks."""
+        """Those of the file that the members have. A version that is not scaled (any more) has a tally that is not read."""
         self.scalers = {}
         for versions in self.members.models.values():
             for version in versions:

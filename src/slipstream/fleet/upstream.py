@@ -1,7 +1,7 @@
 """The gateway's connections to one replica: HTTP/1.1, kept open, read as it comes.
 
-A request has its connection to itself. What comes is handed over without being joined; if nobody takes it, the socket is no
-longer read, so that a slow client slows its replica's answer down and no memory fills up.
+A request has its connection to itself. Data is passed on as it comes, without being joined. If the receiver does not take it,
+the socket is not read any more. So a slow client slows its replica's answer down, and no memory fills up.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class Answer(asyncio.Protocol):
         return data
 
     async def pour(self, sink: Sink, silence_s: float) -> None:
-        """Give what comes to `sink`, until it takes no more or the end is at hand, which `read` tells. TimeoutError if nothing
-        comes for `silence_s`."""
+        """Pass data to `sink`, until it takes no more or the answer is complete; `read` returns which of both. TimeoutError if
+        nothing comes for `silence_s`."""
         if self._chunks:
             return
         self._sink, self._heard = sink, self._loop.time()

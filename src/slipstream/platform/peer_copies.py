@@ -1,4 +1,4 @@
-"""Sums of two GPUs that go on beside their products: each copies its part into the other's memory.
+"""Sums of two GPUs that overlap with their products: each copies its part into the other's memory.
 
 The copies are made by the GPU's copy engines, so products lose no multiprocessor to them, as they would to a kernel of NCCL. A
 step's tokens are cut into pieces: while the part of one piece is on its way, the products of the next are computed. The sum

@@ -1,10 +1,11 @@
 """Anthropic's /v1/messages and /v1/messages/count_tokens.
 
-A body becomes a chat, so everything holds that holds there. What differs:
+A body becomes a chat, and works as one. The differences:
 
-1. An answer is a list of blocks: thinking, text, tool_use. A stream tells each from its beginning to its end.
+1. An answer is a list of blocks: thinking, text, tool_use. A stream sends each block from its beginning to its end before the
+   next.
 2. Results of tools are blocks of a user's message. Each becomes a message of the role `tool`.
-3. A last message of the assistant is gone on with.
+3. If the last message is the assistant's, the answer continues it.
 4. Errors have Anthropic's shape, and `anthropic-version` must be one that is known.
 """
 

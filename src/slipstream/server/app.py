@@ -58,7 +58,7 @@ from slipstream.server.tokens import Tokens
 
 
 def make_state(engine: Engine, settings: ServerSettings, model: str, shortener: Shortener | None = None) -> ServerState:
-    """A server's state, with its keys, limits and whoever watches. `model` is the name in its metrics."""
+    """A server's state, with its keys, limits and observers. `model` is the name in its metrics."""
     lasting = settings.state_dir if settings.keys_file is not None else None
     limiter = SharedLimiter(shared_dir=settings.shared_dir, state_dir=lasting, slot=lambda: state.load.slot)
     state = ServerState(engine, settings, observers(settings, model), Keyring(settings), limiter, shortener)

@@ -33,7 +33,7 @@ WRITE_IDLE_S = 120.0
 """So long a client may read nothing of what waits for it. Then the connection is cut, and its request ends."""
 
 SMALL_BODY = 64 * 1024
-"""A body that nobody reads is taken to its end if it is known to be no longer: the connection can be used again."""
+"""An unread body of at most this size is read to its end, so that the connection can be used again."""
 
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _SLOWEST_LOOK_S = 0.25
@@ -258,7 +258,7 @@ def _write_interim(cycle: RequestResponseCycle, name: bytes, value: bytes) -> No
 
 
 def _unread(cycle: RequestResponseCycle) -> bool:
-    """A part of the body has not come yet that is not worth waiting for."""
+    """The rest of the body has not arrived, and we do not wait for it."""
     if not cycle.more_body:
         return False
     length = dict(cycle.scope["headers"]).get(b"content-length", b"")

@@ -1,8 +1,9 @@
 """The protocol between a replica and its fleet's gateway. It is on with `ServerSettings.fleet_key`.
 
 The gateway sends `x-slipstream-fleet: KEY ID CREATED [OWNER [PRIORITY WEIGHT]]` with each request: the id and time that the
-answer bears, whose API key asked, and what that key is worth (PRIORITY `-`: as the request says; `batch`: it is a batch's,
-behind all others). OWNER may be empty. Limits are held at the gateway. Without the fleet's KEY only the probes are answered.
+answer bears, the owner of the API key, and the key's priority and weight (PRIORITY `-`: as the request says; `batch`: it is a
+batch's, behind all others). OWNER may be empty. Limits are held at the gateway. Without the fleet's KEY only the probes are
+answered.
 
 An answer's header `x-slipstream-tokens: PROMPT OUTPUT` says how many tokens there are so far. While a whole answer is being
 written, interim responses (102) with that header come when there are more. A stream of text has marks, which the gateway takes

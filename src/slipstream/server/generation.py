@@ -66,7 +66,7 @@ class Body(Protocol):
 
 @contextmanager
 def renamed(param: Callable[[str | None], str | None]) -> Iterator[None]:
-    """Errors about a body that was made of another one name the field of that, which `param` tells."""
+    """For a body that was made of another one: errors name the field of the original, which `param` returns."""
     try:
         yield
     except ApiError as error:
@@ -109,8 +109,7 @@ class PromptInfo:
 
 
 class Answer:
-    """What one body asks for, how far it is, and how it is written. Choices are numbered prompt by prompt, n for
-    each."""
+    """The answer to one body: its parameters, progress and format. Choices are numbered prompt by prompt, n for each."""
 
     kind: ClassVar[str]  # OpenAI's `object`
     chunk_kind: ClassVar[str]
@@ -500,7 +499,7 @@ async def _telling(answer: Answer, scope: Scope) -> AsyncGenerator[None, None]:
 
 
 async def _break_off(exc: Exception, answer: Answer, send: Send) -> None:
-    """Ends a stream that has begun: with an error event, if there is somebody to read it."""
+    """Ends a stream that has begun: with an error event, if the client is still connected."""
     record = answer.record
     if isinstance(exc, ClientDisconnected):
         record.status, record.error = CLIENT_CLOSED_REQUEST, "client_disconnected"

@@ -53,8 +53,8 @@ async def read_body(scope: Scope, receive: Receive, settings: ServerSettings) ->
 
 
 def own_receive(body: bytes, then: Receive | None = None) -> Receive:
-    """The `receive` of a request that the server sends itself: the body, and after it what `then` says. Without `then` nothing
-    comes: whoever sent the request cancels it."""
+    """The `receive` of a request that the server sends itself: the body, and after it the result of `then`. Without `then`
+    nothing follows: the sender cancels the request."""
     given = False
 
     async def receive() -> Message:

@@ -26,7 +26,7 @@ GRACE_S = 15
 """Beside the time for requests in flight: to end the processes."""
 
 LEAVE_S = 5
-"""Kubernetes tells a replica to end and its services to leave it out at the same moment. So long it still answers."""
+"""Kubernetes stops a replica and removes it from its services at the same time. So a replica still answers for so long."""
 
 READY = ["python", "-c", f"import urllib.request as u; u.urlopen('http://127.0.0.1:{PORT}/ready')"]
 

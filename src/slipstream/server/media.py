@@ -54,7 +54,7 @@ async def _read(state: ServerState, part: PicturePart) -> PreparedPicture:
 
 
 def check_host(url: str, allowed: Sequence[str], path: str) -> None:
-    """A 400 if the URL's host is none of those that may be asked. A host without a port stands for its scheme's own."""
+    """A 400 if the URL's host is not an allowed one. A host without a port stands for its scheme's own."""
     try:
         parts = urlsplit(url)
         port, host = parts.port, (parts.hostname or "").lower()

@@ -1,10 +1,11 @@
 """OpenAI's /v1/responses: one answer, streamed or whole, and kept so that a later request can go on from it.
 
-A body becomes a chat (`responses_body`), so everything holds that holds there. What differs:
+A body becomes a chat (`responses_body`), and works as one. The differences:
 
-1. The output is a list of items: reasoning, a message, calls. A stream tells each from its beginning to its end.
-2. An answer is kept with the items that asked for it, unless the body says store=false or the server keeps none. It is kept
-   before the client is told that it is complete.
+1. The output is a list of items: reasoning, a message, calls. A stream sends each item from its beginning to its end before the
+   next.
+2. An answer is kept with the items that asked for it, unless the body says store=false or the server keeps none. It is stored
+   before the client gets its last event.
 3. `previous_response_id` puts the conversation up to that answer before the input. Instructions are not taken over.
 """
 

@@ -58,8 +58,8 @@ class Latency(msgspec.Struct, kw_only=True):
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """`findings`: None if nobody looks for any. `responses` by status, since the start. `autoscale`: by pool, of a gateway
-    whose replicas come and go by themselves."""
+    """`findings`: None without a detector. `responses` by status, since the start. `autoscale`: by pool, of a gateway whose
+    replicas come and go by themselves."""
 
     version: str
     time: float
@@ -93,7 +93,7 @@ def replica_status(name: str, state: str, stats: EngineStats | None, **more: Any
 
 
 def shared_fields(state: ServerState, metrics: Metrics, *, itl: Histogram) -> dict[str, Any]:
-    """The fields of a Status that a server and a fleet's gateway tell alike. `itl`: the times between tokens."""
+    """The fields of a Status that a server and a fleet's gateway share. `itl`: the times between tokens."""
     responses: dict[str, int] = {}
     for (_, _, status), count in metrics.responses.items():
         responses[str(status)] = responses.get(str(status), 0) + count
@@ -144,7 +144,7 @@ Told = Callable[[], Coroutine[Any, Any, Status]]
 
 
 def status_route(told: Told) -> Route:
-    """/status.json, of what `told` gives."""
+    """/status.json, from the result of `told`."""
 
     async def show(request: Request) -> Response:
         return json_response(await told())

@@ -2,11 +2,11 @@
 
 Off by default: then nothing of it is imported, and a request pays one comparison. On, a request's span is made when it has
 ended, from what its record holds, so the token path does nothing more either way. Spans and metrics leave in threads of the
-SDK's, in batches, as OTLP over HTTP with protobuf. A collector that can't be reached holds nobody up: spans are dropped, and
+SDK's, in batches, as OTLP over HTTP with protobuf. A collector that can't be reached delays no request: spans are dropped, and
 the SDK logs it.
 
-A span goes on from the client's `traceparent`, and is left out if the client said that its trace is not sampled. It has no text
-of a prompt or an answer.
+A span continues the client's `traceparent`, and is left out if that says that the trace is not sampled. It has no text of a
+prompt or an answer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OPERATIONS = {
     "/v1/embeddings": "embeddings",
     "/api/embed": "embeddings",
 }
-"""Routes that ask the model. Others have no span."""
+"""Routes that run the model. Others have no span."""
 
 # Buckets as the conventions advise them.
 _DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)

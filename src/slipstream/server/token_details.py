@@ -10,7 +10,7 @@ from slipstream.server.protocol import Generation
 
 
 def prompt_details(body: Generation, info: PromptInfo) -> dict[str, Any]:
-    """What was asked of the prompt: its tokens, and for each of them the log-probabilities by token id."""
+    """The requested details of the prompt: its tokens, and the log-probabilities of each by token id."""
     found: dict[str, Any] = {"prompt_token_ids": info.token_ids} if body.return_token_ids else {}
     if (num_best := body.prompt_logprobs) is not None:
         found["prompt_logprobs"] = [
