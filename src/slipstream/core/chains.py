@@ -83,7 +83,7 @@ class Chains:
             self._free.append(row)
 
     def prepare(self, request_ids: Sequence[str], most: int, line: Sequence[tuple[int, float]]) -> None:
-        """Choose for the step after the one in flight, whose drafts are not verified yet, while nobody waits. It is kept if
+        """Choose for the step after the one in flight, whose drafts are not verified yet, while that step runs. It is kept if
         chains stay as long as they are: others are chosen by what is known last."""
         length, gain, counts = self._choose(request_ids, [most] * len(request_ids), line)
         self._prepared = {}

@@ -28,7 +28,7 @@ class StepBuilder:
     )
 
     def __init__(self, budget: int, updates: dict[str, list[TableUpdate]]) -> None:
-        """`updates`: changes of tables that the worker has not been told, by request."""
+        """`updates`: changes of block tables that the worker does not have yet, by request."""
         self.budget = budget
         self.room_for_drafts = MOST_STEP_DRAFTS
         self.decodes: list[ScheduledRequest] = []  # requests of one token, which stand first in the plan

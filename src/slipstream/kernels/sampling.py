@@ -1,4 +1,4 @@
-"""A CPU's sampler, over NumPy's arrays: what `OpSet.sample` says, a row at a time. No torch.
+"""A CPU's sampler, over NumPy's arrays: `OpSet.sample`, a row at a time. No torch.
 
 Each filter keeps what is at or above a threshold, so a row's weights need not add up to 1: they are exp((logit − largest) /
 temperature). With top_k later filters read only the tokens that it keeps.

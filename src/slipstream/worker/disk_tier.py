@@ -190,7 +190,7 @@ class DiskTier:
             self._make_room(0)
 
     def _scan(self) -> Iterator[tuple[float, str, str, int]]:
-        """(time of the last use, identity, key, bytes) of each file. Who writes removes what another left unfinished."""
+        """(time of the last use, identity, key, bytes) of each file. The writer removes unfinished files of an earlier one."""
         for identity in os.scandir(self.path):
             if not _FOLDER.fullmatch(identity.name) or not identity.is_dir(follow_symlinks=False):
                 continue

@@ -90,9 +90,9 @@ class LocalExecutor(Executor):
         ranks: Ranks | None = None,
         device: DeviceInfo | None = None,
     ) -> LocalExecutor:
-        """Find the model and the device, resolve the settings, load. `progress` is told each phase as it begins. A CPU runs the
-        model without torch where it can (`host_runner.host_refusal`), unless `by_torch`. With `ranks` this is one rank's
-        executor: it loads its part. `device`: see `load_runner`."""
+        """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins. A CPU
+        runs the model without torch where it can (`host_runner.host_refusal`), unless `by_torch`. With `ranks` this is one
+        rank's executor: it loads its part. `device`: see `load_runner`."""
         description, runner, tiles = load_runner(args, progress=progress, by_torch=by_torch, ranks=ranks, device=device)
         progress("cache")
         executor = cls(runner.config, description, runner, tiles)
@@ -264,7 +264,7 @@ def load_runner(
 def _host_runner(
     config: EngineConfig, description: ModelDescription, kept: Path, load_draft: Callable[[HostRunner], None]
 ) -> HostRunner | None:
-    """The runner without torch. None, and the log says why, if it does not cover the model, its drafts or a setting."""
+    """The runner without torch. None, with the reason in the log, if it does not cover the model, its drafts or a setting."""
     reason = host_refusal(config, description)
     if reason is None:
         try:

@@ -455,7 +455,7 @@ class ModelRunner:
         )
 
     def _passed_on(self, plan: StepPlan, output: Output) -> InFlightStep:
-        """A step that the next stage goes on with. `take_sampled` will be told what the last has drawn."""
+        """A step that the next stage continues. `take_sampled` is called later with the tokens that the last stage drew."""
         assert self.rows is not None
         sampled = output.sampled
         if sampled is not None and sampled.requests and self.model.spec.has_first:
@@ -569,8 +569,7 @@ class ModelRunner:
 
     @property
     def warms_up(self) -> bool:
-        """Whether steps are run that no one asked for: on a GPU, whose kernels compile, and on a CPU that sends a GPU its
-        part of them."""
+        """Whether warm-up steps are run: on a GPU, whose kernels compile, and on a CPU that sends a GPU its part of them."""
         pipe = None if self.partition is None else self.partition.pipe
         return self.platform.is_asynchronous or (pipe is not None and pipe.through_host)
 
