@@ -35,7 +35,7 @@ class RequestTable:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.released: list[str] = []
-        self.table_updates: dict[str, list[TableUpdate]] = {}  # that the worker has not been told, by request
+        self.table_updates: dict[str, list[TableUpdate]] = {}  # that the worker does not have yet, by request
         self.num_joined = 0  # requests that share another's prompt
         self.num_preemptions = 0
         self._forked: list[Request] = []  # may be admitted from the next step on

@@ -463,7 +463,7 @@ class Scheduler:
             given = tuple(request.token_ids[computed:end])
         step.add(request, computed, count, num_sampled, given)
         if request.is_beam:
-            request.held = num_sampled > 0  # until it is told how to go on
+            request.held = num_sampled > 0  # until `go_on` is called
         elif num_sampled:
             request.num_pending += num_sampled + len(forced)
             request.drafts = ()

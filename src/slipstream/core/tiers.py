@@ -65,7 +65,7 @@ class DiskInfo(Protocol):
 
 
 class BlockStore(Protocol):
-    """What carries the copies out."""
+    """Carries out the copies."""
 
     block_bytes: int
     num_slots: int  # in the host's memory; 0: there is no such tier
@@ -403,7 +403,7 @@ class Tiers:
         return copy
 
     def _read(self, block: int, key: bytes, slot: int, arrived: Callable[[bool], None]) -> Callable[[bool], None]:
-        """What follows when a block has come from the disk to the host: its way to the device."""
+        """The second part of a load from the disk: from the host to the device."""
         era = self._era
 
         def done(ok: bool) -> None:

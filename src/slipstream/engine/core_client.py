@@ -55,7 +55,7 @@ class Link(ABC):
         self._decoder: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Future[None] | None = None  # of who waits in `receive`
-        self._look: asyncio.TimerHandle | None = None  # for a death that nothing tells
+        self._look: asyncio.TimerHandle | None = None  # detects a death that no message reports
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         try:
             self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -113,7 +113,7 @@ class Link(ABC):
             return None
 
     def _wake(self) -> None:
-        if self._news is None:  # take the signal, or the loop would turn until somebody receives
+        if self._news is None:  # take the signal, or the loop would spin until `receive` is called
             self._socket.getsockopt(self._zmq.EVENTS)
         elif not self._news.done():
             self._news.set_result(None)
@@ -160,7 +160,7 @@ class ChildLink(Link):
         except BaseException:
             await child.end(at_once=True)
             raise
-        child._folder.remove()  # both ends are open: nobody looks for the socket's name again
+        child._folder.remove()  # both ends are open: the socket's name is not needed any more
         return child
 
     def death(self) -> EngineDeadError | None:
@@ -193,7 +193,8 @@ def restart_pause(deaths: int, error: Exception) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class CoreSource:
-    """Where a core comes from. `id_prefix` begins the ids of requests, which several processes send to one core."""
+    """The way to get a link to a core: `connect`. `id_prefix` begins the ids of requests, so that several processes can use one
+    core."""
 
     connect: Callable[[], Awaitable[Link]]
     pause: Callable[[int, Exception], float | None] = restart_pause

@@ -157,7 +157,7 @@ class AdaptersChanged(msgspec.Struct, tag=True):
 
 
 class Outputs(msgspec.Struct, tag=True, gc=False):
-    """The news of a step. Of most requests they are one token and nothing else: these come first, as two arrays."""
+    """The outputs of a step. Most requests have one token and nothing else: these come first, as two arrays."""
 
     request_ids: list[str] = []
     token_ids: bytes = b""  # int32 in the machine's order, one for each of `request_ids`
@@ -244,7 +244,7 @@ class CoreProcess:
         self._decoder = msgspec.msgpack.Decoder(ToChild)
         self._core: EngineCore | None = None  # while it is awake
         self._asleep: Asleep | None = None  # while it is not
-        self._to_sleep: list[tuple[int, Sleep]] = []  # who asked for it
+        self._to_sleep: list[tuple[int, Sleep]] = []  # the front ends that sent it
         self._to_wake: list[tuple[int, WakeUp]] = []
         self._adapters: dict[str, LoRARequest] = {}  # that are served by name
         self._cache_watchers: set[int] = set()
@@ -260,7 +260,7 @@ class CoreProcess:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 2000)
         if number != PARENT:
-            socket.setsockopt(zmq.RECONNECT_IVL, -1)  # it listens already; if it has died meanwhile, nobody will
+            socket.setsockopt(zmq.RECONNECT_IVL, -1)  # it listens already; if it has died meanwhile, no process will
         socket.connect(address)
         self._sockets[number] = socket
         self._poller.register(socket, zmq.POLLIN)

@@ -102,7 +102,7 @@ class EngineCore:
         self._launched_at: deque[float] = deque()  # of those in flight
         self._step_s = 0.0
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
-        self._adapter_roots: dict[str, bytes] = {}  # by name, of those that requests had since somebody listened
+        self._adapter_roots: dict[str, bytes] = {}  # by name, of those that requests had since the first listener
 
     @classmethod
     def build(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> EngineCore:
@@ -241,7 +241,7 @@ class EngineCore:
                     self._unplaced.remove(request)
                     self._num_overtakes += request.parent is None
                     continue
-            except SlipstreamError:  # the queue is full; else it is told when the request is the first
+            except SlipstreamError:  # the queue is full; another error is raised when the request is the first
                 pass
             staying.add(request.request_id)
 

@@ -144,7 +144,7 @@ class LLM:
         self._core.grammars.load = lambda: self.tokenizer
         self._input = InputProcessor.for_model(self._core.description, self._core.config, self.tokenizer)
         self._output = OutputProcessor(self.tokenizer)
-        self._turn = threading.Lock()  # whoever holds it steps the engine
+        self._turn = threading.Lock()  # the thread that holds it steps the engine
 
     @property
     def core(self) -> EngineCore:

@@ -42,7 +42,7 @@ class Sink(Protocol):
 class _Choice:
     index: int
     detokenizer: IncrementalDetokenizer | None
-    can_wait: bool  # no stop string or log-probability is asked for
+    can_wait: bool  # the request has no stop string and no log-probabilities
     waiting: list[int] = field(default_factory=list)  # tokens not yet processed
     num_drafted: int = 0  # for them, and how many of them are accepted drafts
     num_accepted: int = 0

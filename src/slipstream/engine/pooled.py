@@ -53,7 +53,7 @@ class TextsAnswer:
         self.finished = False
 
     def take(self, output: VectorOutput) -> Vectors:
-        """The vectors that `output` brings. EngineError if the engine failed, or ended the request before its time."""
+        """The vectors of `output`. EngineError if the engine failed, or ended the request before its time."""
         if output.num_texts:
             self._parts.append((output.first_text, output.vectors))
         if output.finish_reason is not None:

@@ -52,7 +52,7 @@ async def beside(work: Callable[[], _T], num_characters: int) -> _T:
     """What `work` gives, which renders or tokenises so many characters. Other requests' tokens don't wait for much of it."""
     if num_characters <= INLINE_CHARS:
         return work()
-    import asyncio  # whoever awaits has it
+    import asyncio  # a caller that awaits has imported it
 
     return await asyncio.to_thread(work)
 
@@ -67,7 +67,7 @@ class PreparedRequest:
     prompt: str | None
     sampling: SamplingParams
     engine_requests: tuple[EngineRequest, ...]
-    hides_logprobs: bool = False  # nobody asked for the answers' log-probabilities
+    hides_logprobs: bool = False  # the request has no log-probabilities of answers
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:

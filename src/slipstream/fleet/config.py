@@ -69,7 +69,7 @@ class Version(Spec, frozen=True, kw_only=True):
     name: Name
     model: str  # as `slipstream serve` takes it
     share: Share = 1.0  # of the model's requests, against its other versions
-    shadow: Annotated[float, Meta(ge=0, le=1)] = 0.0  # this share of requests is sent here, too; nobody reads the answers
+    shadow: Annotated[float, Meta(ge=0, le=1)] = 0.0  # this share of requests is sent here, too; the answers are dropped
     replicas: Count | Between = 1
     engine: dict[str, Any] = {}  # fields of EngineArgs
     server: dict[str, Any] = {}  # some fields of ServerSettings
@@ -129,7 +129,7 @@ class Routing(Spec, frozen=True, kw_only=True):
     slow_factor: Annotated[float, Meta(gt=1)] = 4.0  # a replica so many times slower than the others is taken out
     probe_s: Annotated[float, Meta(ge=0)] = 30.0  # between looks whether replicas say the same; 0: none
     connect_s: Seconds = 2.0
-    silence_s: Seconds = 20.0  # of a replica, which tells its load twice a second: it hangs as a whole
+    silence_s: Seconds = 20.0  # of a replica, which reports its load twice a second: it hangs as a whole
     first_token_s: Seconds = 120.0  # from when a request was sent to a replica; or three times what was predicted
     next_token_s: Seconds = 120.0  # between tokens
 
@@ -152,7 +152,7 @@ class Fleet(Spec, frozen=True, kw_only=True):
     keys_file: str | None = None  # of `slipstream keys`: roles, and limits that the gateway holds over all replicas
     state_dir: str | None = None  # where keys' tokens by day are kept beyond the fleet's life
     detect: bool = False  # watch the replicas for trouble
-    alert_urls: tuple[str, ...] = ()  # who is told of findings
+    alert_urls: tuple[str, ...] = ()  # addresses that get findings
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     grpc_port: Annotated[int, Meta(ge=0, le=65535)] | None = None  # where the gateway speaks KServe's protocol over gRPC

@@ -71,8 +71,8 @@ class Call:
     raw: bytes
     headers: list[bytes]
     streams: bool
-    generates: bool = False  # its replica tells of its tokens
-    adapter: str | None = None  # that it asks for
+    generates: bool = False  # its replica reports its tokens
+    adapter: str | None = None  # that its body names
     tokens: list[int] = field(default_factory=list)  # of its prompt
     session: str | None = None
     marked: Marked = field(default_factory=Marked)
@@ -162,7 +162,7 @@ class Forwarder:
                     version.guard.sent(decision.replica, now)
                     return version.replicas[decision.replica], decision
                 if call.tried and not any(r.heard and r.id not in call.tried for r in version.replicas.values()):
-                    call.tried.clear()  # all were asked; the first may be back
+                    call.tried.clear()  # all were tried; the first may be back
                     if last is not None and last.error is not None and last.error.status == 429:
                         raise last.error
                 if call.is_line and version.can_answer:
@@ -222,7 +222,7 @@ class Forwarder:
                     except BaseException:
                         one.close()
                         raise
-                    _give_up(tries)  # whoever lost ends now, and not when the answer does
+                    _give_up(tries)  # the other tries end now, and not when the answer does
                     try:
                         await self._relay(one, call)
                     finally:
@@ -343,7 +343,7 @@ class Forwarder:
             raise self._unless_lost(opened, call, failed) from None
         if marked.ended is not None:
             call.record.num_prompt_tokens, call.record.num_output_tokens = marked.ended
-        else:  # it told an error, or it is a route without marks
+        else:  # it sent an error event, or it is a route without marks
             code = marked.error_code
             if code in ELSEWHERE:
                 failed = Elsewhere(f"replica {opened.replica.id}: {code}", error=unavailable("the replica failed", code))

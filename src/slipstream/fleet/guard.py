@@ -127,7 +127,7 @@ class Guard:
             counts[answer] = counts.get(answer, 0) + 1
         right, number = max(counts.items(), key=lambda item: item[1], default=(None, 0))
         if len(answers) < 3 or number <= len(answers) / 2:
-            return []  # of two nobody can say which
+            return []  # of two it is unknown which is wrong
         found = []
         for name, answer in answers.items():
             watched = self.replicas.get(name)

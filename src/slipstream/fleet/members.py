@@ -35,7 +35,7 @@ from slipstream.stats import EngineStats
 
 logger = logging.getLogger("slipstream.fleet")
 
-_AGAIN_S = 0.2  # between tries to hear a replica's news
+_AGAIN_S = 0.2  # between tries to connect to a replica's events
 _decode = msgspec.msgpack.Decoder(FromReplica).decode
 
 

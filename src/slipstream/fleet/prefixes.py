@@ -234,7 +234,7 @@ class PrefixStore:
             if len(found) == MAX_GROUPS:
                 found.append((1, left))
                 break
-            # The last block in [low, high) that anybody of `left` holds; `mask` holds block `low`, and nobody of them `high`.
+            # The last block in [low, high) that a replica of `left` holds; `mask` holds block `low`, and none of them `high`.
             low, mask, guesses = 0, left, [shared - 1, shared]
             while low < high - 1:
                 middle = guesses.pop() if guesses else (low + high) // 2

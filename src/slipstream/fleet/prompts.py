@@ -80,7 +80,7 @@ class Prompts:
         args = settled(args)
         description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
         tokenizer, context = load_tokenizer(args, description), args.max_model_len or description.spec.max_position
-        model = SimpleNamespace(max_model_len=2**31)  # what is too long is the replica's to tell
+        model = SimpleNamespace(max_model_len=2**31)  # the replica answers a prompt that is too long
         self.input = InputProcessor(
             tokenizer,
             vocab_size=description.spec.vocab_size,

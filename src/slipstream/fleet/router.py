@@ -41,7 +41,7 @@ POLICIES: tuple[Policy, ...] = ("prefix", "least_loaded", "power_of_two", "round
 WORK_S = 30.0
 """Recent work is forgotten by this time constant."""
 
-_EXPECTED_S = 10.0  # how long blocks are expected that no replica has told of
+_EXPECTED_S = 10.0  # how long blocks are expected that no replica has reported
 _MAX_SESSIONS = 100_000
 _LEARN = 0.1  # the weight of a new measurement
 _SESSION_SLACK_S = 0.25  # a session comes back to its replica unless this costs more
@@ -60,7 +60,7 @@ class ReplicaState:
     step_s: float = 0.02
     healthy: bool = True
     draining: bool = False
-    running: int = 0  # requests whose answer has begun, as the router counts them and the replica told of others'
+    running: int = 0  # requests whose answer has begun: the router's count, and the replica's report of others'
     waiting: int = 0
     queued_tokens: int = 0  # prompt tokens to be computed before a new request's
     service_s: float = 1.0  # a request's time from its first token to its last
@@ -85,10 +85,10 @@ class _Replica:
     own_running: int = 0
     own_waiting: int = 0
     own_queued: int = 0
-    others_running: int = 0  # what the replica told, less our own
+    others_running: int = 0  # the replica's report, less our own
     others_waiting: int = 0
     others_queued: int = 0
-    sequence: int | None = None  # of the last change that it told; None: all must be told
+    sequence: int | None = None  # of the last change that it reported; None: it must report everything
 
     @property
     def running(self) -> int:

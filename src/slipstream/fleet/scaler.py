@@ -43,7 +43,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.num_arrivals = self.num_finished = self.num_met = 0
-        self.objectives: Objectives | None = None  # None: nobody asks what was met
+        self.objectives: Objectives | None = None  # None: it is not counted what was met
         self.learn: Callable[[int, int], None] = lambda input_tokens, output_tokens: None
 
     def arrived(self) -> None:

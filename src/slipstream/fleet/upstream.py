@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-_MAX_WAITING = 64 * 1024  # bytes of an answer that nobody has taken
+_MAX_WAITING = 64 * 1024  # bytes of an answer that were not taken yet
 _MAX_IDLE = 256
 
 
@@ -55,7 +55,7 @@ class Answer(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
 
     def data_received(self, data: bytes) -> None:
-        if self._ended:  # nobody asked
+        if self._ended:  # no request is open
             self.transport.abort()
             return
         try:

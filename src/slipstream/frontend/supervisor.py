@@ -273,7 +273,7 @@ class Supervisor:
         channel.send(Setup(number, slot, self._engines, self._settings, self._shortens))
         front_end = self._front_ends[slot] = FrontEnd(number, slot, process, channel)
         if self._stopping.is_set():
-            process.kill()  # the signal came before it could be told
+            process.kill()  # the signal came before the process could get the message
         return front_end
 
     def _take(self, front_end: FrontEnd, message: ToSupervisor) -> None:

@@ -239,7 +239,7 @@ class _Explorer:
             trial = self._study.ask(self._distributions)
             self._study.tell(
                 trial, state=self._optuna.trial.TrialState.FAIL
-            )  # what was measured is told as a trial of its own
+            )  # the measurement is added as a trial of its own
             values = {name: self._axes[name][number] for name, number in trial.params.items()}
             found = Candidate(
                 values.pop("compression"), tuple((name, values[name]) for name in self._axes if name in values)

@@ -49,7 +49,7 @@ def parse_acceptance(text: str) -> Acceptance:
         if all(0 <= rate <= 1 for rate in (*made.rates, made.found)):
             return made
     except ValueError:
-        pass  # no numbers: told below
+        pass  # no numbers: the error is raised below
     raise ConfigError(
         f"draft_acceptance={text!r} is not shares between 0 and 1 by position, such as 0.8,0.6,0.5, and behind an @ the share "
         "of steps with a proposal",

@@ -156,7 +156,7 @@ def import_numpy() -> None:
     try:
         import numpy  # noqa: F401
     finally:
-        del os.environ["OPENBLAS_NUM_THREADS"]  # neither torch nor a child process is told
+        del os.environ["OPENBLAS_NUM_THREADS"]  # neither torch nor a child process gets it
 
 
 def seconds_since_process_start() -> float | None:

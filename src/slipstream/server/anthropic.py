@@ -158,7 +158,7 @@ class Thinking(Struct, forbid_unknown_fields=True, kw_only=True):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = None
-    display: Literal["summarized"] | None = None  # it is told as it is
+    display: Literal["summarized"] | None = None  # reasoning is sent as it is
 
 
 class OutputFormat(Struct, forbid_unknown_fields=True, kw_only=True):

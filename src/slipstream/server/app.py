@@ -164,7 +164,7 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
         ],
         middleware=[
             Middleware(RequestLog, observers=state.observers),
-            *([cors] if settings.cors_origins else []),  # outside the keys: a browser asks first, without one
+            *([cors] if settings.cors_origins else []),  # outside the keys: a browser's preflight request has none
             Middleware(ApiKeys, keys=state.keys),
             *([] if settings.fleet_key is None else [Middleware(fleet.FromGateway, key=settings.fleet_key)]),
         ],

@@ -68,7 +68,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
 
     stats: EngineStats | None
     is_up: bool
-    num_open: int  # sequences that somebody waits for
+    num_open: int  # sequences of open requests
     max_model_len: int
     canary_ok: bool | None = None
     counts: Counts | None = None
@@ -193,7 +193,7 @@ async def _news(state: ServerState) -> AsyncIterator[bytes]:
         while True:
             await came.wait()
             came.clear()
-            if len(waiting) > _MAX_WAITING:  # all of it is told anew
+            if len(waiting) > _MAX_WAITING:  # everything is sent again
                 waiting.clear()
                 end()
                 end = state.engine.watch_cache(take)

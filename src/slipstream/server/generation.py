@@ -93,7 +93,7 @@ class Choice:
     finish_reason: str | None = None
     text: list[str] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)  # if they are asked for
+    token_ids: list[int] = field(default_factory=list)  # if the body has `return_token_ids`
     begun: bool = False  # whether a chunk was written; that and the next belong to Answer.chunk
     num_chars: int = 0
     strips_space: bool = False  # whether the next token's space does not show
@@ -148,8 +148,8 @@ class Answer:
         self._unwritten = b""  # the events before that
         self._error: Exception | None = None
         self._write: Write | None = None  # if nothing waits
-        self.begun: Sequence[int] = ()  # the tokens of an answer that began elsewhere, whose events nobody wants again
-        self._replays = False  # those are being told
+        self.begun: Sequence[int] = ()  # the tokens of an answer that began elsewhere, whose events are not sent again
+        self._replays = False  # those are being replayed
         self.marks = False  # the events are for a fleet's gateway (`server.fleet`)
         self.unmarked: list[int] = []  # tokens since the last mark
         # The parts of a chunk that never change are encoded once.

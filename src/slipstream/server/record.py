@@ -31,7 +31,7 @@ TOKENS_HEADER = b"x-slipstream-tokens"
 
 _TRACE = (b"traceparent", b"tracestate")
 _PROBES = {"/ping", "/live", "/ready", "/health", "/metrics", "/status.json", "/v2/health/live", "/v2/health/ready"}
-_QUIET = frozenset(_PROBES)  # asked for every few seconds; logged when they fail
+_QUIET = frozenset(_PROBES)  # requested every few seconds; logged when they fail
 ROUTES = _QUIET | {
     "/v1/completions",
     "/v1/chat/completions",
@@ -97,7 +97,7 @@ class RequestRecord:
     ttft_s: float | None = None
     error: str | None = None
     param: str | None = None  # the field that was refused
-    key: Key | None = None  # that asked
+    key: Key | None = None  # of the request
     grant: Grant | None = None  # of a key with limits
     model: str | None = None  # as it is served
     answer: Answer | None = None

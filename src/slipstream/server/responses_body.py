@@ -244,7 +244,7 @@ def _function(tool: ResponseTool) -> FunctionSpec:
 
 
 class ItemText(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A part of a message. `annotations` and `logprobs` are what an answer carries when a client sends it back."""
+    """A part of a message. `annotations` and `logprobs` are fields of an answer that a client sends back."""
 
     type: Literal["input_text", "output_text", "summary_text", "reasoning_text"]
     text: str

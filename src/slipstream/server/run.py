@@ -236,7 +236,7 @@ async def serve(
     """Serve until a signal; the engine is shut down at the end."""
     try:
         server = make_server(engine, settings, shortener, watch)
-        listener.listen(BACKLOG)  # so that whoever reads that we are ready can connect at once
+        listener.listen(BACKLOG)  # so that a client that sees us ready can connect at once
         on_ready()
         with stop_signals(server.stop):
             await server.serve(sockets=[listener])
