@@ -1,4 +1,4 @@
-"""What the engine's host and its front end add to the steps of a table, measured on a running engine."""
+"""Measures on a running engine the time that the engine's host and its front end add to the steps of a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compression comes to: whether the result is smaller than its input, whether it is worse, and whether it is broken.
+"""Judges a compression: whether the result is smaller than its input, whether it is worse, and whether it is broken.
 
 The input is what the user gave: a GGUF file's own bytes, and not what it would take in 16 bits. No torch.
 """

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may take beside decodes.
+"""Decides how many prompt tokens a step may take beside decodes.
 
 Without an objective for the time between tokens: `chunk_beside`. With one (`Pace`):
 

@@ -1,5 +1,5 @@
-"""What samplers are given by name, as the engine takes it: DRY's sequence breakers as tokens, functions by importable names.
-No torch."""
+"""Converts sampling parameters for the engine: DRY's sequence breakers to tokens, names of functions to the functions. No
+torch."""
 
 from __future__ import annotations
 

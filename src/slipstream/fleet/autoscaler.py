@@ -1,4 +1,4 @@
-"""How many replicas are wanted: observations in, a number out.
+"""Decides how many replicas are wanted: observations in, a number out.
 
 Every few seconds (`interval_s`):
 

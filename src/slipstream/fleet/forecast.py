@@ -1,4 +1,4 @@
-"""How many requests a second will come, from those that came: a level with a damped trend, at several speeds at once.
+"""Forecasts the request rate from past arrivals: a level with a damped trend, at several speeds at once.
 
 Holt's linear method (Holt 1957; damped: Gardner and McKenzie 1985) over intervals of equal length, once for each speed in
 `SPEEDS`; the speed whose forecasts were off the least lately forecasts. What has a day before it is also forecast as yesterday

@@ -1,4 +1,4 @@
-"""Which replicas hold which blocks: a compact table from a block's key to the set of its holders.
+"""The index of cached blocks: a compact table from a block's key to the set of replicas that hold it.
 
 1. Keys are the engine's (`core.prefix_cache`), of which 8 of the 16 bytes are kept. A collision costs a request some cached
    tokens, never a wrong answer: the replica looks at the whole key.

@@ -1,4 +1,4 @@
-"""What a request's prompt is in tokens, found at the gateway by the code that a replica reads it with.
+"""Tokenises a request's prompt at the gateway, by the code with which a replica reads it.
 
 They are needed for routing, and to reserve tokens of keys with limits. A body that can't be read here is forwarded as it is,
 and the replica answers with the error.

@@ -1,4 +1,4 @@
-"""Which replica takes a request. Policy alone: no I/O, and no clock but the `now` that it is given.
+"""Chooses the replica for a request. Policy alone: no I/O, and no clock but its argument `now`.
 
     decision = router.choose(chains, num_tokens, session=…, now=…)   # counted as waiting at decision.replica
     router.began(decision, now)                                      # its first token came

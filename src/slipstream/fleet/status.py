@@ -1,4 +1,4 @@
-"""What the gateway's page /status shows: the server's own shape, with a replica for each of the fleet's."""
+"""The data of the gateway's page /status: in the server's own format, with an entry for each replica."""
 
 from __future__ import annotations
 

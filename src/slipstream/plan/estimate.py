@@ -1,4 +1,4 @@
-"""What an engine would have on a device: its settings and its memory ledger, before one is started. No torch."""
+"""Estimates an engine on a device before it is started: its settings and its memory ledger. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine has, by the operating system alone. No torch, so that `info`, `doctor` and reports are quick.
+"""This machine's hardware, by the operating system alone. No torch, so that `info`, `doctor` and reports are quick.
 
 A number that the system does not give is None, never a guess.
 """

@@ -1,4 +1,4 @@
-"""What several routes write alike: whole answers of JSON, pages of a list, times."""
+"""Response formats that several routes share: JSON answers, pages of a list, times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer says of single tokens, in vLLM's shape: ids, the prompt's log-probabilities, and names by id."""
+"""The details of single tokens in an answer, in vLLM's format: ids, the prompt's log-probabilities, and names by id."""
 
 from __future__ import annotations
 

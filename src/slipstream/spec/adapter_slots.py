@@ -1,4 +1,4 @@
-"""Where each product's numbers stand in an adapter's slot: the one place that says what a slot takes. No torch.
+"""The layout of an adapter's slot: where each product's numbers are, and how many bytes a slot takes. No torch.
 
 A slot is one flat piece of memory with room for all products that can have an adapter. A rank of several has of an adapter what
 its products need: rows of `up` where their outputs are shared out, columns of `down` where their inputs are.

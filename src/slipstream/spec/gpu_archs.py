@@ -1,4 +1,4 @@
-"""What GPU architectures have, as data. A kernel, or a setting, asks for a feature here, never for a version.
+"""The features of GPU architectures, as data. A kernel, or a setting, tests for a feature here, never for a version.
 
 A GPU architecture that is not in the table takes the newest older one's row. No torch.
 """

@@ -1,4 +1,4 @@
-"""What the formats of tool calls share: the parser of streams, and the writing of grammars.
+"""The common part of the formats of tool calls: the parser of streams, and the writing of grammars.
 
 A format is one class for the way in which a family of models writes its calls. `call` is the grammar of one call, `between` and
 `whole` are those of several, and `script` parses them. A script is a generator. It reads text by `yield from parser.until(…)`,

@@ -1,4 +1,4 @@
-"""From the series that changed to a likely cause, and what to do about it.
+"""Finds a likely cause for the series that changed, and a remedy.
 
 A cause explains series: those that follow from it. A series that an open finding's cause explains joins that finding, and
 makes no other.
