@@ -1,4 +1,4 @@
-"""What soak.py and fuzz_server.py share: servers of tiny models side by side, processes of clients for each, and one record.
+"""What the studies soak and fuzz share: servers of tiny models side by side, processes of clients for each, and one record.
 
 The record is written as the run goes: nothing of it is lost when a run is stopped.
 

@@ -179,6 +179,13 @@ def test_only_the_platform_asks_torch_about_a_gpu():
     assert found == OWN_CUDA.keys()
 
 
+def test_the_engine_asks_an_executor_and_not_what_is_behind_it():
+    """DESIGN §10: another executor has its model in other processes."""
+    files = {module: file for module, file in FILES.items() if is_in(module, ("slipstream.core", "slipstream.engine"))}
+    found = {m for m, f in files.items() for n in ast.walk(parsed(f)) if isinstance(n, ast.Attribute) and n.attr == "runner"}
+    assert found == set()
+
+
 def test_every_exception_is_still_needed():
     needed = {exception(*pair) for module in FILES for pair in forbidden(module, imported(FILES[module]))}
     assert not EXCEPTIONS.keys() - needed, "delete these from EXCEPTIONS"

@@ -149,7 +149,7 @@ def row(run: Replayed) -> dict[str, Any]:
         "reversals": run.reversals,
         "most_replicas": run.most_replicas,
         "ttft_p99_s": run.ttft_p99_s,
-        "most_at_door": run.most_at_door,
+        "most_at_gateway": run.most_at_gateway,
         "missed_by_minute": missed(run),
         "simulated_in_s": run.seconds,
         "timeline": [list(point) for point in run.timeline[::3]],

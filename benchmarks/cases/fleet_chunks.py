@@ -1,9 +1,9 @@
-"""What a fleet's door spends on one part of a stream: its processor time, with a replica and clients in processes of their own.
+"""What a fleet's gateway spends on one part of a stream: its processor time, with replica and clients in other processes.
 
     python benchmarks/fleet.py --study chunks
 
 The replica has no engine: it writes one event and its mark to each of `--streams` streams in turn, `--rate` of them a second,
-so that each comes alone. The door runs in this process. Its time is counted from when all streams have begun to the last event.
+so that each comes alone. The gateway runs in this process. Its time counts once all streams have begun, until the last event.
 `floor`: the same bytes passed on by two transports that only copy, in the same minute and under the same load.
 """
 
@@ -159,7 +159,7 @@ async def measured(run, listener: socket.socket, args) -> tuple[float, int]:
     return seconds, number - args.streams
 
 
-class Door:
+class Gateway:
     def __init__(self, args, address: str) -> None:
         version = {"name": "v1", "model": args.model, "engine": {"max_num_seqs": 2 * args.streams}}
         file = {"port": 0, "models": {"m": {"versions": [version]}}, "router": {"probe_s": 0}}
@@ -224,17 +224,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
-    seconds: dict[str, list[float]] = {"door": [], "floor": []}
+    seconds: dict[str, list[float]] = {"gateway": [], "floor": []}
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         for number in range(2 * args.rounds):
-            what = ("door", "floor")[number % 2]
+            what = ("gateway", "floor")[number % 2]
             listener = socket.create_server(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-            way = Door(args, f"http://127.0.0.1:{port}") if what == "door" else Copy(port)
+            way = Gateway(args, f"http://127.0.0.1:{port}") if what == "gateway" else Copy(port)
             spent, events = runner.run(measured(way, listener, args))
             assert events == args.streams * args.events, events
             seconds[what].append(spent / events * 1e6)
     found = {f"{what}_us_per_event": common.median(values) for what, values in seconds.items()}
-    found |= {"times_the_floor": found["door_us_per_event"] / found["floor_us_per_event"], "load_average": os.getloadavg()[0]}
-    print_table("the door's cost of an event", ["what", "value"], [(name, f"{value:.2f}") for name, value in found.items()])
+    found["times_the_floor"] = found["gateway_us_per_event"] / found["floor_us_per_event"]
+    found["load_average"] = os.getloadavg()[0]
+    print_table("the gateway's cost of an event", ["what", "value"], [(name, f"{value:.2f}") for name, value in found.items()])
     save(results={**found, "all": seconds})

@@ -1,12 +1,12 @@
-"""A real fleet on this machine: what the door costs, and what clients see while replicas are killed.
+"""A real fleet on this machine: what the gateway costs, and what clients see while replicas are killed.
 
-    python benchmarks/fleet.py --study serving --part door
+    python benchmarks/fleet.py --study serving --part gateway
     python benchmarks/fleet.py --study serving --part kill --minutes 20
     python benchmarks/fleet.py --study serving --part kill --minutes 2 --every 20 --stories 12 --users 4
 
-`door`: one replica of SmolLM2, asked by way of the door and at its own address, in turn. TTFT one request at a time, of
-`--requests` each way; tokens a second with as many streams as `--users`. What the door adds to a quantile is the difference of
-the two ways' quantiles, with the interval of 95 of 100 bootstrap draws: whether a p99 is known to a millisecond, it says.
+`gateway`: one replica of SmolLM2, asked by way of the gateway and at its own address, in turn. TTFT one request at a time, of
+`--requests` each way; tokens a second with as many streams as `--users`. What the gateway adds to a quantile is the difference
+of the two ways' quantiles, with the interval of 95 of 100 bootstrap draws: whether a p99 is known to a millisecond, it says.
 
 `kill`: a replica is killed with SIGKILL every `--every` seconds while users ask for greedy and seeded streams. Each text is
 compared with the same request's in the quiet before. Of requests that only other replicas answered, the p99 near a kill (from
@@ -59,7 +59,7 @@ class Fleet:
         await asyncio.wait({self._running, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if self._running.done():
             self._running.result()
-        self.door = Pool(url(self.settings, self._listener), None)
+        self.gateway = Pool(url(self.settings, self._listener), None)
         return self
 
     @property
@@ -137,17 +137,17 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def added(ttfts: dict[str, list[float]], share: float) -> tuple[float, float, float]:
-    """What the door adds to this quantile of the TTFT, in ms, and from where to where 95 of 100 bootstrap draws have it."""
-    rng, ways = np.random.default_rng(0), [np.array(ttfts[way]) * 1e3 for way in ("door", "replica")]
+    """What the gateway adds to this quantile of the TTFT, in ms, and from where to where 95 of 100 bootstrap draws have it."""
+    rng, ways = np.random.default_rng(0), [np.array(ttfts[way]) * 1e3 for way in ("gateway", "replica")]
     drawn = [np.quantile(rng.choice(way, (2000, len(way))), share, axis=1) for way in ways]
     least, most = np.quantile(drawn[0] - drawn[1], (0.025, 0.975))
     return float(np.quantile(ways[0], share) - np.quantile(ways[1], share)), float(least), float(most)
 
 
-async def door(args) -> dict:
+async def gateway(args) -> dict:
     async with Fleet(args, 1) as fleet:
         (replica,) = fleet.replicas
-        ways = {"replica": (Pool(replica.url, None), [replica.key_line + b"\r\n"]), "door": (fleet.door, [])}
+        ways = {"replica": (Pool(replica.url, None), [replica.key_line + b"\r\n"]), "gateway": (fleet.gateway, [])}
         ttfts: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(args.requests + 10):
             for way in random.sample(list(ways), 2):
@@ -162,7 +162,7 @@ async def door(args) -> dict:
                 *(ask(ways[way][0], body_of(100 * number + user, 64, args.name), ways[way][1]) for user in range(args.users))
             )
             rates[way].append(sum(f.events for f in found) / (time.monotonic() - begin))
-    differences = [a - b for a, b in zip(ttfts["door"], ttfts["replica"], strict=True)]
+    differences = [a - b for a, b in zip(ttfts["gateway"], ttfts["replica"], strict=True)]
     found = {
         "requests": args.requests,
         **{f"ttft_{way}_p{round(100 * q)}_ms": quantile(ttfts[way], q) * 1e3 for way in ways for q in (0.5, 0.99)},
@@ -173,13 +173,13 @@ async def door(args) -> dict:
         },
         "ttft_added_median_of_pairs_ms": quantile(differences, 0.5) * 1e3,
         **{f"tokens_per_s_{way}": common.median(rates[way]) for way in ways},
-        "throughput_share": common.median(rates["door"]) / common.median(rates["replica"]),
+        "throughput_share": common.median(rates["gateway"]) / common.median(rates["replica"]),
         "users": args.users,
         "machine": "busy: latencies are not to be compared" if args.busy else "quiet",
         "load_average": os.getloadavg()[0],
     }
     rows = [(name, f"{value:.2f}" if isinstance(value, float) else str(value)) for name, value in found.items()]
-    print_table("the door's cost", ["what", "value"], rows)
+    print_table("the gateway's cost", ["what", "value"], rows)
     return found
 
 
@@ -190,7 +190,7 @@ class Users:
         self.fleet, self.args = fleet, args
         self.at: dict[str, list[str]] = {}  # by request: the replicas that it was at
         self._numbers = list(range(args.users))
-        forwarder = fleet.head.door.forwarder
+        forwarder = fleet.head.gateway.forwarder
         opens = forwarder._open
 
         async def opened(opened, call) -> None:
@@ -209,7 +209,7 @@ class Users:
                 story = self._numbers[index] % self.args.stories
                 begin = time.monotonic()
                 try:
-                    found.append((story, await ask(self.fleet.door, self.body(story), [])))
+                    found.append((story, await ask(self.fleet.gateway, self.body(story), [])))
                 except UpstreamError:
                     found.append((story, Asked(begin)))
 
@@ -232,7 +232,7 @@ async def kill(args) -> dict:
     async with Fleet(args, args.replicas) as fleet:
         await fleet.scale(args.replicas)
         users = Users(fleet, args)
-        expected = {story: (await ask(fleet.door, users.body(story), [])).text for story in range(args.stories)}
+        expected = {story: (await ask(fleet.gateway, users.body(story), [])).text for story in range(args.stories)}
         quiet = {"all replicas": p99s([one for _, one in await users.ask(args.quiet)])}
         if args.replicas > 1:
             await fleet.scale(args.replicas - 1)
@@ -272,7 +272,7 @@ async def kill(args) -> dict:
             for what in ("ttft_p99_s", "itl_p99_s")
             if at_kills and known
         }
-        door = fleet.head.door.forwarder
+        gateway = fleet.head.gateway.forwarder
         result = {
             "minutes": args.minutes,
             "machine": "busy: latencies are not to be compared" if args.busy else "quiet",
@@ -282,9 +282,9 @@ async def kill(args) -> dict:
             "back_after_s": [round(back - begin, 2) for _, begin, back in kills],
             "ends": {end: sum(one.end == end for _, one in found) for end in sorted({one.end for _, one in found})},
             "texts_that_differ": sum(one.end == "done" and one.text != expected[story] for story, one in found),
-            "resumed": door.num_resumed,
-            "failovers": door.num_failovers,
-            "broken": door.num_broken,
+            "resumed": gateway.num_resumed,
+            "failovers": gateway.num_failovers,
+            "broken": gateway.num_broken,
             "quiet": quiet,
             "others_near_a_kill": at_kills,
             "others_between_kills": else_,
@@ -299,7 +299,7 @@ RECORD = "fleet"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--part", choices=("door", "kill", "all"), default="all")
+    parser.add_argument("--part", choices=("gateway", "kill", "all"), default="all")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=5)
@@ -318,7 +318,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     results = {}
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if args.part != "kill":
-            results["door"] = runner.run(door(args))
-        if args.part != "door":
+            results["gateway"] = runner.run(gateway(args))
+        if args.part != "gateway":
             results["kill"] = runner.run(kill(args))
     save(results=results)

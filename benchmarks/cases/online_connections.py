@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import common
+from cases.features_grammar import made_tokenizer
 from cases.online_loads import served
-from cases.structured_cost import made_tokenizer
 
 from slipstream.bench.report import print_table
 from slipstream.spec.description import read_spec

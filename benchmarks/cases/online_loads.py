@@ -3,7 +3,7 @@
     python benchmarks/online.py --study loads --quantization fp8 --kv-cache-dtype fp8 [--loads poisson-40,1024,…]
 
 The server has a model's true shape, random weights and a made vocabulary; greedy answers of full length, streamed to
-`slipstream bench serve` on the same machine. The first load runs right after `/ready`. `llama_table.py` gives the same lengths
+`slipstream bench serve` on the same machine. The first load runs right after `/ready`. `engine.py` gives the same lengths
 in process (`--loads sharegptx2000`).
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-from cases.structured_cost import made_tokenizer
+from cases.features_grammar import made_tokenizer
 
 from slipstream.bench.report import print_table
 from slipstream.spec.description import read_spec

@@ -244,10 +244,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--num-loads", type=int, default=10)
     parser.add_argument("--max-num-seqs", type=int)
-    parser.add_argument("--max-load-s", type=float, default=float("inf"), help="with --held-out: about as long as a load lasts")
+    parser.add_argument("--max-load-s", type=float, default=float("inf"), help="about as long as a load lasts")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="with --held-out: after this no load begins")
-    parser.add_argument("--rounds", type=int, default=2, help="measurements of each step")
-    parser.add_argument("--least-s", type=float, default=0.03, help="with --held-out: seconds of each of them")
+    parser.add_argument("--rounds", type=int, default=2, help="measurements of each step and, without --held-out, of each load")
+    parser.add_argument("--least-s", type=float, default=0.03, help="seconds of each of a step's")
     parser.add_argument("--seed", type=int, default=20)
 
 

@@ -7,10 +7,10 @@
     python benchmarks/plan.py --study recommendation --replay FILE        judge a record again; nothing is measured
 
 Every setting is measured once a round, in an order that is drawn anew for each, so that a machine whose speed drifts is alike
-to all; the median of the rounds counts. The prediction is the simulator's, with steps that were measured for each scheme
-before the grid (`--measure-steps`) or else estimated. Among the settings that meet `--slo` the one with the most output tokens
-a second is the best. Printed: the recommended setting's measured throughput over the measured best (target: at least 0.97), and
-the same of a setting at random.
+to all; the median of the rounds counts. The prediction is the simulator's, with estimated steps or (`--measure-steps`) with
+those of each scheme, measured at the start of every round: the median of what these tables give. Among the settings that meet
+`--slo` the one with the most output tokens a second is the best. Printed: the recommended setting's measured throughput over
+the measured best (target: at least 0.97), and the same of a setting at random.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ GPU_GRID = {
     "max_num_seqs": (8, 16, 32, 64, 128),
     "max_num_batched_tokens": (512, 2048, 8192, 16384),
 }
-FIGURES = ("throughput", "ttft_s", "tpot_s", "e2e_s", "load_average")
 
 Setting = dict[str, Any]
 
@@ -155,7 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--kv-cache-bytes", default="auto")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--measure-steps", action="store_true", help="measure steps of each scheme first, for the prediction")
+    parser.add_argument("--measure-steps", action="store_true", help="measure steps in each round, for the prediction")
     parser.add_argument("--step-rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replay", type=Path, help="a record of this script")
@@ -198,28 +197,37 @@ def measured_rows(args: Any) -> list[dict[str, Any]]:
     for name, given in (("max_num_seqs", args.sizes), ("max_num_batched_tokens", args.tokens)):
         if given:
             grid[name] = tuple(int(value) for value in given.split(","))
+    rows: list[dict[str, Any]] = [{"setting": setting, "predictions": [], "all": []} for setting in settings_of(grid)]
+    rng = random.Random(args.seed)
     tables: dict[str | None, StepTable] = {}
-    if args.measure_steps:
-        for scheme in grid["quantization"]:
+    for number in range(args.rounds):
+        for scheme in grid["quantization"] if args.measure_steps else ():
             with_scheme = dataclasses.replace(base, quantization=scheme, max_num_seqs=max(grid["max_num_seqs"]))
             try:
                 tables[scheme], _ = measure_table(with_scheme, description, longest=512, rounds=args.step_rounds)
             except SlipstreamError as error:
                 print(f"steps of {scheme}: {error}", flush=True)
-    settings = settings_of(grid)
-    rows: list[dict[str, Any]] = []
-    for setting in settings:
-        predicted = predict(base, description, setting, traffic, tables.get(setting["quantization"]))
-        rows.append({"setting": setting, "predicted": predicted, "all": []})
-    rng = random.Random(args.seed)
-    for number in range(args.rounds):
+        for row in rows if args.measure_steps or number == 0 else ():
+            table = tables.get(row["setting"]["quantization"])
+            row["predictions"].append(predict(base, description, row["setting"], traffic, table))
         for place, row in enumerate(rng.sample(rows, len(rows))):
             found = asyncio.run(measure(base, row["setting"], traffic))
             row["all"].append(found)
             print(f"round {number + 1}, {place + 1} of {len(rows)}: {name_of(row['setting'])}: {found}", flush=True)
-    for row in rows:
-        done = [f for f in row["all"] if "error" not in f]
-        row["rounds"] = [f["throughput"] for f in done]
-        row["measured"] = {name: statistics.median(f[name] for f in done) for name in FIGURES} if done else row["all"][-1]
-        del row["all"]
-    return rows
+    return [
+        {
+            "setting": row["setting"],
+            "predicted": median_of(row["predictions"]),
+            "measured": median_of(row["all"]),
+            **{name: [f["throughput"] for f in row[of] if "error" not in f] for name, of in ROUNDS.items()},
+        }
+        for row in rows
+    ]
+
+
+ROUNDS = {"rounds": "all", "predicted_rounds": "predictions"}
+
+
+def median_of(found: list[dict[str, Any]]) -> dict[str, Any]:
+    done = [f for f in found if "error" not in f]
+    return {name: statistics.median(f[name] for f in done) for name in done[0]} if done else found[-1]

@@ -2,7 +2,7 @@
 //
 // 1. bfloat16 (tiles_bf16.h). The sums stay in the tile registers. The processor adds in another order than its instruction for
 //    single vectors, so any number of tokens goes through tiles: a token's result must not depend on how many others there are.
-// 2. Whole numbers as bfloat16 (tiles_widened.h), for tokens that the program says. Other tokens go the base set's way.
+// 2. Whole numbers as bfloat16 (tiles_widened.h), for tokens that the program says. Other tokens use the base set's kernels.
 // 3. float32 has no tiles.
 #pragma once
 #include "tiles_bf16.h"

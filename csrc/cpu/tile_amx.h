@@ -3,8 +3,7 @@
 //   0 … 3  C  results: `rows` tokens × 16 panel rows of float32
 //   4, 5   A  activations: `rows` tokens × `bytes` of their inputs
 //   6, 7   B  weights: bytes / 4 lines of a panel, each with 4 bytes for each of 16 panel rows
-// The instructions stand as assembly, since intrinsics take no template argument, and since gcc's tell it of no memory that they
-// read.
+// The instructions are assembly: intrinsics take no template argument, and gcc's do not declare the memory that they read.
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>

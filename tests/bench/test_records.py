@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))
-SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if path.name not in ("common.py", "hammer.py", "processes.py"))
+HELPERS = ("common.py", "hammer.py", "processes.py")
+SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if path.name not in HELPERS)
 CASES = sorted((BENCHMARKS / "cases").glob("*.py"))
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(BENCHMARKS.glob("*.md"))]
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+[\w.+-]*")
@@ -35,9 +36,16 @@ def test_no_record_holds_an_absolute_path():
 
 
 def test_each_record_is_named_by_a_document():
-    words = set(re.findall(r"\w+", "\n".join(path.read_text("utf-8") for path in DOCUMENTS)))
+    text = "\n".join(path.read_text("utf-8") for path in DOCUMENTS)
+    named = {*re.findall(r"`(\w+)(?:\.json)?`", text), *re.findall(r"results/(\w+)\.json", text)}
     assert RECORDS
-    assert [path.name for path in RECORDS if path.stem not in words] == []
+    assert [path.name for path in RECORDS if path.stem not in named] == []
+
+
+def test_links_of_the_notes_lead_somewhere():
+    for path in BENCHMARKS.glob("*.md"):
+        for target in re.findall(r"\]\(([^)#]+)", path.read_text("utf-8")):
+            assert target.startswith("http") or (path.parent / target).exists(), target
 
 
 def test_each_script_and_case_is_named_with_its_command():

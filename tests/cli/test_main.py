@@ -13,6 +13,7 @@ import pytest
 
 from slipstream import __version__, errors
 from slipstream.cli import main as cli
+from slipstream.cli.console import print_json
 from slipstream.cli.main import main
 from slipstream.cli.measurements import deliver
 
@@ -100,6 +101,26 @@ def test_a_result_that_cannot_be_written_is_one_json_object(capsys):
     with pytest.raises(errors.ConfigError, match="cannot write /dev/full: No space left"):
         deliver(given, {"a": 1})
     assert capsys.readouterr().out == ""  # the error will be the object
+
+
+def test_json_that_the_disk_has_no_room_for_goes_to_standard_error(monkeypatch, capsys):
+    monkeypatch.setattr("slipstream.cli.doctor.run", lambda args: print_json({"measured": 1}) or 0)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(["doctor", "--json"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert json.loads(told[0]) == {"measured": 1}
+    assert told[1].startswith("slipstream: cannot write to standard output: No space left on device; its line is above")
+    assert len(told) == 2
+
+
+def test_an_error_that_the_disk_has_no_room_for_is_told(fails_with, monkeypatch, capsys):
+    fails_with(errors.ConfigError("x"))
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(["doctor", "--json"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert (told[0], json.loads(told[1])["error"]["message"]) == ("slipstream: x", "x")
 
 
 def test_notes_are_told(fails_with, capsys):

@@ -198,6 +198,38 @@ def test_a_beam_that_ends_leaves_no_copy(length):
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
 
 
+def test_a_beam_that_leaves_the_worker_takes_no_old_changes_along():
+    """It goes on from another, and loses its blocks before the worker is told which it took over."""
+    engine = Engine(config(num_blocks=40))
+    search, scheduler = Search(engine, "s", range(2 * BLOCK - 1), 2, 9, None), engine.scheduler
+    engine.step()
+    search.join("s.0")
+    scheduler.requests.go_on([BeamStep("s.0", "s.0", 0), BeamStep("s.1", "s.0", 1)])
+    engine.step()
+    scheduler.requests.go_on([BeamStep("s.0", "s.0", 2), BeamStep("s.1", "s.0", 3)])
+    assert scheduler.requests.table_updates.keys() == {"s.1"}
+    scheduler.requests.preempt(scheduler.requests.by_id["s.1"])
+    assert not scheduler.requests.table_updates
+
+
+def test_a_copy_that_is_given_up_leaves_its_source_shared():
+    """Of three beams one is to have a copy of a block that the two others share, and ends before it is made."""
+    engine = Engine(config(num_blocks=40))
+    search, scheduler = Search(engine, "s", range(BLOCK + 1), 3, 9, None), engine.scheduler
+    for steps in ([("s.0", "s.0", 0), ("s.1", "s.0", 1)], [("s.0", "s.0", 2), ("s.1", "s.0", 3), ("s.2", "s.0", 4)]):
+        engine.step()
+        search.join("s.0")
+        scheduler.requests.go_on([BeamStep(*step) for step in steps])
+    scheduler.abort(["s.1"])
+    first, third = (scheduler.requests.by_id[name].blocks[0] for name in ("s.0", "s.2"))
+    assert first == third
+    scheduler.schedule()
+    assert len(first) == len(third) == 2
+    assert first[0] == third[0]
+    assert first[1] != third[1], "both write to it"
+    check(scheduler)
+
+
 def test_a_beam_that_takes_over_other_tokens_has_their_keys():
     """Both have given up their blocks. The keys that the beam looked up before were those of its own tokens."""
     scheduler = Engine(config(num_blocks=40)).scheduler

@@ -19,6 +19,12 @@ def test_salts_are_told_apart_wherever_one_ends():
     assert len({root_key(*given) for given in salts}) == len(salts)
 
 
+def test_adapters_and_tenants_are_told_apart():
+    kv = KVCacheManager(config()["cache"], 6, "model", None, time.monotonic)
+    asked = [(tenant, adapter) for tenant in ("", "a", "b") for adapter in ("", "a", "b")]
+    assert len({kv.root_key(*each) for each in asked}) == len(asked)
+
+
 def test_a_chain_is_the_same_at_once_and_piece_by_piece():
     tokens, whole, pieces = range(12), list[bytes](), list[bytes]()
     extend_keys(whole, root_key("model"), tokens, 4, 3)

@@ -21,16 +21,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from slipstream.config import SpeculationConfig
 from slipstream.core.block_pool import NULL_BLOCK
 from slipstream.core.budget import FEW_REQUESTS, chunk_beside
+from slipstream.core.kv_cache_manager import LEAST_SHARED
+from slipstream.core.request import Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.errors import ContextLengthError, EngineOverloadedError
 from slipstream.types import (
     EngineRequest,
     FinishReason,
     LikeliestTokens,
+    LoRARequest,
     PooledVector,
     PromptLogprobs,
     SampledLogprobs,
     SamplingParams,
+    Share,
+    SharedPrefix,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -235,6 +240,20 @@ class Engine:
                 assert wakeup is not None, "requests wait and nothing can run"
                 self.now = max(self.now, wakeup)
         raise AssertionError("requests starve")
+
+
+def test_a_request_whose_adapter_does_not_fit_is_passed_by_so_often_and_no_more(monkeypatch):
+    monkeypatch.setattr("slipstream.core.scheduler.MOST_OVERTAKES", 2)
+    engine = Engine({**config(max_num_seqs=2), "max_adapters": 1})
+    ours, other = LoRARequest("ours", 1, "ours"), LoRARequest("other", 2, "other")
+    engine.scheduler.add(request("long", range(4), 12, lora=ours))
+    engine.step()
+    engine.scheduler.add(request("waits", range(4), 2, lora=other))
+    for i in range(4):
+        engine.scheduler.add(request(f"short{i}", range(4), 2, lora=ours))
+    engine.run()
+    admitted = [new.request_id for plan in engine.plans for new in plan.new]
+    assert admitted == ["long", "short0", "short1", "waits", "short2", "short3"]
 
 
 def test_a_request_that_has_ended_is_not_kept_until_its_deadline():
@@ -745,6 +764,34 @@ def test_prefix_figures_do_not_count_a_prompt_again_after_preemption():
     assert stats.prefix_hits == 8
 
 
+def test_what_is_computed_again_after_preemption_is_charged_once():
+    engine = Engine(config(num_blocks=8, max_num_seqs=2, max_num_batched_tokens=32, enable_prefix_caching=False))
+    for name in "ab":
+        engine.scheduler.add(request(name, range(6), max_tokens=16, share=Share(name)))
+    accounts = {name: engine.scheduler.requests.by_id[name].account for name in "ab"}
+    engine.run()
+    assert engine.scheduler.stats().num_preemptions >= 1
+    assert {name: account.served for name, account in accounts.items()} == {"a": 22, "b": 22}
+
+
+def test_decodes_that_share_a_long_prompt_are_named():
+    engine = Engine(config(max_model_len=200, num_blocks=150, max_num_batched_tokens=512))
+    length = LEAST_SHARED + BLOCK + 1
+    engine.scheduler.add(request("a", range(length), max_tokens=4))
+    for name in ("b", "c"):
+        engine.scheduler.add(request(name, range(length), max_tokens=4, fork_of="a"))
+    engine.scheduler.add(request("d", range(500, 500 + length), max_tokens=4))
+    engine.run()
+    for plan in engine.plans[2:4]:
+        assert [s.request_id for s in plan.scheduled][:3] == ["a", "b", "c"]
+        assert plan.shared == (SharedPrefix(0, 3, LEAST_SHARED + BLOCK),)
+    alike = [Request(request(name, range(length)), (0, 0.0, 0), b"", 1) for name in "xy"]
+    for each in alike:
+        each.blocks[0] = list(range(1, 35))
+    for computed, shared in ((LEAST_SHARED, (SharedPrefix(0, 2, LEAST_SHARED),)), (LEAST_SHARED - 1, ())):
+        assert engine.scheduler.kv.shared_prefixes([(each, computed) for each in alike]) == shared
+
+
 def test_what_is_computed_again_after_preemption_is_cached_again():
     """Its blocks were overwritten meanwhile. The next prompt that begins alike finds those of the second time."""
     engine = Engine(config(num_blocks=7, max_num_seqs=2))
@@ -1018,16 +1065,17 @@ def test_searches_get_the_likeliest_tokens_of_their_beams():
     assert (beams.request_ids, beams.token_ids.tolist(), beams.logprobs.tolist()) == (["c", "d"], [[7], [8]], [[-1.0], [-1.0]])
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_blocks_for_the_next_drafts_are_for_drafters_that_go_ahead(ahead):
+@pytest.mark.parametrize(("ahead", "num_usable", "room"), [(False, 40, 8), (True, 40, 12), (True, 5, 12), (True, 4, 8)])
+def test_blocks_for_the_next_drafts_are_for_drafters_that_go_ahead(ahead, num_usable, room):
+    """While more are free than the watermark and the next drafts take."""
     speculation = SpeculationConfig(method="draft", num_speculative_tokens=4)
-    scheduler = Scheduler(**config(speculation=speculation, num_blocks=40), drafts_ahead=ahead)
-    scheduler.add(request("a", range(3), max_tokens=40))
+    scheduler = Scheduler(**config(speculation=speculation, num_blocks=num_usable + 1), drafts_ahead=ahead)
+    scheduler.add(request("a", range(3), max_tokens=12))
     prompt = scheduler.schedule()
     scheduler.update(prompt, StepResult(prompt.step_id, [5], None, ()))
     assert scheduled(scheduler.schedule()) == {"a": 5}
     (blocks,) = scheduler.requests.by_id["a"].blocks
-    assert len(blocks) * BLOCK == (12 if ahead else 8)
+    assert len(blocks) * BLOCK == room
 
 
 def test_right_drafts_behind_the_end_do_not_count():

@@ -349,6 +349,55 @@ def test_a_request_is_cancelled_while_its_blocks_come():
     assert made.scheduler.stats().tiers.loaded_blocks == 4
 
 
+def test_what_is_on_its_way_when_all_is_forgotten_is_not_found():
+    made, store = stored(num_slots=9)
+    made.scheduler.add(request("p/2", PROMPT))
+    made.step()
+    assert [copy.source for copy, _ in store.waiting] == ["host"] * 4
+    made.scheduler.reset_prefix_cache()
+    while store.waiting:
+        store.advance()
+    made.scheduler.tend()
+    assert made.scheduler.stats().tiers.loaded_blocks == 4
+    assert not made.scheduler.pool.cached_keys()
+    run(made)
+    assert made.tokens["p/2"] == made.tokens["p/1"]
+    assert made.scheduler.pool.num_free == made.scheduler.pool.num_usable
+
+
+def test_a_load_finds_no_room_in_the_blocks_that_it_goes_on_from():
+    """They are free until the load holds them."""
+    store = Store(0, {})
+    made = engine(store)
+    made.scheduler.add(request("p/1", PROMPT))
+    run(made)
+    pool = made.scheduler.pool
+    for key in pool.cached_keys()[2:]:
+        pool.forget(pool.lookup(key))
+    others = pool.allocate(pool.num_free - 3)
+    made.scheduler.add(request("p/2", PROMPT))
+    made.step()
+    assert not store.waiting
+    pool.release(others)
+    run(made)
+    assert made.tokens["p/2"] == made.tokens["p/1"]
+
+
+def test_a_request_that_was_preempted_looks_into_the_tiers_again():
+    store = Store(0, {})
+    made = engine(store)
+    made.scheduler.add(request("p/1", PROMPT, 12))
+    made.step()
+    made.step()
+    settle(made)
+    requests = made.scheduler.requests
+    requests.preempt(requests.by_id["p/1"])
+    made.scheduler.pool.forget_all()
+    made.step()
+    assert [copy.source for copy, _ in store.waiting] == ["disk"] * 4
+    run(made)
+
+
 def test_a_load_that_takes_too_long_is_not_waited_for():
     made, _ = stored()
     made.scheduler.add(request("p/2", PROMPT))
@@ -358,6 +407,21 @@ def test_a_load_that_takes_too_long_is_not_waited_for():
         made.step()
     assert made.ends["p/2"] is FinishReason.LENGTH
     assert made.tokens["p/2"] == made.tokens["p/1"]
+    assert made.scheduler.stats().tiers.late_loads == 1
+    settle(made)
+    assert made.scheduler.pool.num_free == made.scheduler.pool.num_usable
+
+
+def test_a_late_load_of_a_request_that_is_gone_is_not_waited_for():
+    made, _ = stored()
+    for name in ("p/2", "p/3"):
+        made.scheduler.add(request(name, PROMPT))
+    made.step()
+    made.take(made.scheduler.abort(["p/2"]))
+    made.now += 100
+    for _ in range(20):
+        made.step()
+    assert made.tokens["p/3"] == made.tokens["p/1"]
     assert made.scheduler.stats().tiers.late_loads == 1
     settle(made)
     assert made.scheduler.pool.num_free == made.scheduler.pool.num_usable

@@ -9,6 +9,7 @@ import pytest
 
 from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.errors import AdapterError, ConfigError, RequestError
+from slipstream.plan.memory import adapter_bytes
 from slipstream.types import BeamSearchParams, BeamsRequest, EngineRequest, StructuredOutputsParams
 from tests import adapters, tiny_models
 
@@ -77,6 +78,13 @@ def test_answers_differ(made):
 def test_mixed_batches(family, tmp_path):
     own = tmp_path, build(tmp_path, family)
     check(make(own), own, ALL)
+
+
+def test_the_ledger_has_the_slots(llm, made):
+    core = llm.core
+    assert core.ledger.adapter_bytes == core.executor.runner.adapters.num_bytes > 0
+    assert core.ledger.adapter_bytes == adapter_bytes(core.config, core.executor.description)
+    assert "adapters    " in "\n".join(core.ledger.describe())
 
 
 def test_fewer_slots_than_adapters(made):

@@ -16,7 +16,7 @@ from slipstream.config import EngineArgs
 from slipstream.engine.streams import collect
 from slipstream.errors import ConfigError, EngineDeadError, EngineOverloadedError, RequestError
 from tests import tiny_models
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_for
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PROMPT = {"prompt_token_ids": [5, 9, 200, 31, 7]}
@@ -150,6 +150,17 @@ async def test_a_bad_request_is_refused(engine):
     with pytest.raises(RequestError) as caught:
         await collect(engine.generate({"prompt_token_ids": [-1]}, GREEDY))
     assert caught.value.field == "prompt_token_ids"
+
+
+async def test_health_tells_of_a_process_that_is_stopped(engine):
+    pid = engine._core.link.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: not engine.health().ok, "nobody saw it")
+        assert engine.health().reason == f"the engine process is stopped, and goes on with SIGCONT (process {pid})"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: engine.health().ok, "it does not go on")
 
 
 async def test_death_is_told_at_once_and_the_engine_comes_back(engine):

@@ -13,7 +13,7 @@ import httpx
 import openai
 import uvloop
 
-from slipstream.fleet.config import check, door_settings
+from slipstream.fleet.config import check, gateway_settings
 from slipstream.fleet.head import Head
 from slipstream.server.run import bind, url
 from tests.waiting import PATIENCE_S, wait_for
@@ -34,7 +34,7 @@ class RunningFleet:
     def __init__(self, fleet, folder, *, backend=None, start_s=PATIENCE_S, **settings):
         """`backend`: what starts replicas in place of processes."""
         self.folder, self.error = folder, None
-        self.settings = dataclasses.replace(door_settings(fleet), port=0, **settings)
+        self.settings = dataclasses.replace(gateway_settings(fleet), port=0, **settings)
         self.head = Head(fleet, folder, self.settings)
         if backend is not None:
             self.head._make_backend = lambda: backend
@@ -91,7 +91,7 @@ class RunningFleet:
         def idle():
             states = [r.version.router.state(r.id) for r in self.head.members.all_replicas()]
             own = [r.num_in_flight for r in self.head.members.all_replicas()]
-            return not any(own) and not any(s.queued_tokens for s in states) and not self.head.door.state.in_flight
+            return not any(own) and not any(s.queued_tokens for s in states) and not self.head.gateway.state.in_flight
 
         wait_for(idle, "a request is still counted")
 

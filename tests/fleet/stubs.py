@@ -91,7 +91,7 @@ class Stub:
     async def _tell(self, writer):
         while self.silent:  # on a new connection, too: one that is heard again does not hang
             await asyncio.sleep(0.02)
-        while self.silent:  # a door that comes again hears nothing, either
+        while self.silent:  # a gateway that comes again hears nothing, either
             await asyncio.sleep(0.05)
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
         first = CacheNews(number=0, block_size=16, root_key=b"r" * 16, adapters={}, stored=b"", whole=True)

@@ -86,13 +86,13 @@ def test_to_zero_and_back():
     wanted = [policy.decide(seen(10.0 * i, 10 if i < 30 else 0, num_ready=1)) for i in range(60)]
     assert wanted[29] >= 1
     assert wanted[-1] == 0
-    assert policy.decide(seen(600.0, 1, num_at_door=1)) >= 1
+    assert policy.decide(seen(600.0, 1, num_at_gateway=1)) >= 1
 
 
 def test_none_before_the_first_request():
     policy = Autoscaler(lambda rate: math.ceil(rate), limits=ScalingLimits(min_replicas=0, idle_s=120.0))
     assert [policy.decide(seen(10.0 * i, 0)) for i in range(3)] == [0, 0, 0]
-    assert policy.decide(seen(30.0, 0, num_at_door=1)) == 1
+    assert policy.decide(seen(30.0, 0, num_at_gateway=1)) == 1
     running = Autoscaler(lambda rate: math.ceil(rate), limits=ScalingLimits(min_replicas=0, idle_s=120.0))
     assert [running.decide(seen(60.0 * i, 0, num_ready=1)) for i in range(3)] == [1, 1, 0]  # those that are there wait as long
 
@@ -177,12 +177,12 @@ def test_a_fleet_that_does_not_scale_is_the_planners_simulator(engine, requests)
     assert found.replica_hours == pytest.approx(3 * max(r.last_token for r in found.records) / 3600, rel=0.01)
 
 
-def test_scale_to_zero_queues_at_the_door(engine):
+def test_scale_to_zero_queues_at_the_gateway(engine):
     requests = [TrafficRequest(t, 100, 10) for t in (1.0, 2.0, 900.0)]
     policy = Autoscaler(lambda rate: math.ceil(rate), limits=ScalingLimits(min_replicas=0, idle_s=100.0), cold_start_s=20.0)
     found = replay(engine, requests, policy, initial=0, cold_start=ColdStart(mean_s=20.0, spread=0.0))
     assert found.num_started == 2  # and none in between
-    assert found.most_at_door == 2
+    assert found.most_at_gateway == 2
     assert all(r.error is None for r in found.records)
     assert all(20.0 < r.ttft_s < 35.0 for r in found.records)
     assert found.replica_hours < 400 / 3600

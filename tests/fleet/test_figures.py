@@ -1,4 +1,4 @@
-"""What a door tells of its engines: sums that do not fall when a replica goes, and findings of all replicas."""
+"""What a gateway tells of its engines: sums that do not fall when a replica goes, and findings of all replicas."""
 
 from __future__ import annotations
 

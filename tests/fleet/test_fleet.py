@@ -82,7 +82,7 @@ def test_streams_of_a_killed_replica_go_on_elsewhere(fleet):
     """With the same text as if nothing had happened."""
     with fleet.client() as client, concurrent.futures.ThreadPoolExecutor(12) as pool:
         expected = list(pool.map(lambda i: ask(client, i), range(12)))
-        before = fleet.head.door.forwarder.num_resumed
+        before = fleet.head.gateway.forwarder.num_resumed
         for _ in range(5):  # on a fast machine it may have ended all of its streams when it is killed
             fleet.wait_serving(2)
             begun = [threading.Event() for _ in range(12)]
@@ -93,10 +93,10 @@ def test_streams_of_a_killed_replica_go_on_elsewhere(fleet):
             found = [future.result(PATIENCE_S) for future in running_now]
             assert [reason for _, reason in found] == ["length"] * 12
             assert found == expected
-            if fleet.head.door.forwarder.num_resumed > before:
+            if fleet.head.gateway.forwarder.num_resumed > before:
                 break
-    assert fleet.head.door.forwarder.num_resumed > before, "it was killed too late"
-    assert fleet.head.door.forwarder.num_broken == 0
+    assert fleet.head.gateway.forwarder.num_resumed > before, "it was killed too late"
+    assert fleet.head.gateway.forwarder.num_broken == 0
     fleet.wait_serving(2)
 
 
@@ -112,7 +112,7 @@ def test_what_cannot_go_on_ends_with_an_error_event(fleet):
     fleet.wait_serving(2)
 
 
-def test_a_client_reaches_no_route_of_the_door_s_own(fleet):
+def test_a_client_reaches_no_route_of_the_gateway_s_own(fleet):
     body = {"prompt": "x", "model": "tiny", "stream": True, "max_tokens": 4}
     with fleet.http() as http:
         resumed = http.post("/fleet/resume", json={"path": "/sleep", "body": body, "answer_token_ids": [1]})
@@ -204,7 +204,7 @@ def test_a_wrong_setting_ends_the_start(tiny, tmp_path):
 
 @pytest.mark.parametrize("name", ["keys_file", "files_dir", "grpc_port", "lora_folder", "enable_sleep_mode"])
 def test_settings_that_no_replica_has(tiny, name):
-    """Files, gRPC and keys among them: they are the door's."""
+    """Files, gRPC and keys among them: they are the gateway's."""
     with pytest.raises(ConfigError, match="leave it out") as wrong:
         pools(fleet_of(version(tiny, server={name: "/nowhere"})))
     assert wrong.value.field.endswith(f"server.{name}")
@@ -218,4 +218,4 @@ def test_a_long_whole_answer_is_no_silence(tiny, tmp_path):
         answer = client.completions.create(model="tiny", prompt=["x"] * 8, **long)
         assert len(answer.choices) == 32
         assert time.monotonic() - began > 2, "it was too quick to tell"
-        assert made.head.door.forwarder.num_failovers == 0
+        assert made.head.gateway.forwarder.num_failovers == 0

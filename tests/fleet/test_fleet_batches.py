@@ -1,4 +1,4 @@
-"""Files, batches, the audit log and ratings at a fleet's door, with the official client."""
+"""Files, batches, the audit log and ratings at a fleet's gateway, with the official client."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_batch_goes_on_when_its_replica_dies(start):
         found = ended(client, batch)
     assert (found.request_counts.completed, found.request_counts.failed) == (10, 0)
     assert len(of_batches(other)) >= 2
-    assert fleet.head.door.forwarder.num_failovers >= 2
+    assert fleet.head.gateway.forwarder.num_failovers >= 2
 
 
 def test_a_batch_outlives_the_head(start):

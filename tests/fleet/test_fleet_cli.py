@@ -149,10 +149,10 @@ def test_one_and_many(head_says, tmp_path, tiny, number, replica, request_):
     (file := tmp_path / "fleet.yaml").write_text(yaml.safe_dump({"models": {"tiny": {"versions": [version(tiny)]}}}))
     out = head_says(["rollout", str(file)], {"replaced": number, "started": 0, "ended": 0})
     assert out == f"{replica} replaced, 0 started, 0 ended\n"
-    one = {"name": "v", "share": 1, "waiting_at_door": 0, "replicas": [], "starting": ["m/v/main/1"]}
+    one = {"name": "v", "share": 1, "waiting_at_gateway": 0, "replicas": [], "starting": ["m/v/main/1"]}
     out = head_says(["status"], {"models": {"m": [one]}, "autoscale": {}, "counts": {"failovers": number, "resumed": 1}})
     failovers = f"{number} failover{'s' * (number > 1)}, 1 resumed"
-    assert out.splitlines() == ["m v: share 1, 0 waiting at the door", "  m/v/main/1 starting", failovers]
+    assert out.splitlines() == ["m v: share 1, 0 waiting at the gateway", "  m/v/main/1 starting", failovers]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""NVIDIA's tritonclient, unmodified, against a fleet's door over gRPC and HTTP."""
+"""NVIDIA's tritonclient, unmodified, against a fleet's gateway over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def both(fleet, rpc):
     http.close()
 
 
-def test_what_the_door_says_of_itself(both):
+def test_what_the_gateway_says_of_itself(both):
     for client, _ in both:
         assert client.is_server_live()
         assert client.is_server_ready()
@@ -127,7 +127,7 @@ def test_a_stream_goes_on_when_its_replica_dies(fleet, rpc):
         parts.append(result)
     rpc.stop_stream()
     assert "".join(texts(part)[0] for part in parts) == whole
-    assert fleet.head.door.forwarder.num_resumed >= 1
+    assert fleet.head.gateway.forwarder.num_resumed >= 1
     fleet.wait_serving(2)
 
 

@@ -1,4 +1,4 @@
-"""Keys with limits at a fleet's door: counted once and exactly, whichever replicas answer; adapters and other names."""
+"""Keys with limits at a fleet's gateway: counted once and exactly, whichever replicas answer; adapters and other names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_key(file, name, **limits):
 
 def used(fleet, text):
     """(tokens of the last minute, of the day) that count for a key."""
-    limiter, (id_, _) = fleet.head.door.state.limiter, keys.split(text)
+    limiter, (id_, _) = fleet.head.gateway.state.limiter, keys.split(text)
 
     async def read():
         with limiter.now.row(id_) as row, limiter.day.row(id_) as day:
@@ -50,7 +50,7 @@ def start(tiny, tmp_path):
             router = {"probe_s": 0, "policy": "round_robin", **more.pop("router", {})}
             fleet = fleet_of(version(tiny, replicas=replicas, **more), router=router)
             fleet, stubs = stack.enter_context(stubbed(fleet, tmp_path / "state", keys_file=str(file)))
-            limiter = fleet.head.door.state.limiter
+            limiter = fleet.head.gateway.state.limiter
             limiter.clock, limiter.wall = lambda: 1000.5, lambda: 10.5 * DAY_S  # no minute and no day passes
             fleet.wait_serving(replicas)
             return fleet, stubs, made_keys
@@ -82,7 +82,7 @@ def test_requests_a_minute_are_one_count_over_all_replicas(start):
         assert http.get("/v1/models").status_code == 200
 
 
-def test_tokens_are_reserved_at_the_door_and_what_is_left_comes_back(start):
+def test_tokens_are_reserved_at_the_gateway_and_what_is_left_comes_back(start):
     fleet, (stub,), (key,) = start(1, [{"tokens_per_minute": 1000, "tokens_per_day": 2000}])
     client = client_of(fleet, key)
     prompt = list(range(5, 5 + PROMPT_TOKENS))
@@ -119,22 +119,22 @@ def test_of_a_client_that_leaves_what_was_written_counts(start, stream):
 
     async def leave():
         asking = asyncio.create_task(ask())
-        while not (fleet.head.door.state.in_flight and used_now() == 3):
+        while not (fleet.head.gateway.state.in_flight and used_now() == 3):
             await asyncio.sleep(0.01)
         asking.cancel()
 
     def used_now():
-        (exchange,) = fleet.head.door.state.in_flight or (None,)
+        (exchange,) = fleet.head.gateway.state.in_flight or (None,)
         return exchange and exchange.task.get_stack() and records[-1].num_output_tokens
 
     records = []
-    real = fleet.head.door.forwarder.see_through
+    real = fleet.head.gateway.forwarder.see_through
 
     async def see_through(version, call):
         records.append(call.record)
         await real(version, call)
 
-    fleet.head.door.forwarder.see_through = see_through
+    fleet.head.gateway.forwarder.see_through = see_through
     asyncio.run(asyncio.wait_for(leave(), 60))
     fleet.wait_idle()
     assert used(fleet, key)[0] == PROMPT_TOKENS + 3
@@ -149,7 +149,7 @@ def test_a_request_that_is_tried_twice_is_counted_once(start):
         number += 1
         assert text_of(client, prompt=[5] * PROMPT_TOKENS) == numbers()
     fleet.wait_idle()
-    assert fleet.head.door.forwarder.num_failovers == 1
+    assert fleet.head.gateway.forwarder.num_failovers == 1
     assert used(fleet, key)[0] == number * (PROMPT_TOKENS + 8)
 
 
@@ -171,8 +171,8 @@ def test_models_of_a_key(start):
 
 
 @pytest.mark.slow
-def test_real_replicas_count_as_the_door_does(tiny, tmp_path):
-    """What counts is what `usage` says, for bodies of every protocol that the door has read."""
+def test_real_replicas_count_as_the_gateway_does(tiny, tmp_path):
+    """What counts is what `usage` says, for bodies of every protocol that the gateway has read."""
     file = tmp_path / "keys"
     key = add_key(file, "k", tokens_per_minute=100_000, requests_per_minute=1000)
     chat = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 6, "model": "tiny"}
@@ -194,17 +194,17 @@ def test_real_replicas_count_as_the_door_does(tiny, tmp_path):
     ):
         for path, body in asks:
             before, reserved = used(fleet, key)[0], []
-            real = fleet.head.door.forwarder.see_through
+            real = fleet.head.gateway.forwarder.see_through
 
             async def see_through(version, call, real=real, reserved=reserved):
                 reserved.append(call.record)
                 await real(version, call)
 
-            fleet.head.door.forwarder.see_through = see_through
+            fleet.head.gateway.forwarder.see_through = see_through
             answer = http.post(path, json=body)
             assert answer.status_code == 200, answer.text
             fleet.wait_idle()
-            fleet.head.door.forwarder.see_through = real
+            fleet.head.gateway.forwarder.see_through = real
             (record,) = reserved
             count = used(fleet, key)[0] - before
             assert count == record.num_prompt_tokens + record.num_output_tokens, path

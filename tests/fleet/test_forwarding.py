@@ -1,4 +1,4 @@
-"""What the door does with replicas that hang, fail, are slow or wrong, and with clients that read slowly."""
+"""What the gateway does with replicas that hang, fail, are slow or wrong, and with clients that read slowly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def start(tiny, tmp_path, request):
 
 
 def states(fleet):
-    return {r["id"]: (r["state"], r["why"]) for v in fleet.head.door.status()["models"]["tiny"] for r in v["replicas"]}
+    return {r["id"]: (r["state"], r["why"]) for v in fleet.head.gateway.status()["models"]["tiny"] for r in v["replicas"]}
 
 
 def of(fleet, stub):
@@ -83,13 +83,13 @@ def test_a_whole_answer_that_stops_goes_elsewhere_and_a_long_one_does_not(start)
     with fleet.client() as client:
         while not stubs[0].asked:
             assert client.completions.create(model="tiny", prompt="x", max_tokens=8).choices[0].text == numbers()
-        assert fleet.head.door.forwarder.num_failovers == 1
+        assert fleet.head.gateway.forwarder.num_failovers == 1
         for stub in stubs:
             stub.hang_at, stub.token_s = None, 0.25
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             asked = [pool.submit(client.completions.create, model="tiny", prompt="x", max_tokens=14) for _ in stubs]
             assert [a.result().choices[0].text for a in asked] == [numbers(14)] * 2
-    assert fleet.head.door.forwarder.num_failovers == 1
+    assert fleet.head.gateway.forwarder.num_failovers == 1
 
 
 def test_a_replica_that_says_nothing_at_all_is_left_out(start):
@@ -135,8 +135,8 @@ def test_the_first_of_two_answers_is_taken(start):
         assert not found.done()
         fleet.loop.call_soon_threadsafe(other.go.set)
         assert found.result(PATIENCE_S) == numbers()
-    assert fleet.head.door.forwarder.num_hedged == 1
-    assert fleet.head.door.forwarder.num_failovers == 0
+    assert fleet.head.gateway.forwarder.num_hedged == 1
+    assert fleet.head.gateway.forwarder.num_failovers == 0
     fleet.wait_idle()
 
 
@@ -147,7 +147,7 @@ def test_hedging_has_a_budget_and_survives_failures(start, share):
     with fleet.client() as client:
         while not one.asked:
             assert client.completions.create(model="tiny", prompt="Hello", max_tokens=8).choices[0].text == numbers()
-    assert fleet.head.door.forwarder.num_hedged == (1 if share else 0)
+    assert fleet.head.gateway.forwarder.num_hedged == (1 if share else 0)
     fleet.wait_idle()
 
 
@@ -167,8 +167,8 @@ def test_a_shadow_is_asked_and_never_heard(start):
         ids = {r.headers["x-slipstream-fleet"].split(" ")[1] for r in (*shadow.asked, *one.asked)}
         assert len(ids) == 4
     fleet.wait_idle()
-    assert sum(fleet.head.door.metrics.ttft.counts) == 1  # the client's stream
-    assert sum(fleet.head.door.metrics.e2e.counts) == 2
+    assert sum(fleet.head.gateway.metrics.ttft.counts) == 1  # the client's stream
+    assert sum(fleet.head.gateway.metrics.e2e.counts) == 2
 
 
 def test_a_shadow_that_fails_or_hangs_costs_its_client_nothing(start, monkeypatch):
@@ -178,14 +178,14 @@ def test_a_shadow_that_fails_or_hangs_costs_its_client_nothing(start, monkeypatc
     with fleet.client() as client:
         for _ in range(5):
             assert text_of(client) == numbers()
-        fleet.wait_for(lambda: not fleet.head.door.forwarder.shadows, "a shadow goes on")
+        fleet.wait_for(lambda: not fleet.head.gateway.forwarder.shadows, "a shadow goes on")
         shadow.status, shadow.hang_at = 200, 0
-        fleet.wait_for(lambda: text_of(client) == numbers() and len(fleet.head.door.forwarder.shadows) == 3, "no shadows")
+        fleet.wait_for(lambda: text_of(client) == numbers() and len(fleet.head.gateway.forwarder.shadows) == 3, "no shadows")
         asked = len(shadow.asked)
         assert text_of(client) == text_of(client) == numbers()
         assert len(shadow.asked) == asked, "more shadows than may be"
-        assert fleet.head.door.forwarder.num_unshadowed >= 2
-        assert fleet.head.door.forwarder.num_failovers == 0
+        assert fleet.head.gateway.forwarder.num_unshadowed >= 2
+        assert fleet.head.gateway.forwarder.num_failovers == 0
     fleet.loop.call_soon_threadsafe(shadow.go.set)
     fleet.wait_idle()
 
@@ -201,7 +201,7 @@ def test_a_client_that_leaves_takes_no_shadow_along(start):
     fleet.wait_for(lambda: one.asked[0].cancelled, "the client's own goes on")
     fleet.wait_for(lambda: shadow.asked, "the shadow was not asked")
     fleet.loop.call_soon_threadsafe(shadow.go.set)
-    fleet.wait_for(lambda: not fleet.head.door.forwarder.shadows, "the shadow goes on")
+    fleet.wait_for(lambda: not fleet.head.gateway.forwarder.shadows, "the shadow goes on")
     assert not shadow.asked[0].cancelled
 
 
@@ -269,7 +269,7 @@ def test_a_client_that_reads_slowly_fills_no_memory_and_harms_nobody(start):
         while still < 10:  # until the replica could write no more for a second
             still = still + 1 if stub.num_written == written else 0
             written = stub.num_written
-            assert written < 64 * 2**20, "the door takes whatever comes"
+            assert written < 64 * 2**20, "the gateway takes whatever comes"
             time.sleep(0.1)
         stub.endless = False
         assert text_of(client) == numbers()
@@ -295,7 +295,7 @@ def test_a_clock_that_jumps_changes_nothing(start, monkeypatch):
             fleet.wait_for(lambda asked=asked: sum(len(stub.asked) for stub in stubs) > asked, "nothing began")
             jump[0] = seconds
             assert {a.result(PATIENCE_S) for a in answers} == {numbers()}
-    assert fleet.head.door.forwarder.num_failovers == 0
+    assert fleet.head.gateway.forwarder.num_failovers == 0
     assert {state for state, _ in states(fleet).values()} == {"serving"}
 
 

@@ -40,8 +40,8 @@ def test_a_replica_that_is_stopped_costs_no_answer(tiny, tmp_path, which):
                 assert client.completions.create(model="tiny", prompt="x", max_tokens=3).choices[0].finish_reason == "length"
             finally:
                 process.resume()
-        assert fleet.head.door.forwarder.num_failovers
-        assert fleet.head.door.forwarder.num_broken == 0
+        assert fleet.head.gateway.forwarder.num_failovers
+        assert fleet.head.gateway.forwarder.num_broken == 0
         fleet.wait_serving(2)
         assert victim.started.process.pid in fleet.pids().values(), "it was replaced"
 

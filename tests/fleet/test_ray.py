@@ -99,8 +99,8 @@ def test_the_autoscaler_scales_from_none_to_two_to_none(tiny, tmp_path):
         with made.http() as http, concurrent.futures.ThreadPoolExecutor(16) as pool:
             assert http.get("/health").status_code == 200
             assert not servers()
-            assert http.post("/v1/completions", json=body).status_code == 200  # it waited at the door
-            assert changes[0] == "0 → 1: a request waits at the door"  # the next may follow before the answer is here
+            assert http.post("/v1/completions", json=body).status_code == 200  # it waited at the gateway
+            assert changes[0] == "0 → 1: a request waits at the gateway"  # the next may follow before the answer is here
             (first,) = made.head.members.all_replicas()
             asked, until = [], time.monotonic() + 180
             while serving(made) < 2:
@@ -131,7 +131,7 @@ def test_it_answers_as_with_processes(two):
 def test_streams_of_a_killed_replica_go_on_elsewhere_and_serve_replaces_it(two):
     with two.client() as client, concurrent.futures.ThreadPoolExecutor(8) as pool:
         expected = list(pool.map(lambda i: ask(client, i), range(8)))
-        before = two.head.door.forwarder.num_resumed
+        before = two.head.gateway.forwarder.num_resumed
         asked = [pool.submit(ask, client, i) for i in range(8)]
         replicas = two.head.members.all_replicas()
         two.wait_for(lambda: sum(r.num_in_flight for r in replicas) == 8 and all(r.num_in_flight for r in replicas), "no load")
@@ -141,7 +141,7 @@ def test_streams_of_a_killed_replica_go_on_elsewhere_and_serve_replaces_it(two):
         os.kill(process.pid, signal.SIGKILL)
         found = [a.result(180) for a in asked]
     assert found == expected
-    assert two.head.door.forwarder.num_resumed > before, "it was killed too late"
+    assert two.head.gateway.forwarder.num_resumed > before, "it was killed too late"
     two.wait_for(lambda: serving(two) == 2 and victim not in two.head.members.all_replicas(), "it was not replaced", 180)
 
 
@@ -149,7 +149,7 @@ def test_scaling_down_loses_nothing(two):
     with two.client() as client, concurrent.futures.ThreadPoolExecutor(6) as pool:
         before = {r.id for r in two.head.members.all_replicas()}
         asked = [pool.submit(ask, client, i) for i in range(6)]
-        two.wait_for(lambda: two.head.door.state.in_flight, "no load")
+        two.wait_for(lambda: two.head.gateway.state.in_flight, "no load")
         two.call(two.head.scale("tiny/v1/main", 1), 300)
         two.wait_for(lambda: serving(two) == 1, "it still has two", 180)
         assert {reason for _, reason in (a.result(120) for a in asked)} == {"length"}

@@ -99,8 +99,8 @@ def test_to_zero_and_back():
     clock.run(3)
     assert clock.number == 0
     clock.tally.arrived()
-    clock.run(1, num_at_door=1)
-    assert (clock.number, clock.changes[-1].why) == (1, "a request waits at the door")  # between two decisions
+    clock.run(1, num_at_gateway=1)
+    assert (clock.number, clock.changes[-1].why) == (1, "a request waits at the gateway")  # between two decisions
     clock.run(20)
     assert clock.number == 1
     clock.run(60)
@@ -110,7 +110,7 @@ def test_to_zero_and_back():
 def test_one_that_starts_is_not_started_again():
     scaler = scaler_of(0, 2)
     for at in range(1, 9):
-        assert scaler.look(float(at), Now(num_at_door=5, num_starting=1), Tally()) is None
+        assert scaler.look(float(at), Now(num_at_gateway=5, num_starting=1), Tally()) is None
 
 
 def test_cold_starts_are_followed_unless_given():
@@ -287,7 +287,7 @@ def test_none_to_one_to_none_with_real_replicas(tiny, tmp_path):
             assert refused.headers["retry-after"]
             status = asked(fleet)
             assert (status["ready"], status["ups"]) == (1, 1)
-            assert status["last"]["change"] == "0 → 1: a request waits at the door"
+            assert status["last"]["change"] == "0 → 1: a request waits at the gateway"
             fleet.wait_for(lambda: asked(fleet)["downs"] == 1 and not fleet.members(), "it stays")
             assert asked(fleet)["last"]["change"] == "1 → 0: no request for 4 s"
             assert asked(fleet)["cold_start_s"] < 60  # measured
@@ -338,6 +338,6 @@ def test_a_rollout_keeps_the_number(tiny, tmp_path):
 
 def asked_all(fleet):
     async def told():
-        return fleet.head.door.status()["autoscale"]
+        return fleet.head.gateway.status()["autoscale"]
 
     return fleet.call(told())

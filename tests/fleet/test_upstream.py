@@ -1,4 +1,4 @@
-"""The door's connections to a replica, against a server of a few lines."""
+"""The gateway's connections to a replica, against a server of a few lines."""
 
 from __future__ import annotations
 

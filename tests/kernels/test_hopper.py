@@ -11,7 +11,7 @@ import torch
 
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.triton import attention, hopper
-from slipstream.platform.arch import gpu_arch
+from slipstream.spec.gpu_archs import gpu_arch
 from tests.kernels.for_hopper import run_for_hopper
 
 PROGRAM = """

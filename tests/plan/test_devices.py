@@ -108,6 +108,22 @@ def test_gpus_that_share_a_model_are_faster_but_not_twice():
     assert planned(num_gpus=2).ledger.num_blocks > 2 * planned().ledger.num_blocks
 
 
+def test_the_ledger_has_adapters_and_what_two_gpus_copy():
+    inputs, outputs = (3 + 1 + 2) * 4096 + 14336, 6144 + 4096 + 2 * 14336 + 4096
+    own = planned(enable_lora=True, max_loras=4, max_lora_rank=16).ledger
+    assert own.adapter_bytes == 4 * 32 * 16 * (inputs + outputs) * 2
+    assert own.num_blocks < planned().ledger.num_blocks
+    assert own.graph_bytes == 2 * planned().ledger.graph_bytes
+    sizes = dict(max_num_batched_tokens=8192, max_num_seqs=1024)
+    two = planned(num_gpus=2, enable_lora=True, max_loras=4, max_lora_rank=16, **sizes).ledger
+    assert two.peer_copy_bytes == 2 * 2 * (8192 + 1024) * 4096 * 2
+    assert own.adapter_bytes < two.adapter_bytes < 2 * own.adapter_bytes  # inputs that both have are there twice
+    assert two.used_bytes <= two.allowed_bytes
+    assert [line.split("  ")[0] for line in two.describe()[5:8]] == ["adapters", "peer copies", "left"]
+    assert planned(**sizes).ledger.peer_copy_bytes == planned(num_gpus=4, **sizes).ledger.peer_copy_bytes == 0
+    assert planned(num_gpus=2, **{**sizes, "max_num_batched_tokens": 1024, "max_num_seqs": 512}).ledger.peer_copy_bytes == 0
+
+
 def test_names_of_devices():
     assert find_device("NVIDIA H200") is find_device("h200") is find_device("H200-SXM")
     assert find_device("4090").title == "NVIDIA GeForce RTX 4090"

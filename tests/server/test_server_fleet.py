@@ -1,4 +1,4 @@
-"""What a replica tells its fleet's door: marks in streams, answers that go on from their tokens, and what its cache holds."""
+"""What a replica tells its fleet's gateway: marks in streams, answers that go on from their tokens, what its cache holds."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def same(raw: bytes) -> object:
     return text, ids, said
 
 
-def test_only_the_door_may_ask(replica):
+def test_only_the_gateway_may_ask(replica):
     with replica.http() as http:
         for path in ("/fleet/events", "/v1/models", "/metrics"):
             assert http.get(path).status_code == 401
@@ -150,7 +150,7 @@ def test_what_cannot_go_on_is_refused(replica):
             assert http.post("/fleet/resume", json=wanted).status_code == 400
 
 
-def test_without_a_door_nothing_is_marked(tiny_server):
+def test_without_a_gateway_nothing_is_marked(tiny_server):
     with tiny_server.http() as http:
         assert b":t" not in http.post("/v1/completions", json={**TEXT, "model": "smollm2"}, headers=ABOUT).content
         assert http.get("/fleet/events").status_code == 404

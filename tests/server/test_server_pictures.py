@@ -277,3 +277,33 @@ def test_only_named_hosts_are_asked():
 def test_grpc_is_no_way_around_who_may_ask(more):
     with pytest.raises(ConfigError, match="grpc_port"):
         ServerSettings(grpc_port=0, **more)
+
+
+def test_responses_name_a_picture_by_its_item_and_part(server):
+    def image(data, **more):
+        return {"type": "input_image", "image_url": f"data:image/png;base64,{data}", **more}
+
+    whole, text = image(base64.b64encode(png()).decode()), {"type": "input_text", "text": "x"}
+    past = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "a"}]
+    call = [
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "y"},
+    ]
+    body = {"model": "eyes", "instructions": "z", "max_output_tokens": 1}
+    with server.http() as plain:
+        kept = plain.post("/v1/responses", json={**body, "input": [{"role": "user", "content": [whole]}]}).json()["id"]
+        for items, where in (
+            ([{"role": "user", "content": [whole, text, image("AAAA")]}], "input[0].content[2].image_url"),
+            ([*past, *call, {"role": "user", "content": [text, image("AAAA")]}], "input[4].content[1].image_url"),
+            ([*past, {"role": "user", "content": [text, *[whole] * 4]}], "input[2].content[1]"),
+            ([{"role": "system", "content": [whole]}], "input[0].content[0].image_url"),
+        ):
+            for path in ("/v1/responses", "/v1/responses/input_tokens"):
+                some = body if path == "/v1/responses" else {"model": "eyes", "instructions": "z"}
+                answer = plain.post(path, json={**some, "input": items})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, where), answer.text
+        more = {**body, "previous_response_id": kept}
+        answer = plain.post("/v1/responses", json={**more, "input": [{"role": "user", "content": [image("AAAA")]}]})
+        assert answer.json()["error"]["param"] == "input[0].content[0].image_url"
+        answer = plain.post("/v1/responses", json={**more, "input": [{"role": "user", "content": [whole] * 3}]})
+        assert answer.json()["error"]["param"] == "previous_response_id[0]"

@@ -56,6 +56,20 @@ def test_it_answers_as_one_process(split, tiny_server):
     assert found.logprobs.token_logprobs == pytest.approx(wanted.logprobs.token_logprobs, abs=1e-3)
 
 
+def test_health_tells_of_a_rank_that_is_stopped(split):
+    pid = split.engine._processes[2]
+    assert pid in ranks_of(split)
+    with split.http() as http:
+        assert http.get("/health").status_code == 200
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            split.wait_for(lambda: http.get("/health").status_code == 503, "nobody saw it")
+            assert f"the engine's rank 1 is stopped, and goes on with SIGCONT (process {pid})" in http.get("/ready").text
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        split.wait_for(lambda: http.get("/health").status_code == 200, "it does not go on")
+
+
 def test_a_killed_rank_fails_requests_with_its_reason_and_the_engine_starts_again(split):
     before = ranks_of(split)
     assert len(before) == 2

@@ -132,6 +132,22 @@ def test_a_collector_that_is_not_there_holds_nobody_up(serve, monkeypatch):
         client.completions.create(**ASK)
 
 
+def test_a_collector_that_is_gone_does_not_hold_up_the_end(monkeypatch, caplog):
+    from slipstream.server import telemetry
+
+    monkeypatch.setattr(logging.getLogger("slipstream"), "propagate", True)
+    made, goes_on = telemetry.Telemetry("http://127.0.0.1:9", server=("a", 1)), threading.Event()
+    end = made._traces.shutdown
+    monkeypatch.setattr(made._traces, "shutdown", lambda: goes_on.wait(PATIENCE_S))
+    monkeypatch.setattr(made._meters, "shutdown", lambda timeout: None)
+    monkeypatch.setattr(telemetry, "CLOSE_S", 0.01)
+    made.close()
+    assert not goes_on.is_set()
+    assert "the last spans and metrics are lost" in caplog.text
+    goes_on.set()
+    end()
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:4318", "ftp://x", "http://"])
 def test_bad_endpoints(url):
     with pytest.raises(ConfigError, match="OTLP"):

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from slipstream.platform import Group, peer_copies, platform_of
 from slipstream.platform.peer_copies import (
-    FROM_TOKENS,
     LAST_TOKENS,
     PIECE_TOKENS,
     TILE,
@@ -22,6 +21,7 @@ from slipstream.platform.peer_copies import (
     cut,
     try_peer_copies,
 )
+from slipstream.spec.parallel import COPIED_SUMS_FROM as FROM_TOKENS
 from tests.model.parallel_ranks import as_threads
 from tests.waiting import PATIENCE_S
 
@@ -130,6 +130,69 @@ def test_only_two_ranks_that_share_memory_copy(caplog, monkeypatch):
 
     assert as_threads(2, fails) == [None, None]
     assert "beside products: another rank has no memory to share" in caplog.text
+
+
+class Replays:
+    """A graph that runs its work anew."""
+
+    def __init__(self, work, output):
+        self.work, self.output = work, output
+
+    def replay(self):
+        self.output.copy_(self.work())
+
+
+@pytest.mark.parametrize(
+    ("free", "can_capture", "says"),
+    [
+        (2**30, True, ""),
+        (2**20, True, "a rank has no memory to test the copies"),
+        (2**30, False, "CUDA error: out of memory"),
+    ],
+)
+def test_without_memory_for_their_test_no_rank_copies(caplog, free, can_capture, says):
+    """Rank 1 is short of it. Rank 0 would wait for what it sends, and the start would hang, or end."""
+    signals, dtype = [{}, {}], torch.float32
+
+    def run(group):
+        def capture(work):
+            output = work()
+            if not can_capture and group.rank == 1:
+                raise torch.OutOfMemoryError("CUDA error: out of memory\nmore")
+            return Replays(work, output), output
+
+        group.share_tensor, group.library_sum, group.sums = shared_by(group, signals), group.all_reduce, "there"
+        platform = SimpleNamespace(
+            device=PLATFORM.device,
+            copy_queue=PLATFORM.copy_queue,
+            release_unused=lambda: None,
+            memory=lambda: (free if group.rank == 1 else 2**30, 2**30),
+            graphs=lambda: SimpleNamespace(capture=capture),
+        )
+        try_peer_copies(group, platform, FROM_TOKENS, SIZE, dtype)
+        return group.beside is not None
+
+    assert as_threads(2, run) == [not says] * 2
+    assert says in caplog.text
+    assert caplog.text.count("do not go on beside products") == (2 if says else 0)
+
+
+def test_an_error_of_the_test_itself_ends_the_start(monkeypatch):
+    """One rank that went on alone would leave the other waiting."""
+
+    def broken(copies, platform):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(peer_copies, "agrees", broken)
+    signals = [{}, {}]
+
+    def run(group):
+        group.share_tensor, group.sums = shared_by(group, signals), "there"
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            try_peer_copies(group, PLATFORM, FROM_TOKENS, SIZE, torch.float32)
+        return group.beside is None
+
+    assert as_threads(2, run) == [True, True]
 
 
 @pytest.mark.parametrize("step", ["empty", "rendezvous"])

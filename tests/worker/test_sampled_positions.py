@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slipstream import LLM, SamplingParams
@@ -99,8 +99,24 @@ REQUESTS = st.lists(
 )
 
 
+def test_what_a_request_wanted_goes_with_its_row():
+    """A later request may have the same name."""
+    table = RowTable(2, 30, 4, ReferenceOps(), torch.device("cpu"), seed=0)
+    wants = SamplingParams(temperature=0.5, top_k=3, logprobs=1, presence_penalty=0.5, logit_bias={4: 1.0})
+    for sampling in (wants, GREEDY):
+        plan = StepPlan(1, (ScheduledRequest("a", 0, 3, 1),), (NewRequest("a", (1, 2, 3), 3, sampling),), ("a",))
+        table.apply(plan)
+        assert table.is_greedy(["a"]) == (sampling is GREEDY)
+    assert not any(table.wanting.values())
+
+
+BEGUN = SamplingParams(temperature=0, max_tokens=9, bad_words_token_ids=((6, 0), (7, 1)))
+"""The first token of an answer begins one of its words."""
+
+
 @settings(max_examples=60)
 @given(requests=REQUESTS)
+@example(requests=[(GREEDY, 3, 0, 3, 1), (BEGUN, 3, 3, 1, 1)])
 def test_each_sampled_position_is_told_what_its_request_wants(requests):
     """Against a plain recomputation. A request: what it wants, how many tokens its prompt has, how many are computed before,
     how many in this step, how many of these are sampled."""

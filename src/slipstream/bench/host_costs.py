@@ -1,4 +1,4 @@
-"""What the engine's host and its front end add to the steps of a table, measured on a running engine."""
+"""Measures on a running engine the time that the engine's host and its front end add to the steps of a table."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from slipstream.plan.step_cost import HostCost, StepCost, StepShape, non_negativ
 PROMPT, ANSWER = 32, 64
 USERS = (1, 12, 24, 48)
 LONE = 9
+"""Requests that run alone."""
 
 
 async def measure_host(

@@ -1,4 +1,4 @@
-"""What is asked of an engine: prompts as token ids, and the number of tokens of each answer. A seed gives the same always.
+"""Workloads: prompts as token ids, and the number of tokens of each answer. The same seed gives the same workload.
 
 Prompts are random token ids unless the workload is made of real text. Answers have exactly `output_tokens` tokens:
 engines are told to ignore end-of-sequence, so that all of them do the same work.

@@ -7,6 +7,7 @@ Without a terminal nothing moves or has colours: progress is then a line every f
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -15,14 +16,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from slipstream.errors import ConfigError
+
 LINE_EVERY_S = 5.0
 
 
 def print_json(value: Any) -> None:
-    """`value`, with dataclasses as objects, on one line of standard output."""
+    """`value`, with dataclasses as objects, on one line of standard output. Where that can't be written, as on a full disk, the
+    line goes to standard error, since it may have taken hours to find out, and ConfigError is raised."""
     from slipstream.plan.environment import plain  # late: an answer is rarely JSON
 
-    print(json.dumps(value, default=plain, ensure_ascii=False), flush=True)
+    text = json.dumps(value, default=plain, ensure_ascii=False)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        drop_output()
+        say(text)
+        why = error.strerror or error
+        raise ConfigError(f"cannot write to standard output: {why}; its line is above, on standard error") from None
+
+
+def drop_output() -> None:
+    """Nobody takes our standard output any more. Python would complain of what is left of it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_files(folder: Path, texts: Mapping[str, str]) -> None:

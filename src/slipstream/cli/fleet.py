@@ -59,7 +59,7 @@ def run_up(args: argparse.Namespace) -> int:
 
     from slipstream.cli.console import phases
     from slipstream.cli.serve import read_keys
-    from slipstream.fleet.config import check, door_settings, read
+    from slipstream.fleet.config import check, gateway_settings, read
     from slipstream.fleet.head import Head
     from slipstream.server.run import bind, configure_logging, settle, stop_signals, url
 
@@ -70,7 +70,7 @@ def run_up(args: argparse.Namespace) -> int:
         fleet = check(json.loads(lost.read_text(encoding="utf-8")))
     else:
         raise ConfigError(f"no fleet was lost in {folder}; name a file", field="file")
-    settings = door_settings(fleet, read_keys(fleet.api_key_file) if fleet.api_key_file else ())
+    settings = gateway_settings(fleet, read_keys(fleet.api_key_file) if fleet.api_key_file else ())
     configure_logging(settings)
     listener = bind(settings)
     head = Head(fleet, folder, settings)
@@ -131,7 +131,8 @@ def run_status(args: argparse.Namespace) -> int:
         return 0
     for model, versions in status["models"].items():
         for version in versions:
-            print(f"{model} {version['name']}: share {version['share']:g}, {version['waiting_at_door']} waiting at the door")
+            waiting = version["waiting_at_gateway"]
+            print(f"{model} {version['name']}: share {version['share']:g}, {waiting} waiting at the gateway")
             for replica in version["replicas"]:
                 why = f" ({replica['why']})" if replica["why"] else ""
                 load = f"{replica['running']} running, {replica['waiting']} waiting, cache {replica['kv_cache_usage']:.0%}"

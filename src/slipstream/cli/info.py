@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
     add_output_options(parser)
-    add_engine_options(parser, note="as in LLM(...), for the memory part")
+    add_engine_options(parser, note="as in LLM(...), for the memory part", adapters=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,8 +8,8 @@ at once: it imports no verb, and a verb imports what is heavy only in `run`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -169,8 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_json({"error": {"type": "Interrupted", "message": "interrupted", "field": None}})
         return INTERRUPTED
     except BrokenPipeError:
-        # Who read our output has gone. Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from slipstream.cli.console import drop_output
+
+        drop_output()  # who read it has gone
         return FAILED
     except Exception as error:
         return report(error, json=json, debug=debug)
@@ -199,7 +200,8 @@ def report(error: Exception, *, json: bool, debug: bool) -> int:
         from slipstream.cli.console import print_json
 
         field = getattr(error, "field", None)
-        print_json({"error": {"type": type(error).__name__, "message": message, "field": field}})
+        with contextlib.suppress(ConfigError):  # a full disk: it has been told on standard error
+            print_json({"error": {"type": type(error).__name__, "message": message, "field": field}})
     return exit_code(error)
 
 

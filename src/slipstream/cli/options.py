@@ -17,7 +17,8 @@ from slipstream.files import parse_json
 from slipstream.types import SamplingParams
 
 ADAPTERS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_modules")
-"""Engine options of verbs whose requests can name an adapter: `serve`, which has --lora for the last one."""
+"""Engine options of `serve`, whose requests can name an adapter (it has --lora for the last one), and of the verbs that say
+beforehand what it takes."""
 
 TEXT_ONLY = ("seed", "skip_tokenizer_init")
 """Engine options that `run` and `chat` leave out: their --seed is the request's, and text needs a tokenizer."""

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--measure", action="store_true", help="first measure this machine's steps of the model, and keep them")
     parser.add_argument("--html", metavar="FILE", help="write a page that needs no network")
     add_output_options(parser)
-    add_engine_options(parser.add_argument_group("engine (as in LLM(...))"))
+    add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), adapters=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -328,10 +328,10 @@ def show(document: dict[str, Any], args: argparse.Namespace) -> None:
 
 def shown(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, str]]:
     ledger, load, capacity = row["ledger"], row["at_load"], row["capacity"]
-    parts = " · ".join(
-        f"{name} {ledger[key] / 2**30:.2f}"
-        for name, key in (("weights", "weights_bytes"), ("activations", "activation_bytes"), ("graphs", "graph_bytes"))
-    )
+    always = (("weights", "weights_bytes"), ("activations", "activation_bytes"), ("graphs", "graph_bytes"))
+    rarer = (("adapters", "adapter_bytes"), ("peer copies", "peer_copy_bytes"))
+    some = [*always, *((name, key) for name, key in rarer if ledger[key])]
+    parts = " · ".join(f"{name} {ledger[key] / 2**30:.2f}" for name, key in some)
     found = [
         ("memory, GiB", f"{parts} · KV cache {ledger['kv_bytes'] / 2**30:.2f} of {ledger['allowed_bytes'] / 2**30:.2f}"),
         ("context", f"{row['max_context']:,} tokens at most; the cache holds {ledger['num_kv_tokens']:,}"),

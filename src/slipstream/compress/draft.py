@@ -106,8 +106,8 @@ def _answers(
     until: float,
     progress: Progress,
 ) -> list[Example]:
-    """The model's answers, as many as the settings ask for and the time allows, at least some. When all questions were asked
-    they are asked again, and then answers are drawn."""
+    """The model's answers, as many as the settings ask for and the time allows, at least some. After the last question the
+    questions start again, and the answers are then sampled."""
     from slipstream.engine.llm import LLM
 
     found = read_examples(kept) if kept.is_file() else []

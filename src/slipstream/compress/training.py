@@ -1,4 +1,4 @@
-"""What the trainings here share: the order of examples, the groups of parameters, the receipt, and a saved state."""
+"""The common part of all trainings: the order of examples, the groups of parameters, the receipt, and a saved state."""
 
 from __future__ import annotations
 

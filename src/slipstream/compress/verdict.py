@@ -1,4 +1,4 @@
-"""What a compression comes to: whether the result is smaller than its input, whether it is worse, and whether it is broken.
+"""Judges a compression: whether the result is smaller than its input, whether it is worse, and whether it is broken.
 
 The input is what the user gave: a GGUF file's own bytes, and not what it would take in 16 bits. No torch.
 """
@@ -20,8 +20,8 @@ DENSE_TYPES = frozenset(("F32", "F16", "BF16"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityLimits:
-    """A result outside of these is broken. Recipes that were worth having stayed far inside: INT3 by GPTQ has 1.8 times the
-    perplexity and 67 % of the likeliest tokens, half of the weights at zero by SparseGPT 1.9 times (SmolLM2-135M)."""
+    """A result outside of these is broken. Useful recipes stayed far inside: INT3 by GPTQ has 1.8 times the perplexity and 67 %
+    of the likeliest tokens, half of the weights at zero by SparseGPT 1.9 times (SmolLM2-135M)."""
 
     max_perplexity_ratio: float = 3.0  # the result's perplexity over its input's
     min_top1_agreement: float = 0.5

@@ -6,9 +6,9 @@
       packed/                weights as that machine's products want them
       tiles.json             tiles of that machine's GPU kernels
 
-Wherever a model is named, such a folder can be. Settings count in this order: the user's, `serve.yaml`, and, on the
-machine that the folder was made on, what was chosen there. Another machine chooses anew, packs anew and leaves the tiles
-alone; it is told so, and never refused. No torch.
+Wherever a model is named, such a folder can be. Settings count in this order: the user's, `serve.yaml`, and, on the machine
+that the folder was made on, what was chosen there. Another machine chooses and packs anew, and ignores the tiles. It logs that,
+and never refuses the folder. No torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""How many mixtures have their experts on the host (`host_experts`). ConfigError names what that does not go with."""
+"""Checks the setting `host_experts`: how many mixtures have their experts on the host. ConfigError names a setting that
+conflicts."""
 
 from __future__ import annotations
 

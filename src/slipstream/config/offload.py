@@ -1,4 +1,4 @@
-"""What `weights_bytes` goes with. ConfigError names what it does not."""
+"""Checks the setting `weights_bytes`. ConfigError names a setting that conflicts."""
 
 from __future__ import annotations
 

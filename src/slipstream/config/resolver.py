@@ -31,6 +31,7 @@ from slipstream.config.settings import (
 )
 from slipstream.config.speculative import speculation_section
 from slipstream.errors import ConfigError
+from slipstream.spec.gpu_archs import gpu_arch, least_with_fp8
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 from slipstream.spec.scheme import HELD_PRODUCTS, SCHEMES
 
@@ -341,7 +342,7 @@ def _auto_dtype(trained: str, device: DeviceInfo) -> tuple[DType, str]:
         return device.best_dtype, device.dtype_reason or "the faster one on this CPU"
     if trained == "float16":
         return "float16", "the checkpoint's own"
-    if device.compute_capability is not None and device.compute_capability < (8, 0):
+    if device.compute_capability is not None and not gpu_arch(device.compute_capability).bfloat16:
         return "float16", "this GPU has no bfloat16"
     return "bfloat16", "the GPU's fast type, with float32's range"
 
@@ -434,18 +435,18 @@ def _check_formats(args: EngineArgs, model: ModelDescription, device: DeviceInfo
                 field=name,
             )
     capability = device.compute_capability
-    if capability is None or capability >= (8, 9):
+    if capability is None or gpu_arch(capability).fp8:
         return
-    has = f"{device.name} has {capability[0]}.{capability[1]}"
+    has, needed = f"{device.name} has {capability[0]}.{capability[1]}", "{}.{}".format(*least_with_fp8())
     if quantization is not None and SCHEMES[quantization].inputs in ("fp8", "fp8-block"):
         raise ConfigError(
-            f"quantization={quantization!r} needs a GPU of compute capability 8.9 or more; {has}: use 'int8' or 'int4'",
+            f"quantization={quantization!r} needs a GPU of compute capability {needed} or more; {has}: use 'int8' or 'int4'",
             field="quantization",
         )
     held = model.held_formats(held_products(args.kernels, device))
     if eight := [name for name, fmt in held.items() if fmt.kind == "float"]:
         raise ConfigError(
             f"{len(eight)} of the checkpoint's weights ({eight[0]} first) are FP8, whose products need a GPU of compute "
-            f"capability 8.9 or more; {has}: take a checkpoint in int8, int4 or 16 bits",
+            f"capability {needed} or more; {has}: take a checkpoint in int8, int4 or 16 bits",
             field="model",
         )

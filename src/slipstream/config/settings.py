@@ -1,4 +1,4 @@
-"""What a user can set (`EngineArgs`) and what an engine runs with (`EngineConfig`), as frozen dataclasses."""
+"""The settings of a user (`EngineArgs`) and of a running engine (`EngineConfig`), as frozen dataclasses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may take beside decodes.
+"""Decides how many prompt tokens a step may take beside decodes.
 
 Without an objective for the time between tokens: `chunk_beside`. With one (`Pace`):
 
@@ -60,8 +60,8 @@ ATTENTION_MEMORY = 1 / 256
 """The same for what attention takes, which is learned over all sizes."""
 
 UNTRIED = 0.7
-"""The share of what the coefficients say of prompts that a size is taken to need which was not measured lately. Larger graphs
-take less where their tokens fit into the same tiles, and a size that is not tried would never be known."""
+"""A graph size that was not measured lately is assumed to need this share of the time that the coefficients predict. Larger
+graphs take less where their tokens fit into the same tiles. A size that is never tried would never be measured."""
 
 FORGOTTEN = 8192
 """Steps after which a measured size no longer counts: its graph may have been captured since."""
@@ -167,7 +167,7 @@ class StepCost:
         self.largest = 0  # prompt tokens of a step
 
     def predict(self, step: StepSize, *, untried: float = 1.0) -> float:
-        """`untried`: the share of what prompts are said to take of a graph's size that was not measured lately."""
+        """`untried`: for a graph size that was not measured lately, the assumed share of the predicted time of its prompts."""
         known = self._sizes.get((step.num_decodes, step.num_tokens))
         if known is None or self.num_steps - known.step > FORGOTTEN:
             added = untried * self.prompts.predict(step.prompts)
@@ -178,7 +178,7 @@ class StepCost:
         return self.decodes.predict(step.decodes) + added
 
     def learn(self, step: StepSize, seconds: float, *, has_sizes: bool = False) -> None:
-        """`has_sizes`: steps are of a few sizes, so that this one tells of others of its size."""
+        """`has_sizes`: steps have a few sizes, so a measurement holds for all steps of its size."""
         predicted = self.predict(step)
         self.num_steps += 1
         if predicted > 0 and self.num_steps > NUM_FIRST:
@@ -275,8 +275,8 @@ class Pace:
     def _graph_within(
         self, padded: Padding, step: StepSize, most_s: float, computed: int, most: int
     ) -> tuple[int, int, int]:
-        """The prompt tokens of the largest graph with room for `step`'s decodes, as far as `most` tells of them; of the largest
-        that is predicted to take `most_s`; and of the smallest. 0: there is none."""
+        """Prompt tokens of three graphs with room for `step`'s decodes: the largest within `most`, the largest that is
+        predicted to take at most `most_s`, and the smallest. 0 if there is none."""
         fits = least = size = 0
         while size < most:
             if (larger := padded(step.num_decodes, size + 1, 1)) is None:

@@ -1,9 +1,9 @@
 """Chooses how many drafts of a model a step verifies.
 
-All requests that are worth it have as many: a pass of the drafter takes as long for a few requests as for all. The chain that
-was made ahead is as long as the last one, and there is none for a request without drafts, which the drafter would have to catch
-up on. Rates of acceptance are kept by position, of each request and over all. They are arrays, since the GPU waits for the
-choice.
+All requests for which drafts pay have the same number: a pass of the drafter takes as long for a few requests as for all. A
+chain that is drafted ahead is as long as the last one. A request without drafts has none, since the drafter would first have to
+compute the tokens that it missed. Rates of acceptance are kept by position, of each request and over all. They are arrays,
+since the GPU waits for the choice.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Chains:
             self._free.append(row)
 
     def prepare(self, request_ids: Sequence[str], most: int, line: Sequence[tuple[int, float]]) -> None:
-        """Choose for the step after the one in flight, whose drafts are not verified yet, while nobody waits. It is kept if
+        """Choose for the step after the one in flight, whose drafts are not verified yet, while that step runs. It is kept if
         chains stay as long as they are: others are chosen by what is known last."""
         length, gain, counts = self._choose(request_ids, [most] * len(request_ids), line)
         self._prepared = {}

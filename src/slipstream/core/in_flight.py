@@ -56,8 +56,8 @@ NOTHING = InFlight()
 
 
 class StepsInFlight:
-    """`by_id` has the steps, and `last_id` is the number of the one scheduled last. Whoever learns how long steps take
-    (`pace`, the tiers, the choice of drafts) is told when they begin and end."""
+    """`by_id` has the steps, and `last_id` is the number of the one scheduled last. The parts that learn how long steps take
+    (`pace`, the tiers, the choice of drafts) are called when a step begins and ends."""
 
     def __init__(self, requests: RequestTable, pace: Pace | None, clock: Callable[[], float]) -> None:
         self.by_id: dict[int, InFlight] = {}

@@ -25,7 +25,7 @@ from slipstream.core.tiers import BlockStore, Tiers
 from slipstream.types import SharedPrefix, TableUpdate
 
 LEAST_SHARED = 128
-"""Tokens that requests must share for a step to say so."""
+"""The fewest common tokens of requests that a step marks as a shared prefix."""
 
 
 class KVCacheManager:

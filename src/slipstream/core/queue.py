@@ -58,7 +58,7 @@ class WaitingQueue:
             here = [other.served for other in self._accounts.values() if other.num_requests]
             if here:
                 account.served = max(account.served, min(here))
-            else:  # nobody is there, so nobody was left behind
+            else:  # no owner waits, so none was left behind
                 for other in self._accounts.values():
                     other.served = 0.0
             if len(self._accounts) > _MOST_IDLE:
@@ -77,7 +77,7 @@ class WaitingQueue:
         self._asking[request.account] = None
 
     def first(self) -> Request | None:
-        """The request whose turn it is."""
+        """The next request."""
         found, best = None, None
         for account in list(self._asking):
             heap = account.waiting

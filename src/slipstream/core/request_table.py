@@ -35,7 +35,7 @@ class RequestTable:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.released: list[str] = []
-        self.table_updates: dict[str, list[TableUpdate]] = {}  # that the worker has not been told, by request
+        self.table_updates: dict[str, list[TableUpdate]] = {}  # that the worker does not have yet, by request
         self.num_joined = 0  # requests that share another's prompt
         self.num_preemptions = 0
         self._forked: list[Request] = []  # may be admitted from the next step on
@@ -111,7 +111,7 @@ class RequestTable:
                 self.wait(child)
 
     def go_on(self, steps: Sequence[BeamStep]) -> None:
-        """Beams that have their logits go on, and new ones join them. A beam that others go on from goes on itself."""
+        """Continue the beams that have their logits, and add new ones. A beam that others branch from also continues itself."""
         for beam, source, _ in steps:
             if beam != source:
                 self._take_over(self.by_id[beam], self.by_id[source])

@@ -7,8 +7,8 @@ are all this one rule.
 Order within a step:
 
 1. Requests that need one token (decodes). A long prompt never delays them. A step with decodes has at most
-   `max_num_mixed_tokens` tokens, so that no request waits longer for its next token than such a step takes. How many of them
-   prompts get is said by `core/budget.py`: a chunk while few tokens wait, or what an objective leaves (`target_itl_ms`).
+   `max_num_mixed_tokens` tokens, so that no request waits longer for its next token than such a step takes. `core/budget.py`
+   decides how many of them prompts get: a chunk while few tokens wait, or what an objective leaves (`target_itl_ms`).
 2. Prompts that are partly computed, in order. They get the tokens that the decodes leave, which is at least one.
 3. New requests, by priority; within one the owners take turns by their weights, each with its own in order of arrival
    (`core/queue.py`).
@@ -319,8 +319,7 @@ class Scheduler:
         request.drafts = ()
         step.room_for_drafts -= num_drafts
         step.budget -= count
-        updates = tuple(step.updates.pop(request.request_id, ())) if step.updates else ()
-        step.prompts.append(ScheduledRequest(request.request_id, position, count, count, updates, drafts))
+        step.prompts.append(ScheduledRequest(request.request_id, position, count, count, (), drafts))
         step.sampled_prompts.append(request)
         step.scheduled.add(request)
         return True
@@ -360,7 +359,8 @@ class Scheduler:
 
     def _prompt_tokens(self, step: StepBuilder, request: Request, computed: int, wanted: int) -> int:
         """How many of the `wanted` tokens behind the `computed` ones the step takes: what is left of its budget. A picture
-        whose tokens see one another is not cut. It may pass the bound of a step with decodes, as long as the step holds it."""
+        whose tokens attend to each other is not split. It may pass the bound of a step with decodes, as long as the step holds
+        it."""
         count = min(wanted, step.budget)
         if self._whole_images and 0 < count < wanted:
             end = computed + count
@@ -373,8 +373,8 @@ class Scheduler:
         return count
 
     def _admit(self, step: StepBuilder, now: float) -> None:
-        """Admit new requests in order, while rows, budget and blocks last. The first that does not fit stops the rest.
-        Only one whose adapter does not fit beside those of the running requests is passed by, MOST_OVERTAKES times at most."""
+        """Admit new requests in order, while rows, budget and blocks last. The first that does not fit stops the rest. Only a
+        request whose adapter does not fit beside those of the running requests is overtaken, at most MOST_OVERTAKES times."""
         passed: list[Request] = []
         self._admit_fitting(step, now, passed)
         for request in passed:
@@ -463,7 +463,7 @@ class Scheduler:
             given = tuple(request.token_ids[computed:end])
         step.add(request, computed, count, num_sampled, given)
         if request.is_beam:
-            request.held = num_sampled > 0  # until it is told how to go on
+            request.held = num_sampled > 0  # until `go_on` is called
         elif num_sampled:
             request.num_pending += num_sampled + len(forced)
             request.drafts = ()
@@ -474,7 +474,7 @@ class Scheduler:
             if num_sampled > 1:
                 step.drafts[request] = request.num_pending_drafts = num_sampled - 1
                 step.room_for_drafts -= num_sampled - 1
-                if not (forced or has_grammar or self.kv.windows):
+                if not (forced or has_grammar):
                     request.verifies_until = room
             elif forced:
                 step.forced[request] = forced

@@ -28,7 +28,7 @@ class StepBuilder:
     )
 
     def __init__(self, budget: int, updates: dict[str, list[TableUpdate]]) -> None:
-        """`updates`: changes of tables that the worker has not been told, by request."""
+        """`updates`: changes of block tables that the worker does not have yet, by request."""
         self.budget = budget
         self.room_for_drafts = MOST_STEP_DRAFTS
         self.decodes: list[ScheduledRequest] = []  # requests of one token, which stand first in the plan
@@ -43,8 +43,8 @@ class StepBuilder:
         self.updates = updates
 
     def add(self, request: Request, computed: int, count: int, num_sampled: int, drafts: tuple[int, ...]) -> None:
-        """`count` tokens of the request behind the `computed` ones, the last of them `drafts` or forced, in blocks that it
-        has. What the worker does not know of it yet, it is told."""
+        """`count` tokens of the request behind the `computed` ones, the last of them `drafts` or forced, in blocks that it has.
+        The step also carries the changes of its tables that the worker does not have yet."""
         request_id = request.request_id
         if request.in_worker:
             updates = tuple(self.updates.pop(request_id, ()))

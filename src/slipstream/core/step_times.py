@@ -1,4 +1,5 @@
-"""What steps of some sequences and tokens take, as it is measured while they run, and where a device can before that."""
+"""The time of a step by its number of sequences and tokens, measured while steps run, and on some devices before the first
+request."""
 
 from __future__ import annotations
 

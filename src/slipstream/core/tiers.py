@@ -4,13 +4,13 @@
     device ── store ─────────────────────> disk          on a CPU, whose cache is the host's memory
 
 1. A block is offered when it is cached (`offer`), and stored once the steps that write it have ended. A cached block never
-   changes while somebody holds it, and a copy holds its block. So nothing is written while it is copied.
-2. A request whose prompt goes on in a tier waits (`wants`) while its blocks are loaded into blocks that nobody else sees. Each
-   is cached when it has arrived, and not before. The load holds them until the request is admitted, which then finds them
-   like any others; under pressure it gives them back.
-3. Loading is chosen if it takes less time than computing, by what both took lately (`Rates`). A rate that says no is
-   forgotten after a while, and a few blocks are loaded to measure it anew. A load that takes much longer than expected is
-   not waited for.
+   changes while it is held. A copy holds its block. So no block is written while it is copied.
+2. A request whose prompt goes on in a tier waits (`wants`) while its blocks are loaded into blocks that no other request can
+   find. Each is cached when it has arrived, and not before. The load holds them until the request is admitted, which then finds
+   them like any others; under pressure it gives them back.
+3. Loading is chosen if it takes less time than computing, by what both took lately (`Rates`). A rate that speaks against
+   loading expires after a while, and a few blocks are loaded to measure it again. A load that takes much longer than expected
+   is not waited for.
 4. A block that can't be read is a miss: the request computes it.
 
 The copies themselves are the worker's (`BlockStore`).
@@ -65,7 +65,7 @@ class DiskInfo(Protocol):
 
 
 class BlockStore(Protocol):
-    """What carries the copies out."""
+    """Carries out the copies."""
 
     block_bytes: int
     num_slots: int  # in the host's memory; 0: there is no such tier
@@ -81,7 +81,7 @@ class BlockStore(Protocol):
         """Begin copies. Those from and to the device come after all steps that are launched."""
 
     def finished(self) -> list[tuple[int, bool]]:
-        """The numbers of copies that are done, and whether they succeeded. Each is told once."""
+        """The numbers of copies that ended since the last call, and whether they succeeded."""
 
     def clear(self) -> None:
         """Forget what is on the disk."""
@@ -122,7 +122,7 @@ class Rates:
         self._last_end = float("-inf")
 
     def launched(self, step_id: int, now: float, num_prompt_tokens: int, num_tokens: int) -> None:
-        """A step of which at least half the tokens are prompts' tells what these take."""
+        """A step of which at least half the tokens are prompts' measures the time of prompts."""
         if 2 * num_prompt_tokens >= num_tokens:
             self._in_flight[step_id] = now, num_prompt_tokens
 
@@ -173,7 +173,7 @@ class Load:
 
     @property
     def incoming(self) -> list[int]:
-        """Blocks of the device that nobody else sees yet."""
+        """Blocks of the device that no other request can find yet."""
         return [block for block, _ in self.pending.values()]
 
 
@@ -403,7 +403,7 @@ class Tiers:
         return copy
 
     def _read(self, block: int, key: bytes, slot: int, arrived: Callable[[bool], None]) -> Callable[[bool], None]:
-        """What follows when a block has come from the disk to the host: its way to the device."""
+        """The second part of a load from the disk: from the host to the device."""
         era = self._era
 
         def done(ok: bool) -> None:

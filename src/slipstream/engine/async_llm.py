@@ -10,8 +10,8 @@ cancels the request.
 If the engine process dies, requests in flight raise EngineDeadError at once, and the engine starts again (`core_client`).
 
 Nothing is awaited between a request's registration and its Add, nor between its end and its Abort, so a cancelled consumer
-leaves nothing behind. What a step brings is handed to all its requests (`Sink`) as the message is read: the server writes at
-once, `generate` wakes its consumer.
+leaves nothing behind. The outputs of a step are passed to the sinks of all its requests as the message is read. The server
+writes them at once. `generate` wakes its consumer.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineDeadError, EngineError, SlipstreamError, as_error
 from slipstream.hub import resolve_model
 from slipstream.outputs import RequestOutput, Vectors
+from slipstream.plan.hardware import is_stopped
 from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.stats import CanaryResult, EngineStats
@@ -124,6 +125,7 @@ class AsyncLLM:
         self.adapters: dict[str, LoRARequest] = {}  # that are served by name; the core says which
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps = 0
+        self._processes: tuple[int, ...] = ()
         self._cache_watchers: list[Callable[[CacheNews], None]] = []
 
     @classmethod
@@ -205,11 +207,11 @@ class AsyncLLM:
         reserve: Reserve | None = None,
         answer_token_ids: Sequence[int] = (),
     ) -> Callable[[], None]:
-        """`generate` for who is told rather than asks: what is new goes to `sink`. Returns what cancels the request, which does
-        nothing once it has ended. Errors before the request is queued are raised, those of `reserve` too: it is told the
-        numbers of tokens that are computed for the prompt, and of the longest answer.
+        """`generate` with a callback instead of an iterator: new output is passed to `sink`. Returns a function that cancels
+        the request; it does nothing once the request has ended. Errors before the request is queued are raised here. So are
+        those of `reserve`, which gets the number of prompt tokens to compute and the longest answer's number of tokens.
 
-        An answer that began elsewhere goes on behind `answer_token_ids`; `sink` is told of these before this returns."""
+        `answer_token_ids` continues an answer that another engine began. `sink` gets these tokens before this returns."""
 
         def prepare() -> PreparedRequest:
             return self._input.prepare(
@@ -376,6 +378,10 @@ class AsyncLLM:
             return Health(False, self._core.down_reason or "the engine process is down")
         if self.is_sleeping:
             return Health(True)  # a wake-up is silent for as long as a start takes
+        for i, pid in enumerate(self._processes):
+            if is_stopped(pid):
+                whose = f"the engine's rank {i - 1}" if i else "the engine process"
+                return Health(False, f"{whose} is stopped, and goes on with SIGCONT (process {pid})")
         now = time.monotonic()
         silence, stall = now - self._last_heard, now - self._last_progress
         if silence > STALL_S:
@@ -460,7 +466,7 @@ class AsyncLLM:
         log_canary(self.canary)
         self._input = InputProcessor.for_model(self.description, self.config, self.tokenizer, ids=self._ids, in_process=False)
         self._last_heard = self._last_progress = time.monotonic()
-        self._num_steps, self.is_sleeping = 0, False
+        self._num_steps, self.is_sleeping, self._processes = 0, False, ready.processes
         self.adapters = {request.name: request for request in ready.adapters}
         if self._cache_watchers:
             self._watch_cache()

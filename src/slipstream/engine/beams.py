@@ -16,7 +16,7 @@ beam's sum. A group looks at its best candidate, ended or not, to see whether it
 
 A beam is a request whose next token the search chooses (`EngineRequest.beam_of`). Where two beams go on from one, the second
 takes the place of one that ends: it shares the blocks, and copies the last when both write there (`Scheduler.go_on`). So the
-prompt is computed once, no token twice, and what a step tells the worker does not grow with the prompt.
+prompt is computed once, no token twice, and the message of a step to the worker does not grow with the prompt.
 """
 
 from __future__ import annotations
@@ -365,7 +365,7 @@ class BeamSearches:
 
 
 def _along(values: npt.NDArray[Any], which: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    """Of each row of `values` those that its row of `which` says."""
+    """For each row, the entries of `values` at the indices in the same row of `which`."""
     return values[np.arange(len(values))[:, None], which]
 
 

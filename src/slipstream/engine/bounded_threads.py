@@ -1,8 +1,7 @@
-"""Calls of a library that may take for ever, in threads that nobody else then waits for.
+"""Runs library calls that may never return, in threads of their own with a time limit.
 
-A thread can't be ended. One whose call takes longer than it may is given up: its caller is told, its place is another's, and
-what it gives later is thrown away. It goes on using a core, so there are few of them: beyond `most_stuck` new calls are
-refused until one has ended.
+A thread can't be killed. When a call exceeds its limit, its caller gets an error, its place in the pool is free, and its later
+result is dropped. The thread still uses a core. So beyond `most_stuck` such threads, new calls are refused until one ends.
 """
 
 from __future__ import annotations

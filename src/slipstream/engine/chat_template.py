@@ -52,7 +52,7 @@ _FILTERS = frozenset((
 _NO_METHODS = frozenset({"translate", "format_map", "encode", "expandtabs", "maketrans", "to_bytes"})
 
 
-class _TooMuch(Exception):  # noqa: N818 - the template is at fault, and hears so
+class _TooMuch(Exception):  # noqa: N818 - raised inside the template, which is at fault
     pass
 
 

@@ -1,13 +1,13 @@
-"""A process's way to an engine core in another process: the link, and who restarts what died.
+"""The connection to an engine core in another process, and its restart after a crash.
 
 A `Link` is our end of a socket to a core. A `ChildLink` is one to a core that we started. A `CoreClient` keeps one link up:
 
-    1. `adopt` waits until the core is ready.
-    2. Its messages go to the owner as they come.
-    3. When the core dies, the owner is told, and another link is opened. A start that fails is tried again after a growing
-       pause.
-    4. It stays down after more than `MAX_FAST_DEATHS` deaths and failed starts in a row, or at once if a setting or the model
-       is at fault.
+1. `adopt` waits until the core is ready.
+2. Its messages go to the owner as they come.
+3. When the core dies, the owner gets a callback, and another link is opened. A start that fails is tried again after a growing
+   pause.
+4. It stays down after more than `MAX_FAST_DEATHS` deaths and failed starts in a row, or at once if a setting or the model is at
+   fault.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_FAST_DEATHS = 3
 MAX_RESTART_PAUSE_S = 30.0
 
 LOOK_S = 0.2
-"""How often to look whether the core has ended, which no message tells."""
+"""How often to check whether the core has ended: no message reports that."""
 
 _SOCKET_PATH_BYTES = 103
 """The longest path of a Unix socket that every system takes: macOS has 104 bytes with the final zero, Linux 108."""
@@ -55,7 +55,7 @@ class Link(ABC):
         self._decoder: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Future[None] | None = None  # of who waits in `receive`
-        self._look: asyncio.TimerHandle | None = None  # for a death that nothing tells
+        self._look: asyncio.TimerHandle | None = None  # detects a death that no message reports
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         try:
             self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -72,8 +72,8 @@ class Link(ABC):
         """How the core ended; None while it runs."""
 
     def send(self, message: ToChild) -> bool:
-        """Queue a message without waiting; the queue has no bound. False if the core is not connected: not yet, or no more,
-        which `receive` will say."""
+        """Queue a message without waiting; the queue has no bound. False if the core is not connected yet, or not any more;
+        `receive` then raises."""
         try:
             self._socket.send(self._encoder.encode(message), self._zmq.NOBLOCK)
             sent = True
@@ -87,8 +87,8 @@ class Link(ABC):
     async def receive(self) -> ToParent:
         """The next message. EngineDeadError when the core has ended and all its messages were read. One task waits at a time.
 
-        The socket's descriptor tells only of what came since the last look, so it is waited for when a look has found nothing.
-        That costs a future a message; pyzmq's own coroutines cost some ten, which is felt once a step.
+        The socket's descriptor reports only messages that came after the last read. So we wait for it only after a read found
+        nothing. A message costs one future. With pyzmq's own coroutines it costs some ten, in every step.
         """
         await asyncio.sleep(0)  # what the message before brought is written first, however many wait
         while (data := self._take()) is None:
@@ -113,7 +113,7 @@ class Link(ABC):
             return None
 
     def _wake(self) -> None:
-        if self._news is None:  # take the signal, or the loop would turn until somebody receives
+        if self._news is None:  # take the signal, or the loop would spin until `receive` is called
             self._socket.getsockopt(self._zmq.EVENTS)
         elif not self._news.done():
             self._news.set_result(None)
@@ -151,7 +151,8 @@ class ChildLink(Link):
 
     @classmethod
     async def start(cls, args: EngineArgs) -> ChildLink:
-        """Start the process and send the first message as soon as it has connected. If it ended instead, `receive` says so."""
+        """Start the process and send the first message as soon as it has connected. If the process ended before, `receive`
+        raises."""
         child = cls()
         try:
             while not child.send(Start(args)) and child.process.poll() is None:
@@ -159,7 +160,7 @@ class ChildLink(Link):
         except BaseException:
             await child.end(at_once=True)
             raise
-        child._folder.remove()  # both ends are open: nobody looks for the socket's name again
+        child._folder.remove()  # both ends are open: the socket's name is not needed any more
         return child
 
     def death(self) -> EngineDeadError | None:
@@ -192,7 +193,8 @@ def restart_pause(deaths: int, error: Exception) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class CoreSource:
-    """Where a core comes from. `id_prefix` begins the ids of requests, which several processes send to one core."""
+    """The way to get a link to a core: `connect`. `id_prefix` begins the ids of requests, so that several processes can use one
+    core."""
 
     connect: Callable[[], Awaitable[Link]]
     pause: Callable[[int, Exception], float | None] = restart_pause

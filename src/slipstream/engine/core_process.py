@@ -1,6 +1,6 @@
 """The engine core in its own process: `python -m slipstream.engine.core_process ADDRESS`.
 
-HTTP, tokenising and detokenising then never delay a step, and if the engine crashes the server is still there to say so.
+HTTP, tokenising and detokenising never delay a step. If the engine crashes, the server survives and answers with an error.
 Messages are msgpack over a ZeroMQ pair on a Unix socket, in a folder that only this user can enter. The child ends when its
 standard input closes, so it never outlives its parent.
 
@@ -8,8 +8,8 @@ Parent to child: Start, Add, AddTexts, AddBeams, Abort, GetStats, Sleep, WakeUp,
 Attach, Detach, Stop. Child to parent: Phase, Ready, Outputs, Rejected, Stats, Answered, AdaptersChanged, CacheNews, Failed.
 
 Front ends have a pair of their own, by a number: the parent attaches them. They send Add, AddTexts, AddBeams, Abort, GetStats,
-Sleep, WakeUp, LoadAdapter, UnloadAdapter and WatchCache. They are sent Ready, AdaptersChanged, and then what belongs to their
-own requests, one message a step. Ids of requests are unique over all of them.
+Sleep, WakeUp, LoadAdapter, UnloadAdapter and WatchCache. They get Ready, AdaptersChanged, and the outputs of their own requests
+in one message a step. Ids of requests are unique over all of them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class WakeUp(msgspec.Struct, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
-    """Serve the adapter in the folder `path` by this name. Answered is the answer; all are told by AdaptersChanged before."""
+    """Serve the adapter in the folder `path` by this name. The reply is Answered. Before it, all front ends get
+    AdaptersChanged."""
 
     name: str
     path: str
@@ -146,6 +147,7 @@ class Ready(Started, tag=True):
     """After the start, and after each time that it woke up."""
 
     adapters: list[LoRARequest] = msgspec.field(default_factory=list)
+    processes: tuple[int, ...] = ()  # the ids of the engine's process and of its ranks on this host
 
 
 class AdaptersChanged(msgspec.Struct, tag=True):
@@ -155,7 +157,7 @@ class AdaptersChanged(msgspec.Struct, tag=True):
 
 
 class Outputs(msgspec.Struct, tag=True, gc=False):
-    """The news of a step. Of most requests they are one token and nothing else: these come first, as two arrays."""
+    """The outputs of a step. Most requests have one token and nothing else: these come first, as two arrays."""
 
     request_ids: list[str] = []
     token_ids: bytes = b""  # int32 in the machine's order, one for each of `request_ids`
@@ -201,7 +203,7 @@ class Stats(msgspec.Struct, tag=True):
 
 
 class Answered(msgspec.Struct, tag=True):
-    """It was done as asked; or why not."""
+    """The reply to a command: done, or the error."""
 
     ticket: int
     error: str = ""
@@ -210,8 +212,8 @@ class Answered(msgspec.Struct, tag=True):
 
 
 class CacheNews(msgspec.Struct, tag=True):
-    """What the prefix cache holds. Keys are those of `core.prefix_cache`, one behind the other; of a model with several groups
-    of layers the first group's stand for all. News have numbers without gaps; after a gap everything is told anew (`whole`)."""
+    """Changes of the prefix cache. Keys are those of `core.prefix_cache`, concatenated. Of a model with several KV groups, only
+    the first group's keys are sent. Messages are numbered; after a gap the whole content is sent again (`whole`)."""
 
     number: int
     block_size: int
@@ -242,7 +244,7 @@ class CoreProcess:
         self._decoder = msgspec.msgpack.Decoder(ToChild)
         self._core: EngineCore | None = None  # while it is awake
         self._asleep: Asleep | None = None  # while it is not
-        self._to_sleep: list[tuple[int, Sleep]] = []  # who asked for it
+        self._to_sleep: list[tuple[int, Sleep]] = []  # the front ends that sent it
         self._to_wake: list[tuple[int, WakeUp]] = []
         self._adapters: dict[str, LoRARequest] = {}  # that are served by name
         self._cache_watchers: set[int] = set()
@@ -258,13 +260,13 @@ class CoreProcess:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 2000)
         if number != PARENT:
-            socket.setsockopt(zmq.RECONNECT_IVL, -1)  # it listens already; if it has died meanwhile, nobody will
+            socket.setsockopt(zmq.RECONNECT_IVL, -1)  # it listens already; if it has died meanwhile, no process will
         socket.connect(address)
         self._sockets[number] = socket
         self._poller.register(socket, zmq.POLLIN)
 
     def run(self) -> int:
-        """Serve until told to stop. Returns the exit code: 0, or 1 after a failure that was reported."""
+        """Serve until a Stop message. Returns the exit code: 0, or 1 after a failure that was reported."""
         try:
             start = self._receive(PARENT)
             if not isinstance(start, Start):
@@ -301,6 +303,7 @@ class CoreProcess:
         executor = core.executor
         self._ready = Ready(core.config.device.info, core.ledger, executor.phases, executor.tiles, executor.canary)
         self._ready.adapters = list(self._adapters.values())
+        self._ready.processes = (os.getpid(), *executor.processes)
         self._send_all(self._ready)
         if self._cache_watchers:
             core.listen_to_cache(on=True)
@@ -332,7 +335,7 @@ class CoreProcess:
         return True
 
     def _sleep(self, args: EngineArgs) -> bool:
-        """Sleep as it was asked to. True when it was woken, False to stop."""
+        """Sleep at the level of the request. Returns True after a WakeUp, False after a Stop."""
         from slipstream.engine.engine_core import Asleep
 
         assert self._core is not None

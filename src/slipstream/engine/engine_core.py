@@ -56,8 +56,8 @@ COMPILING_S = 0.001
 
 
 LAST_BLOCKS = 128
-"""So many blocks are stored before the last answer is given. For more it would wait: of a prompt of 32,000 tokens a thousand
-are left, which take the host some 5 ms."""
+"""At most so many blocks are stored before the last answer is returned, so that it does not wait for the rest. A prompt of
+32,000 tokens leaves a thousand blocks, which take the host some 5 ms."""
 
 FLUSH_S = 10.0
 """So long an end waits for blocks that are not stored yet."""
@@ -65,7 +65,7 @@ FLUSH_S = 10.0
 
 class EngineCore:
     def __init__(self, executor: Executor, load_tokenizer: Callable[[], Tokenizer | None] = lambda: None) -> None:
-        """`load_tokenizer` is asked once, when the first grammar comes."""
+        """`load_tokenizer` is called once, for the first grammar."""
         self.executor = executor
         self.description, self.config, self.ledger = executor.description, executor.config, executor.ledger
         scheduling, cache, longest = self.config.scheduling, self.config.cache, self.config.model.max_model_len
@@ -102,11 +102,11 @@ class EngineCore:
         self._launched_at: deque[float] = deque()  # of those in flight
         self._step_s = 0.0
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
-        self._adapter_roots: dict[str, bytes] = {}  # by name, of those that requests had since somebody listened
+        self._adapter_roots: dict[str, bytes] = {}  # by name, of those that requests had since the first listener
 
     @classmethod
     def build(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> EngineCore:
-        """Find the model and the device, resolve the settings, load. `progress` is told each phase as it begins."""
+        """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins."""
         executor: Executor
         if args.cpu_layers is not None:
             from slipstream.worker.process_executor import settled
@@ -118,6 +118,11 @@ class EngineCore:
             executor = ProcessExecutor.build(args, progress=progress)
         else:
             executor = LocalExecutor.build(args, progress=progress)
+        return cls.of(executor, args)
+
+    @classmethod
+    def of(cls, executor: Executor, args: EngineArgs) -> EngineCore:
+        """The core of an executor that was made by `args`."""
         description = executor.description  # a compilation that is stuck holds what loads the tokenizer, and no weights
         return cls(executor, lambda: load_tokenizer(args, description))
 
@@ -144,7 +149,7 @@ class EngineCore:
         return b"".join([key for key in keys if len(key) == KEY_BYTES])
 
     def cache_changes(self) -> tuple[bytes, bytes] | None:
-        """Keys that came, and keys that went, since it was last asked; None: nothing changed."""
+        """Keys added and keys removed since the last call; None if nothing changed."""
         changes = self.scheduler.pool.changes if isinstance(self.scheduler, Scheduler) else None
         if not changes:
             return None
@@ -236,12 +241,12 @@ class EngineCore:
                     self._unplaced.remove(request)
                     self._num_overtakes += request.parent is None
                     continue
-            except SlipstreamError:  # the queue is full; else it is told when the request is the first
+            except SlipstreamError:  # the queue is full; another error is raised when the request is the first
                 pass
             staying.add(request.request_id)
 
     def _adapter_key(self, lora: LoRARequest) -> str:
-        """Load the adapter, if it is not there, and say what tells it from others. Those that queued requests have stay."""
+        """Load the adapter if it is not loaded, and return its identity. Those that queued requests have stay."""
         assert isinstance(self.scheduler, Scheduler)
         return f"{lora.path}:{self.executor.load_adapter(lora, self.scheduler.requests.adapters_in_use)}"
 
@@ -427,9 +432,7 @@ class EngineCore:
     @property
     def release_gpu(self) -> Callable[[], None] | None:
         """Gives back what this process holds of a GPU and no longer uses, if its model is on one."""
-        if isinstance(self.executor, LocalExecutor) and self.config.device.info.is_cuda:
-            return self.executor.runner.platform.release_unused
-        return None
+        return self.executor.release_unused if self.config.device.info.is_cuda else None
 
     @property
     def can_step(self) -> bool:
@@ -477,21 +480,14 @@ class EngineCore:
 
 
 class Asleep:
-    """What is left of a core that gave memory back: at level 1 the weights, at level 2 nothing. Who owns the core makes this,
-    lets go of the core, and calls `free`; `wake` makes another. RequestError if the level can't be had."""
+    """A core that sleeps. At level 1 it keeps the weights, at level 2 nothing. The core's owner makes this, drops its
+    reference to the core, and calls `free`. `wake` makes a new core. RequestError if the level is not supported."""
 
     def __init__(self, core: EngineCore, args: EngineArgs, level: int) -> None:
         self.check(core, level)
-        executor = core.executor
-        self._args, self.level, self._canary = args, level, executor.canary
-        self._runner = self._release = None
-        if isinstance(executor, LocalExecutor):
-            core.shutdown()
-            self._release = executor.runner.platform.release_unused
-            executor.runner.release()
-            self._runner = executor.runner if level == 1 else None
-        else:
-            executor.shutdown()
+        core.flush()
+        self._args, self.level, self._release = args, level, core.executor.release_unused
+        self._executor = core.executor.sleep(level)
 
     @staticmethod
     def check(core: EngineCore, level: int) -> None:
@@ -510,17 +506,13 @@ class Asleep:
 
     def wake(self) -> EngineCore:
         """The core as it was, without requests and cached prefixes."""
-        runner, args = self._runner, self._args
-        if runner is None:
-            return EngineCore.build(args)
-        description = runner.model.description
-        executor = LocalExecutor(runner.config, description, runner)
-        executor.canary = self._canary
-        return EngineCore(executor, lambda: load_tokenizer(args, description))
+        if self._executor is None:
+            return EngineCore.build(self._args)
+        return EngineCore.of(self._executor(), self._args)
 
 
 def collect_and_release(release: Callable[[], None] | None) -> None:
-    """Give back the memory of an engine that nobody refers to any more; its parts know each other."""
+    """Free the memory of an engine without references. Its parts refer to each other, so a garbage collection is needed."""
     gc.collect()
     if release is not None:
         release()

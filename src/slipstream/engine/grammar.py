@@ -255,7 +255,7 @@ class GrammarState:
         return self.finish_mask(into)
 
     def finish_mask(self, into: Bits) -> bool:
-        """What the grammar itself does not know: which end tokens count."""
+        """Which end tokens may end the answer: the grammar has no rule for them."""
         self._check()
         accepts = self._matcher.is_accepting()
         for token in self._never:
@@ -359,7 +359,7 @@ def _is_empty(mask: Bits) -> bool:
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer."""
+    """The interface that llguidance needs of a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, num_rows: int, ends: Sequence[int]) -> None:
         self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_token_id
@@ -383,7 +383,7 @@ def _counts(params: StructuredOutputsParams) -> Counts | None:
 
 
 class Grammars:
-    """The grammars of an engine core's requests. `load` gives the tokenizer; it is asked once, when the first grammar comes.
+    """The grammars of an engine core's requests. `load` returns the tokenizer; it is called once, for the first grammar.
     `num_rows`: of the model's embedding; `ends`: the tokens that end an answer of this model."""
 
     def __init__(self, load: Callable[[], Tokenizer | None], num_rows: int, ends: Callable[[Tokenizer], Sequence[int]]) -> None:
@@ -400,8 +400,8 @@ class Grammars:
         self._states: dict[str, GrammarState] = {}
 
     def begin(self, request: EngineRequest) -> bool:
-        """Compile the request's grammar. Whether it is ready; else `compiled` says when it is. EngineOverloadedError if too
-        many compilations are stuck."""
+        """Compile the request's grammar. Returns True if it is ready; otherwise `compiled` is called once it is.
+        EngineOverloadedError if too many compilations are stuck."""
         params = request.sampling.structured_outputs
         assert params is not None
         ready = self._compiled.get(params)

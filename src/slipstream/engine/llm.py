@@ -128,7 +128,7 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> Self:
-        """The same from settings that are together already. `progress` is told each phase of the start as it begins."""
+        """The same, from a complete set of settings. `progress` is called with each phase of the start as it begins."""
         llm = cls.__new__(cls)
         llm._start(args, progress)
         return llm
@@ -144,7 +144,7 @@ class LLM:
         self._core.grammars.load = lambda: self.tokenizer
         self._input = InputProcessor.for_model(self._core.description, self._core.config, self.tokenizer)
         self._output = OutputProcessor(self.tokenizer)
-        self._turn = threading.Lock()  # whoever holds it steps the engine
+        self._turn = threading.Lock()  # the thread that holds it steps the engine
 
     @property
     def core(self) -> EngineCore:
@@ -168,7 +168,7 @@ class LLM:
 
     @property
     def canary(self) -> CanaryResult | None:
-        """What the checkpoint's canary said at the start; None if there is none or it was not asked."""
+        """The result of the checkpoint's canary at the start; None if there is none or it did not run."""
         return self.core.executor.canary
 
     def stats(self) -> EngineStats:
@@ -372,7 +372,7 @@ class LLM:
         progress: bool = True,
         use_tqdm: bool | None = None,
     ) -> list[EncodingOutput]:
-        """What the model says of each text, as an array: the vector of `embed`, or a classifier's scores of its labels, before
+        """The model's output for each text, as an array: the vector of `embed`, or a classifier's scores of its labels, before
         they become probabilities. `pooling_task` ("embed", "classify" or "score") is checked against the model."""
         prompts = _listed(prompts)
         check_task(self.core.description, pooling_task)

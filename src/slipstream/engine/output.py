@@ -1,8 +1,8 @@
 """Turns the engine's tokens back into text.
 
-`OutputProcessor` makes `RequestOutput` deltas of the engine's outputs: text, stop strings, finish reasons, log-probabilities.
-A `Sink` may be told of a token without such a delta. `merge` puts deltas together: the complete answer is the stream,
-collected. No torch.
+`OutputProcessor` makes `RequestOutput` deltas of the engine's outputs: text, stop strings, finish reasons, log-probabilities. A
+`Sink` may get a single token without a delta. `merge` joins deltas, so the complete answer equals the collected stream. No
+torch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs, Requ
 from slipstream.types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs, TokenOutput
 
 OnToken: TypeAlias = Callable[[int, str, float], None]
-"""Is told of a token: its id, the text that it lets out, and when it came (time.monotonic())."""
+"""Called with a token: its id, the text that is complete with it, and its arrival time (time.monotonic())."""
 
 
 class Sink(Protocol):
-    """Who is told what is new of a request. Its methods are called as the engine's message is read: none may wait or raise."""
+    """Receives the new output of a request. Its methods are called while the engine's message is read, so they must not block
+    or raise."""
 
     @property
     def on_token(self) -> OnToken | None:
-        """If there is one, it may be told of tokens between the first and the last, instead of `put`."""
+        """If set, it may be called for tokens between the first and the last, instead of `put`."""
 
     def put(self, delta: RequestOutput) -> None: ...
     def fail(self, error: Exception) -> None:
@@ -41,7 +42,7 @@ class Sink(Protocol):
 class _Choice:
     index: int
     detokenizer: IncrementalDetokenizer | None
-    can_wait: bool  # no stop string or log-probability is asked for
+    can_wait: bool  # the request has no stop string and no log-probabilities
     waiting: list[int] = field(default_factory=list)  # tokens not yet processed
     num_drafted: int = 0  # for them, and how many of them are accepted drafts
     num_accepted: int = 0
@@ -72,7 +73,7 @@ class OutputProcessor:
         return len(self._states)
 
     def add(self, request: PreparedRequest, on_token: OnToken | None = None) -> None:
-        """`on_token` may be told of tokens between the first and the last instead of getting a delta."""
+        """`on_token` may be called for tokens between the first and the last, in the place of a delta."""
         if request.request_id in self._states:
             raise RequestError(f"request_id {request.request_id!r} is in use; choose another", field="request_id")
         can_wait = not request.sampling.stop and request.sampling.logprobs is None
@@ -104,7 +105,8 @@ class OutputProcessor:
     def take(
         self, request_ids: Sequence[str], token_ids: bytes, outputs: Sequence[TokenOutput]
     ) -> tuple[list[RequestOutput], list[str]]:
-        """`process` of the step's single tokens, then of its other outputs. Who has an `on_token` is told of the former."""
+        """`process` of the step's single tokens, then of its other outputs. The former go to `on_token`, where a request has
+        one."""
         now, plain, others = time.monotonic(), self._plain, []
         for request_id, token in zip(request_ids, array("i", token_ids), strict=True):
             known = plain.get(request_id)

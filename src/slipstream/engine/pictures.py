@@ -1,9 +1,10 @@
-"""From pictures to what the engine takes: decoded within bounds, scaled and cut as the model's image processor does it, hashed.
+"""Prepares pictures for the engine: decodes them within bounds, scales and cuts them as the model's image processor does, and
+hashes them.
 
     source (bytes, a PIL image, an array) ── opened ──> RGB ── pieces ──> uint8 pixels with their key, and the text that
                                                                             stands for the picture in a prompt
 
-Pillow and NumPy alone. Pictures are prepared in a pool of threads: decoding and scaling let go of Python's lock. Pixels stay
+Pillow and NumPy alone. Pictures are prepared in a pool of threads: decoding and scaling release Python's lock. Pixels stay
 bytes until the worker has them; it rescales and normalises them, as `ImageProcessing` says.
 """
 

@@ -1,4 +1,4 @@
-"""Embeddings and scores of texts: what is asked of the model, and what is made of its answer. No torch.
+"""Embeddings and scores of texts: the model's inputs, and the conversion of its outputs. No torch.
 
 A call's texts are one request and one array, to the end. Documents are ranked for a query in one of two ways:
 
@@ -53,7 +53,7 @@ class TextsAnswer:
         self.finished = False
 
     def take(self, output: VectorOutput) -> Vectors:
-        """The vectors that `output` brings. EngineError if the engine failed, or ended the request before its time."""
+        """The vectors of `output`. EngineError if the engine failed, or ended the request before its time."""
         if output.num_texts:
             self._parts.append((output.first_text, output.vectors))
         if output.finish_reason is not None:
@@ -107,7 +107,7 @@ def encoded(vectors: Vectors) -> list[EncodingOutput]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodingOutput:
-    """What the model says of a text: its vector, or a classifier's scores before they become probabilities. float32."""
+    """The model's output for a text: its vector, or a classifier's scores before they become probabilities. float32."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -120,7 +120,7 @@ class EncodingOutput:
 
 
 def rerank_texts(model: ModelDescription, query: str, documents: Sequence[str]) -> list[Prompt | tuple[str, str]]:
-    """What is asked of the model: a pair for each document, or the query and the documents."""
+    """The model's inputs: a pair for each document, or the query and the documents."""
     if isinstance(documents, str):  # a sequence of letters
         raise RequestError("documents is a string; give a list of them", field="documents")
     if not documents:
@@ -129,7 +129,7 @@ def rerank_texts(model: ModelDescription, query: str, documents: Sequence[str]) 
 
 
 def score_texts(model: ModelDescription, first: Sequence[str], second: Sequence[str]) -> list[Prompt | tuple[str, str]]:
-    """What is asked of the model to score first[i] with second[i]; `first` may be one text for all."""
+    """The model's inputs to score first[i] with second[i]; `first` may be one text for all."""
     classifier = model.spec.classifier
     if not second:
         raise RequestError("there is nothing to score; give at least one text on each side", field="data_2")

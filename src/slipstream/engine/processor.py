@@ -1,8 +1,7 @@
-"""From what a user asks to what the engine runs.
+"""Turns a user's request into engine requests.
 
-`InputProcessor` turns a prompt and its SamplingParams into engine requests, and rejects what could not work, before anything is
-queued. A prompt's tokens are from `prompts.py`, and a call's texts go through `texts.py`. The way back is `output.py`. No
-torch.
+`InputProcessor` checks a prompt and its SamplingParams, and rejects what could not work before anything is queued. `prompts.py`
+tokenises prompts, `texts.py` prepares the texts of embedding calls. `output.py` converts the other way. No torch.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ async def beside(work: Callable[[], _T], num_characters: int) -> _T:
     """What `work` gives, which renders or tokenises so many characters. Other requests' tokens don't wait for much of it."""
     if num_characters <= INLINE_CHARS:
         return work()
-    import asyncio  # whoever awaits has it
+    import asyncio  # a caller that awaits has imported it
 
     return await asyncio.to_thread(work)
 
@@ -68,7 +67,7 @@ class PreparedRequest:
     prompt: str | None
     sampling: SamplingParams
     engine_requests: tuple[EngineRequest, ...]
-    hides_logprobs: bool = False  # nobody asked for the answers' log-probabilities
+    hides_logprobs: bool = False  # the request has no log-probabilities of answers
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""From a prompt to its tokens: text, token ids, pictures. What can't be a prompt of this model is a RequestError. No torch."""
+"""Tokenises prompts: text, token ids, pictures. A prompt that this model can't take is a RequestError. No torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What samplers are given by name, as the engine takes it: DRY's sequence breakers as tokens, functions by importable names.
-No torch."""
+"""Converts sampling parameters for the engine: DRY's sequence breakers to tokens, names of functions to the functions. No
+torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Breakers:
         if not sampling.takes("dry") or not texts:
             return sampling
         if self._tokenizer is None:
-            if texts == SEQUENCE_BREAKERS:  # the default, which nobody asked for
+            if texts == SEQUENCE_BREAKERS:  # the default: not set by the request
                 return sampling
             message = "dry_sequence_breakers need a tokenizer (skip_tokenizer_init is set); pass dry_breaker_token_ids"
             raise RequestError(message, field="dry_sequence_breakers")

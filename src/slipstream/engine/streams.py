@@ -1,4 +1,4 @@
-"""Who waits for what the engine process says: one consumer of a request's deltas, and the caller of a call's texts."""
+"""Consumers of the engine process's outputs: of a request's deltas, and of the vectors of one call's texts."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ KNOWN = _STRUCTURE | _VALUES | _WORDS | _LISTED | _COMBINED
 class Counts(enum.Enum):
     """Inside which strings of a schema only their length counts."""
 
-    BOUNDED = "those that have a maxLength"  # others may be names of properties, which are told apart
+    BOUNDED = "those that have a maxLength"  # others may be names of properties, which must stay distinct
     ALL = "all"
 
 
@@ -158,7 +158,7 @@ def _characters(text: bytes) -> int:
 
 
 class _Own:
-    """What llguidance asks of a tokenizer."""
+    """The interface that llguidance needs of a tokenizer."""
 
     eos_token_id, bos_token_id, special_token_ids = 0, None, (0,)
 
@@ -177,7 +177,7 @@ class StringLengths:
         self.may_be_inside = False  # a string
         self._is_inside = False  # the last mask was found here, and nothing was accepted since
         self._spelled: list[int] = []  # of each token of the answer, in how many tokens
-        self._pending: list[int] = []  # tokens that the matcher has not taken in, since no mask was asked of it
+        self._pending: list[int] = []  # tokens that the matcher has not taken in, since no mask was needed
 
     def expand(self, own: Bits) -> Bits | None:
         """The mask of the model's vocabulary that follows from the matcher's; None if none does."""

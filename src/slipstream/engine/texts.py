@@ -1,5 +1,4 @@
-"""From the texts of one call, of which vectors or scores are wanted, to one request. What is made of its answer is in
-`pooled.py`. No torch."""
+"""Turns the texts of one call for vectors or scores into one request. `pooled.py` converts its output. No torch."""
 
 from __future__ import annotations
 

@@ -128,8 +128,8 @@ class Tokenizer:
     # --- Text and tokens ----------------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Special tokens written out in the text count as such. What they already say is not said twice: a text from a
-        chat template that begins with the beginning-of-sequence token gets no second one."""
+        """Special tokens written out in the text count as such. None is added twice: a text from a chat template that begins
+        with the beginning-of-sequence token gets no second one."""
         ids = self._checked(self._encoded([text], add_special_tokens=False)[0].ids)
         return self._surrounded(ids) if add_special_tokens else ids
 
@@ -250,10 +250,10 @@ class Tokenizer:
         tokenize: bool = False,
         **variables: Any,
     ) -> str:
-        """The conversation as the model wants to see it. A message's content is a text, or a list of parts, of the types text
-        and image; the template gets what it can read. RequestError (field "messages") says what the template refused.
-        `tools` choose the template named tool_use, where there is one; `chat_template` is one to take in the model's
-        place. With `continue_final_message` the text ends with the last message's, for the model to go on with it."""
+        """The conversation in the model's chat format. A message's content is a text, or a list of parts, of the types text and
+        image; the template gets what it can read. RequestError (field "messages") says what the template refused. `tools`
+        choose the template named tool_use, where there is one; `chat_template` is one to take in the model's place. With
+        `continue_final_message` the text ends with the last message's, for the model to go on with it."""
         if tokenize:
             message = "apply_chat_template gives text; encode(text, add_special_tokens=False) gives its tokens"
             raise RequestError(message, field="tokenize")

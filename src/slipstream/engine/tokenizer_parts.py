@@ -1,4 +1,5 @@
-"""What the readers of tokenizer files give (`tokenizer_folder.py`, `gguf_tokenizer.py`), and what a stranger's file may do.
+"""The result of the readers of tokenizer files (`tokenizer_folder.py`, `gguf_tokenizer.py`), and the limits of an untrusted
+file.
 
 Splitting and merging run in a library without limits of its own. Four things bound it:
 

@@ -40,7 +40,7 @@ Choice = Literal["auto", "none", "required"]
 
 
 class Tokenizer(Protocol):
-    """What grammars ask of one."""
+    """What grammars need of a tokenizer."""
 
     @property
     def special_ids(self) -> Collection[int]: ...
@@ -245,7 +245,7 @@ def call_id() -> str:
 
 
 def message_of(events: Iterable[Event]) -> ChatMessage:
-    """What a whole answer's events say."""
+    """The message of a complete answer's events."""
     content, reasoning, calls = list[str](), list[str](), list[tuple[str, list[str]]]()
     for event in events:
         match event:

@@ -1,9 +1,9 @@
-"""How many replicas are wanted: observations in, a number out.
+"""Decides how many replicas are wanted: observations in, a number out.
 
 Every few seconds (`interval_s`):
 
 1. The load a cold start ahead is forecast (`forecast.py`), as a bound that it stays below in `share` of the cases.
-2. What waits at the door or in queues is added, as if it were to be answered within a cold start.
+2. What waits at the gateway or in queues is added, as if it were to be answered within a cold start.
 3. The planner's table (`fleet/capacity.py`) says how many replicas carry that within the objectives.
 4. More are started at once. Fewer are wanted only when fewer were enough for `hold_s`, since a replica that is stopped and
    started again costs a cold start twice; and not before `LEARNING` decisions, while little is known of load and requests.
@@ -11,7 +11,7 @@ Every few seconds (`interval_s`):
    a dip that is chance must not end it.
 5. The bound follows what users got: it rises while fewer than `attainment` of the requests met the objectives, and sinks
    slowly while all of them do.
-6. Without requests for `idle_s` no replica is wanted if `min_replicas` is 0. The first that waits at the door wakes one.
+6. Without requests for `idle_s` no replica is wanted if `min_replicas` is 0. The first that waits at the gateway wakes one.
 
 A policy reads no clock and starts nothing: the same observations give the same numbers.
 """
@@ -39,7 +39,7 @@ class FleetObservation:
     num_arrivals: int
     num_finished: int = 0
     num_met: int = 0  # of them within the objectives
-    num_at_door: int = 0  # no replica has them
+    num_at_gateway: int = 0  # no replica has them
     num_running: int = 0
     num_waiting: int = 0  # in the replicas' queues
     num_ready: int = 0
@@ -53,7 +53,7 @@ class FleetObservation:
 
     @property
     def num_ongoing(self) -> int:
-        return self.num_at_door + self.num_running + self.num_waiting
+        return self.num_at_gateway + self.num_running + self.num_waiting
 
 
 class Policy(Protocol):
@@ -147,7 +147,7 @@ class Autoscaler:
         if limits.min_replicas == 0 and (self._last_request is None or seen.at - self._last_request >= limits.idle_s):
             self._wanted.clear()
             return 0
-        behind = max(0, seen.num_at_door + seen.num_waiting - usual)  # one that waits a moment on each is no queue
+        behind = max(0, seen.num_at_gateway + seen.num_waiting - usual)  # one that waits a moment on each is no queue
         late = behind / self._cold_start_s
         least = self.replicas_for(self._forecast.upper(self._share) + late)
         most = self.replicas_for(self._forecast.upper(min(MOST_SHARE, self._share + self._caution)) + late)

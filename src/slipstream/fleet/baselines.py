@@ -73,7 +73,7 @@ class Enova:
             for i in range(self.MINUTES)
         ]
         there = max(1, seen.num_ready)
-        if all(statistics.fmean(o.num_waiting + o.num_at_door for o in m) >= self.PENDING for m in minutes):
+        if all(statistics.fmean(o.num_waiting + o.num_at_gateway for o in m) >= self.PENDING for m in minutes):
             new = max(sum(o.num_arrivals for o in m) for m in minutes)
             answered = max(1, max(sum(o.num_finished for o in m) for m in minutes))
             return max(there, math.ceil(new / answered * there))

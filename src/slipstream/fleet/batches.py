@@ -1,4 +1,4 @@
-"""Room for lines of batches at a fleet's door: replicas without requests of clients (`server.batch_runner`)."""
+"""Room for lines of batches at a fleet's gateway: replicas without requests of clients (`server.batch_runner`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from slipstream.server.state import ServerState
 
 
 class FleetRoom:
-    """A request of a client that goes to a replica with lines has them sent back: they run again where there is room. While a
-    model has no replica, since nobody asks, one line wakes it."""
+    """When a client's request goes to a replica that runs lines, they are cancelled there and run again where there is room. If
+    a model is scaled to zero, one line starts a replica."""
 
     def __init__(self, members: Members, state: ServerState) -> None:
         self.members, self.state = members, state

@@ -1,4 +1,4 @@
-"""How many replicas carry a rate within the objectives, asked of the planner's simulator.
+"""How many replicas carry a rate within the objectives, by the planner's simulator.
 
 The simulator runs fleets of a few sizes behind the least-loaded router, under requests like those seen lately that come
 independently of each other; between sizes the rate of one replica is interpolated. More replicas carry more each: what is a
@@ -59,9 +59,9 @@ class FleetCapacity:
 
 
 class RecentCapacity:
-    """The capacity for requests like the last `RECENT` that ended, asked anew as they become known: after `FIRST_S`, and then
-    when the time since the start has doubled, up to `EVERY_S`. Until then for `prior`. A simulation takes a few seconds: who
-    calls `refresh` in a server does so in a thread."""
+    """The capacity for requests like the last `RECENT` that ended. It is simulated again after `FIRST_S`, and then whenever the
+    time since the start has doubled, at least every `EVERY_S`. Before that it is for `prior`. A simulation takes a few seconds,
+    so a server calls `refresh` in a thread."""
 
     RECENT, FEWEST, FIRST_S, EVERY_S = 2000, 100, 60.0, 600.0
 

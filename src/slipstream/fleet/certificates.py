@@ -1,7 +1,7 @@
-"""A certificate authority of the fleet's own, for mutual TLS between door and replicas (`tls: auto`).
+"""A certificate authority of the fleet's own, for mutual TLS between gateway and replicas (`tls: auto`).
 
-Door and replicas have a certificate each, which it signs and they ask of each other. The authority's key is forgotten as soon
-as both are signed, so nobody can make a third. Replicas are known by the name `replica`, whatever their address.
+It signs one certificate for the gateway and one for the replicas. The authority's key is forgotten as soon as both
+are signed, so nobody can make a third. Replicas are known by the name `replica`, whatever their address.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _DAYS = 3650  # as long as a fleet runs; it ends with its folder
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """PEM files: the authority, and the certificate with its key of door and replicas."""
+    """PEM files: the authority, and the certificate with its key of gateway and replicas."""
 
     ca: str
-    door: tuple[str, str]
+    gateway: tuple[str, str]
     replica: tuple[str, str]
 
     def context(self) -> ssl.SSLContext:
-        """For the door's connections to replicas."""
+        """For the gateway's connections to replicas."""
         try:
             context = ssl.create_default_context(cafile=self.ca)
-            context.load_cert_chain(*self.door)
+            context.load_cert_chain(*self.gateway)
         except OSError as error:
             raise ConfigError(f"the TLS files cannot be used: {error}", field="tls") from None
         return context
@@ -99,7 +99,7 @@ def make(folder: Path) -> Files:
     authority = ec.generate_private_key(ec.SECP256R1())
     ca = keep("ca.pem", sign("slipstream fleet", authority, "slipstream fleet", authority, is_ca=True))
     pairs = []
-    for name in ("door", "replica"):
+    for name in ("gateway", "replica"):
         key = ec.generate_private_key(ec.SECP256R1())
         pem = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

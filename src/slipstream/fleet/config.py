@@ -69,7 +69,7 @@ class Version(Spec, frozen=True, kw_only=True):
     name: Name
     model: str  # as `slipstream serve` takes it
     share: Share = 1.0  # of the model's requests, against its other versions
-    shadow: Annotated[float, Meta(ge=0, le=1)] = 0.0  # this share of requests is sent here, too; nobody reads the answers
+    shadow: Annotated[float, Meta(ge=0, le=1)] = 0.0  # this share of requests is sent here, too; the answers are dropped
     replicas: Count | Between = 1
     engine: dict[str, Any] = {}  # fields of EngineArgs
     server: dict[str, Any] = {}  # some fields of ServerSettings
@@ -89,7 +89,7 @@ class Objectives(Spec, frozen=True, kw_only=True):
 
 class Autoscale(Spec, frozen=True, kw_only=True):
     """The head changes the number of replicas between their `min` and `max`. With `min: 0`, requests that come while there is
-    none wait at the door: `max_waiting` of them, `wait_s` each."""
+    none wait at the gateway: `max_waiting` of them, `wait_s` each."""
 
     objectives: Objectives | None = None  # the fleet's
     interval_s: Seconds = 10.0  # between decisions
@@ -125,17 +125,17 @@ class Routing(Spec, frozen=True, kw_only=True):
     thrift: Annotated[float, Meta(ge=0)] = 1.5
     retries: Retries = Retries()
     hedging: Hedging | None = None
-    queue_s: Annotated[float, Meta(ge=0)] = 30.0  # how long a request waits at the door for a replica
+    queue_s: Annotated[float, Meta(ge=0)] = 30.0  # how long a request waits at the gateway for a replica
     slow_factor: Annotated[float, Meta(gt=1)] = 4.0  # a replica so many times slower than the others is taken out
     probe_s: Annotated[float, Meta(ge=0)] = 30.0  # between looks whether replicas say the same; 0: none
     connect_s: Seconds = 2.0
-    silence_s: Seconds = 20.0  # of a replica, which tells its load twice a second: it hangs as a whole
+    silence_s: Seconds = 20.0  # of a replica, which reports its load twice a second: it hangs as a whole
     first_token_s: Seconds = 120.0  # from when a request was sent to a replica; or three times what was predicted
     next_token_s: Seconds = 120.0  # between tokens
 
 
 class Tls(Spec, frozen=True, kw_only=True):
-    """Mutual TLS between door and replicas, with these files. `auto` stands for certificates that the fleet makes itself."""
+    """Mutual TLS between gateway and replicas, with these files. `auto` stands for certificates that the fleet makes itself."""
 
     ca: str | None = None
     certificate: str | None = None
@@ -149,13 +149,13 @@ class Fleet(Spec, frozen=True, kw_only=True):
     backend: Literal["processes", "ray"] = "processes"
     ray_address: str | None = None  # of a cluster; left out: one on this machine
     api_key_file: str | None = None
-    keys_file: str | None = None  # of `slipstream keys`: roles, and limits that the door holds over all replicas
+    keys_file: str | None = None  # of `slipstream keys`: roles, and limits that the gateway holds over all replicas
     state_dir: str | None = None  # where keys' tokens by day are kept beyond the fleet's life
     detect: bool = False  # watch the replicas for trouble
-    alert_urls: tuple[str, ...] = ()  # who is told of findings
+    alert_urls: tuple[str, ...] = ()  # addresses that get findings
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
-    grpc_port: Annotated[int, Meta(ge=0, le=65535)] | None = None  # where the door speaks KServe's protocol over gRPC
+    grpc_port: Annotated[int, Meta(ge=0, le=65535)] | None = None  # where the gateway speaks KServe's protocol over gRPC
     files_dir: str | None = None  # where files and batches are, beyond the fleet's life; None: there are none
     max_files_bytes: Annotated[int, Meta(gt=0)] = 2**30
     max_file_bytes: Annotated[int, Meta(gt=0)] = 100 * 2**20
@@ -215,22 +215,22 @@ _OF_FLEET = {  # fields of ServerSettings that the fleet itself sets
 }
 
 _NOT_IN_FLEET = {
-    "keys_file": "the door lets clients in, by the fleet's own api_key_file and keys_file",
-    "files_dir": "files and batches are the door's, by the fleet's own files_dir",
-    "grpc_port": "the door speaks gRPC, by the fleet's own grpc_port",
-    "audit_log": "the door writes the audit log, by the fleet's own audit_log",
+    "keys_file": "the gateway lets clients in, by the fleet's own api_key_file and keys_file",
+    "files_dir": "files and batches are the gateway's, by the fleet's own files_dir",
+    "grpc_port": "the gateway speaks gRPC, by the fleet's own grpc_port",
+    "audit_log": "the gateway writes the audit log, by the fleet's own audit_log",
     "lora_folder": "adapters of a fleet stand in engine.lora_modules",
     "enable_sleep_mode": "replicas of a fleet do not sleep; autoscale with min: 0 ends those that nobody needs",
 }
 
 
-_OF_DOOR = (
+_OF_GATEWAY = (
     *("host", "port", "keys_file", "state_dir", "ssl_certfile", "ssl_keyfile", "grpc_port"),
     *("files_dir", "max_files_bytes", "max_file_bytes", "audit_log", "audit_max_bytes", "audit_prompts", "audit_failure"),
 )
-"""Fields that are the door's ServerSettings, and that a rollout can't change."""
+"""Fields that are the gateway's ServerSettings, and that a rollout can't change."""
 
-FIXED = (*_OF_DOOR, "api_key_file", "backend", "ray_address", "tls", "detect", "alert_urls")
+FIXED = (*_OF_GATEWAY, "api_key_file", "backend", "ray_address", "tls", "detect", "alert_urls")
 """Fields that a rollout can't change."""
 
 _PATHS = ("api_key_file", "keys_file", "state_dir", "ssl_certfile", "ssl_keyfile", "files_dir", "audit_log")
@@ -277,9 +277,9 @@ def _placed(fleet: Fleet, folder: Path) -> Fleet:
     return replace(fleet, models=models, **given)
 
 
-def door_settings(fleet: Fleet, api_keys: tuple[str, ...] = ()) -> ServerSettings:
+def gateway_settings(fleet: Fleet, api_keys: tuple[str, ...] = ()) -> ServerSettings:
     """ConfigError names the field."""
-    own = {name: getattr(fleet, name) for name in (*_OF_DOOR, "drain_timeout_s", "log_format")}
+    own = {name: getattr(fleet, name) for name in (*_OF_GATEWAY, "drain_timeout_s", "log_format")}
     return ServerSettings(served_model_names=tuple(fleet.models), api_keys=api_keys, **own)
 
 
@@ -295,7 +295,7 @@ def check(data: object) -> Fleet:
         if field.startswith("models[...]") and isinstance(data, dict):
             field = f"models.{_wrong_model(data['models'])}{field.removeprefix('models[...]')}"
         raise ConfigError(f"{field}: {message}", field=field) from None
-    door_settings(fleet)
+    gateway_settings(fleet)
     if fleet.alert_urls and not fleet.detect:
         raise ConfigError("alert_urls has an effect only with detect: true", field="alert_urls")
     for field in ("batch_max_concurrent", "batch_beside"):

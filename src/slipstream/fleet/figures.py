@@ -1,4 +1,4 @@
-"""The figures of all engines of a fleet, model by model, for the door's /metrics.
+"""The figures of all engines of a fleet, model by model, for the gateway's /metrics.
 
 Totals are since the fleet's start. What a replica that is gone had counted stays in them: a sum that falls would look like a
 new start. Other figures are of the replicas that are there: sums of counts, means of shares and rates.
@@ -26,7 +26,7 @@ _MOST = frozenset({"last_step_age_s", "uptime_s"})
 
 
 def of_engines(members: Members) -> dict[str, EngineStats | None]:
-    """By model; None: no replica is heard."""
+    """By model; None if no replica reports."""
     found: dict[str, EngineStats | None] = {}
     for name, versions in members.models.items():
         replicas = [r for v in versions for r in v.replicas.values() if r.load is not None]
@@ -73,7 +73,7 @@ def _joined(name: str, now: list[Any], gone: list[Any]) -> Any:
 
 
 class FleetMetrics(Collector):
-    """Replicas by state, and what the door did beside passing answers on."""
+    """Replicas by state, and what the gateway did beside passing answers on."""
 
     def __init__(self, members: Members, forwarder: Forwarder) -> None:
         self._members, self._forwarder = members, forwarder
@@ -85,7 +85,7 @@ class FleetMetrics(Collector):
             for state in ("serving", "draining", "silent", "out"):
                 replicas.add_metric([name, state], states.count(state))
         yield replicas
-        events = CounterMetricFamily("slipstream:fleet_events", "What became of requests at the door", labels=["event"])
+        events = CounterMetricFamily("slipstream:fleet_events", "What became of requests at the gateway", labels=["event"])
         for event, number in self._forwarder.counts.items():
             events.add_metric([event], number)
         yield events

@@ -1,4 +1,4 @@
-"""How many requests a second will come, from those that came: a level with a damped trend, at several speeds at once.
+"""Forecasts the request rate from past arrivals: a level with a damped trend, at several speeds at once.
 
 Holt's linear method (Holt 1957; damped: Gardner and McKenzie 1985) over intervals of equal length, once for each speed in
 `SPEEDS`; the speed whose forecasts were off the least lately forecasts. What has a day before it is also forecast as yesterday
@@ -50,7 +50,7 @@ class _Holt:
 
 
 class Forecast:
-    """`interval_s` between counts; `horizon_s` ahead it is asked for the mean rate over the last half of the way there."""
+    """`interval_s` between counts. The forecast is the mean rate over the second half of the next `horizon_s`."""
 
     def __init__(self, *, interval_s: float, horizon_s: float) -> None:
         self.interval_s = interval_s

@@ -1,14 +1,15 @@
-"""How a request is seen through: sent to a replica, watched, and taken elsewhere when that one fails.
+"""Forwards a request: sends it to a replica, watches it, and sends it to another one when that replica fails.
 
 1. A request that has not begun (no byte of its answer was sent) goes to another replica when one fails, within a budget.
-2. A stream that has begun goes on elsewhere from its tokens, which the replica's marks tell (`server.fleet`). What can't go
-   on (several choices, log-probabilities) ends with an error event.
+2. A stream that has begun continues on another replica behind the tokens sent so far, which are in the replica's marks
+   (`server.fleet`). An answer that can't be continued (several choices, log-probabilities) ends with an error event.
 3. A whole answer is sent when it is complete, so until then it has not begun.
 4. A client that reads slowly slows its replica down: nothing is read that can't be passed on.
-5. If no replica can take a request, it waits at the door, `queue_s` at most.
-6. A request whose first token takes longer than `first_token_s`, or its next one longer than `next_token_s`, goes elsewhere
-   though its replica lives: it was lost there. Of a whole answer the replica tells how far it is (`Answer.on_interim`).
-7. A shadow is nobody's request: it has one try, it takes nothing from the budgets, and nobody waits for it.
+5. If no replica can take a request, it waits at the gateway, `queue_s` at most.
+6. A request whose first token takes longer than `first_token_s`, or its next one longer than `next_token_s`, goes to another
+   replica though its own lives: it counts as lost there. The progress of an answer that is not streamed comes by
+   `Answer.on_interim`.
+7. A shadow request has no client: it has one try, counts in no budget, and nothing waits for it.
 8. A line of a batch goes to a replica that has no requests of clients, or does not go yet (`fleet.batches`).
 """
 
@@ -37,7 +38,7 @@ from slipstream.server.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.replies import send_whole
 
 MAX_SHADOWS = 256
-"""Shadows under way. With more, requests have none: a slow version that only watches must not fill the door's memory."""
+"""Shadows under way. With more, requests have none: a slow version that only watches must not fill the gateway's memory."""
 
 SHADOWED = frozenset(
     {
@@ -52,7 +53,7 @@ _MAX_STORED = 100_000  # places of kept answers that are remembered
 
 
 class Elsewhere(Exception):  # noqa: N818 - no failure of the request
-    """This replica can't answer; another may. `error` is what it said, if it said something."""
+    """This replica can't answer; another may. `error` is its answer, if there was one."""
 
     def __init__(self, why: str, *, gone: bool = False, error: ApiError | None = None, blame: bool = True) -> None:
         super().__init__(why)
@@ -61,7 +62,7 @@ class Elsewhere(Exception):  # noqa: N818 - no failure of the request
 
 @dataclass(slots=True)
 class Call:
-    """One request at the door."""
+    """One request at the gateway."""
 
     scope: Scope
     send: Send
@@ -70,8 +71,8 @@ class Call:
     raw: bytes
     headers: list[bytes]
     streams: bool
-    generates: bool = False  # its replica tells of its tokens
-    adapter: str | None = None  # that it asks for
+    generates: bool = False  # its replica reports its tokens
+    adapter: str | None = None  # that its body names
     tokens: list[int] = field(default_factory=list)  # of its prompt
     session: str | None = None
     marked: Marked = field(default_factory=Marked)
@@ -91,7 +92,7 @@ class Call:
         return record
 
     def note_tokens(self, told: bytes | None) -> None:
-        """What a replica says of the tokens so far (`TOKENS_HEADER`)."""
+        """The numbers of tokens so far, from a replica's `TOKENS_HEADER`."""
         if told is not None:
             prompt, answer = told.split()
             self.record.num_prompt_tokens, self.record.num_output_tokens = int(prompt), int(answer)
@@ -146,7 +147,7 @@ class Forwarder:
         await call.send({"type": "http.response.body", "body": error_event(call.scope, error), "more_body": False})
 
     async def _choose(self, version: Version, call: Call, last: Elsewhere | None) -> tuple[Replica, Decision]:
-        """Waits at the door if nobody can take it. ApiError if that takes too long."""
+        """Waits at the gateway if no replica can take the request. ApiError if that takes too long."""
         now = time.monotonic()
         until = now + self.members.fleet.router.queue_s
         if (autoscale := version.autoscale) is not None and version.is_asleep:
@@ -161,7 +162,7 @@ class Forwarder:
                     version.guard.sent(decision.replica, now)
                     return version.replicas[decision.replica], decision
                 if call.tried and not any(r.heard and r.id not in call.tried for r in version.replicas.values()):
-                    call.tried.clear()  # all were asked; the first may be back
+                    call.tried.clear()  # all were tried; the first may be back
                     if last is not None and last.error is not None and last.error.status == 429:
                         raise last.error
                 if call.is_line and version.can_answer:
@@ -221,7 +222,7 @@ class Forwarder:
                     except BaseException:
                         one.close()
                         raise
-                    _give_up(tries)  # whoever lost ends now, and not when the answer does
+                    _give_up(tries)  # the other tries end now, and not when the answer does
                     try:
                         await self._relay(one, call)
                     finally:
@@ -245,7 +246,7 @@ class Forwarder:
         return Opened(version, version.replicas[other.replica], other, call)
 
     def _first_token_s(self, opened: Opened, call: Call) -> float | None:
-        """How long the first token may take; None: nobody tells of tokens."""
+        """How long the first token may take; None if the replica does not report tokens."""
         if not (call.streams or call.generates):
             return None
         seconds = max(self.members.fleet.router.first_token_s, 3 * opened.decision.predicted_ttft_s)
@@ -342,7 +343,7 @@ class Forwarder:
             raise self._unless_lost(opened, call, failed) from None
         if marked.ended is not None:
             call.record.num_prompt_tokens, call.record.num_output_tokens = marked.ended
-        else:  # it told an error, or it is a route without marks
+        else:  # it sent an error event, or it is a route without marks
             code = marked.error_code
             if code in ELSEWHERE:
                 failed = Elsewhere(f"replica {opened.replica.id}: {code}", error=unavailable("the replica failed", code))
@@ -364,7 +365,7 @@ class Forwarder:
             self.metrics.e2e.observe(time.monotonic() - call.record.start)
 
     def _unless_lost(self, opened: Opened, call: Call, failed: Elsewhere) -> Exception:
-        """`failed`, if the request can go on; else what its client is told."""
+        """`failed`, if the request can continue; otherwise the error for its client."""
         call.marked.broken()
         opened.failed(failed)
         if not call.is_shadow:

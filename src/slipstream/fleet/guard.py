@@ -1,4 +1,4 @@
-"""Who is left out of the routing for a while, and how many requests may be sent a second time. Policy alone, without I/O."""
+"""Decides which replicas get no requests for a while, and how many requests may be retried. Policy alone, without I/O."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Guard:
         self.replicas.pop(replica, None)
 
     def out(self, now: float) -> set[str]:
-        """Who gets nothing now. One whose pause is over gets one request, and more once that was answered."""
+        """Replicas that get no requests now. After its pause a replica gets one request, and more once that is answered."""
         return {name for name, watched in self.replicas.items() if watched.out_until > now or watched.trial}
 
     def next_change(self, now: float) -> float | None:
@@ -120,14 +120,14 @@ class Guard:
         return watched.ttft_s > self.slow_factor * median(w.ttft_s for w in others) and watched.late_s > late_s
 
     def probed(self, answers: Mapping[str, object], now: float) -> list[str]:
-        """The answers of replicas that should give the same. Who says otherwise than most, twice in a row, is taken out until
-        it says the same again; those that are taken out now are returned."""
+        """The answers of replicas that should give the same. A replica whose answer differs from most others' twice in a row
+        gets no requests until its answer is the same again. Returns the replicas that are newly excluded."""
         counts: dict[object, int] = {}
         for answer in answers.values():
             counts[answer] = counts.get(answer, 0) + 1
         right, number = max(counts.items(), key=lambda item: item[1], default=(None, 0))
         if len(answers) < 3 or number <= len(answers) / 2:
-            return []  # of two nobody can say which
+            return []  # of two it is unknown which is wrong
         found = []
         for name, answer in answers.items():
             watched = self.replicas.get(name)

@@ -1,11 +1,11 @@
-"""The fleet's head: it keeps as many replicas as the file says, opens the door, and takes orders.
+"""The fleet's head process: it keeps the number of replicas that the file names, runs the gateway, and takes commands.
 
-Everything that it needs to come back is in its folder: the file as it is now. If the head dies, its processes end since their
-standard inputs close, and `slipstream fleet up` starts again from there. Orders come over a Unix socket in that folder, a line
-of JSON each.
+Everything that it needs to come back is in its folder: the file as it is now. If the head dies, its processes end because their
+standard inputs close, and `slipstream fleet up` restarts from that folder. Commands come over a Unix socket in it, one line of
+JSON each.
 
-A change of the file (`rollout`) is made one replica at a time: a new one serves before an old one is drained, so that nobody
-waits and no request is lost.
+A change of the file (`rollout`) is made one replica at a time: a new one serves before an old one is drained, so that no
+request waits or is lost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.fleet import certificates
 from slipstream.fleet.batches import FleetRoom
 from slipstream.fleet.config import FIXED, Fleet, PoolSpec, Tls, check, pools
-from slipstream.fleet.door import Door
+from slipstream.fleet.gateway import Gateway
 from slipstream.fleet.members import Members, Replica
 from slipstream.fleet.processes import Backend, Processes, Started
 from slipstream.fleet.scaler import Scaler
@@ -86,7 +86,7 @@ class Head:
         self._backend: Backend | None = None
         self._ray: RayReplicas | None = None  # in its place: Ray Serve keeps the replicas
         self._server = self._make_server()
-        self.scaling = Scaling(self.members, self.door, self._numbers_of, self._scale_now)
+        self.scaling = Scaling(self.members, self.gateway, self._numbers_of, self._scale_now)
         self._lock: IO[str] | None = None
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -117,7 +117,7 @@ class Head:
             if self.settings.grpc_port is not None:
                 with needs_grpc():
                     from slipstream.fleet.kserve_grpc import FleetGrpc
-                self._server.grpc = FleetGrpc(self.door)
+                self._server.grpc = FleetGrpc(self.gateway)
             await self._serve(listener, on_ready)
         except BaseException:
             await self._end(keep_logs=True)
@@ -195,7 +195,7 @@ class Head:
                 await writer.drain()
 
     def _take_folder(self) -> None:
-        """ConfigError if a head that lives has it, or if it is somebody else's: at our end it is emptied."""
+        """ConfigError if a running head uses the folder, or if it is another program's: it is emptied at the end."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if others := sorted(path.name for path in self.folder.iterdir() if path.name not in _OWN):
             message = f"{self.folder} holds other files ({others[0][:100]!r}); a fleet needs a folder of its own"
@@ -232,12 +232,12 @@ class Head:
 
     def _make_server(self) -> Server:
         model = next(iter(self.fleet.models))
-        state = make_state(None, self.settings, model)  # type: ignore[arg-type]  # the door has no engine
+        state = make_state(None, self.settings, model)  # type: ignore[arg-type]  # the gateway has no engine
         open_files(state)
-        self.door = Door(self.members, state, state.metrics)
+        self.gateway = Gateway(self.members, state, state.metrics)
         if self.fleet.detect:
             state.watch = _watch(self.members, self.fleet.alert_urls)
-        app = RequestLog(ApiKeys(self.door, state.keys), state.observers)
+        app = RequestLog(ApiKeys(self.gateway, state.keys), state.observers)
         return Server(uvicorn_config(app, self.settings), state, FleetRoom(self.members, state))
 
     def _tls(self) -> ssl.SSLContext | None:
@@ -328,7 +328,7 @@ class Head:
             kept.remove(member)
 
     async def _probe(self) -> None:
-        """Ask all replicas of a version the same, and take out who answers otherwise than most."""
+        """Send all replicas of a version the same request, and exclude those whose answer differs from most others'."""
         every = self.fleet.router.probe_s
         while every:
             await asyncio.sleep(every)
@@ -364,7 +364,7 @@ class Head:
     async def _obey(self, order: dict[str, Any]) -> dict[str, Any]:
         match order["do"]:
             case "status":
-                return self.door.status()
+                return self.gateway.status()
             case "down":
                 self.stop()
                 if now := order.get("now"):

@@ -1,4 +1,4 @@
-"""KServe's v2 protocol over gRPC at a fleet's door: a call becomes a request of the same protocol over HTTP, and goes its way.
+"""KServe's v2 protocol over gRPC at a fleet's gateway: a call becomes a request of that protocol over HTTP.
 
 So routing, limits, failover and the audit log are those of every other request; nothing of gRPC reaches a replica.
 """
@@ -13,11 +13,11 @@ from urllib.parse import quote
 import msgspec
 from starlette.types import Message, Scope
 
-from slipstream.fleet.door import Door
+from slipstream.fleet.gateway import Gateway
 from slipstream.server.errors import ApiError, unavailable
 from slipstream.server.generation import encode
 from slipstream.server.kserve import OUTPUTS, VERSION
-from slipstream.server.kserve_grpc import Door as GrpcDoor
+from slipstream.server.kserve_grpc import Gateway as GrpcGateway
 from slipstream.server.kserve_grpc import GrpcInference, response
 from slipstream.server.limits import own_receive
 from slipstream.server.record import RequestRecord
@@ -28,21 +28,21 @@ _MAX_WAITING = 4
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class FleetGrpc(GrpcDoor):
-    def __init__(self, door: Door) -> None:
-        super().__init__(door.state, door.about)
-        self.door = door
+class FleetGrpc(GrpcGateway):
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__(gateway.state, gateway.about)
+        self.gateway = gateway
 
     def name_of(self, name: str, version: str) -> str:
-        model, adapter = self.door.find(name)
+        model, adapter = self.gateway.find(name)
         if version not in ("", VERSION):
             raise ApiError(404, f"there is only version {VERSION} of this model", code="model_not_found")
         return adapter or model
 
     def is_ready(self, model: str) -> bool:
-        """Whether somebody answers for this one, whatever the others do."""
-        name, _ = self.door.find(model)
-        return not self.state.draining and any(v.can_answer or v.is_asleep for v in self.door.members.models[name])
+        """Whether a replica answers for this model, whatever the other models do."""
+        name, _ = self.gateway.find(model)
+        return not self.state.draining and any(v.can_answer or v.is_asleep for v in self.gateway.members.models[name])
 
     async def responses(self, body: GrpcInference, record: RequestRecord) -> AsyncGenerator[bytes, None]:
         messages: asyncio.Queue[Message | None] = asyncio.Queue(_MAX_WAITING)
@@ -52,7 +52,7 @@ class FleetGrpc(GrpcDoor):
             nonlocal failure
             scope, raw = _request(body, record)
             try:
-                await self.door.forward(scope, own_receive(raw), messages.put)
+                await self.gateway.forward(scope, own_receive(raw), messages.put)
             except Exception as error:
                 failure = error
             await messages.put(None)

@@ -1,8 +1,8 @@
-"""The replicas as the door knows them: connections, what they tell, and who is asked for which version.
+"""The gateway's view of the replicas: their connections, their reports, and which of them serve which version.
 
-A replica's news come over one connection (`/fleet/events`), some twice a second. When it breaks the replica gets no new
-requests until it is back: of a process that was killed the door knows within milliseconds. One that says nothing for
-`silence_s` hangs: its connections are cut, so that its requests go elsewhere.
+A replica's reports come over one connection (`/fleet/events`), some twice a second. When it breaks, the replica gets no new
+requests until it is back, so the gateway notices a killed process within milliseconds. A replica without reports for
+`silence_s` counts as hung: its connections are closed, and its requests go to other replicas.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from slipstream.stats import EngineStats
 
 logger = logging.getLogger("slipstream.fleet")
 
-_AGAIN_S = 0.2  # between tries to hear a replica's news
+_AGAIN_S = 0.2  # between tries to connect to a replica's events
 _decode = msgspec.msgpack.Decoder(FromReplica).decode
 
 
@@ -155,7 +155,7 @@ class Version:
     def __init__(
         self, model: str, spec: VersionSpec, fleet: Fleet, prompts: Prompts, gone: Callable[[EngineStats], None]
     ) -> None:
-        """`gone` is told the last figures of a replica that is removed."""
+        """`gone` is called with the last figures of a replica that is removed."""
         routing = fleet.router
         self.gone = gone
         self.model, self.spec, self.prompts = model, spec, prompts
@@ -184,7 +184,7 @@ class Version:
         return self.autoscale is not None and not self.can_answer
 
     def changed(self) -> None:
-        """Who waits for a replica looks again."""
+        """Wakes the requests that wait for a replica."""
         self._news.set()
         self._news = asyncio.Event()
 
@@ -294,7 +294,7 @@ class Members:
         return [r for versions in self.models.values() for v in versions for r in v.replicas.values()]
 
     def status(self) -> dict[str, object]:
-        """For `slipstream fleet status` and the door's /fleet/status."""
+        """For `slipstream fleet status` and the gateway's /fleet/status."""
         now = time.monotonic()
         models = {}
         for name, versions in self.models.items():
@@ -303,7 +303,7 @@ class Members:
                     "name": version.name,
                     "share": version.spec.share,
                     "shadow": version.spec.shadow,
-                    "waiting_at_door": version.num_waiting,
+                    "waiting_at_gateway": version.num_waiting,
                     "replicas": [_about(version, replica, now) for replica in version.replicas.values()],
                     "starting": sorted(version.starting),
                 }

@@ -1,8 +1,8 @@
 """Replicas on Ray Serve: one deployment a pool, whose replicas are actors that each have a server process (`fleet.replica`).
 
-Serve starts, spreads, watches and replaces them. The door speaks to their servers itself (docs/fleet.md says why), so nothing
-passes through Ray's handles and proxies, which are off. Where the servers are is told by a named actor, the directory: each
-replica says each second that it is there, and whoever is silent is gone.
+Serve starts, spreads, watches and replaces them. The gateway connects to their servers directly (docs/fleet.md has the reason).
+Ray's handles and proxies are not used; the proxies are off. A named actor, the directory, has the servers' addresses: each
+replica reports to it every second, and one that stops reporting is removed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slipstream.fleet.replica import Failed, Serving, Setup
 _HERE_S = 1.0
 _SILENT_S = 5.0
 _GOODBYE_S = 1.0
-"""A replica that is to end goes on for so long after it said so: the door sends it nothing more by then."""
+"""A replica that ends keeps running for so long after it reported that. By then the gateway sends it no more requests."""
 
 _LOOK_S = 0.2
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
@@ -113,7 +113,7 @@ class ServerReplica:
             self._stopped.wait(_HERE_S)
 
     def check_health(self) -> None:
-        """Serve asks, and replaces a replica that raises."""
+        """Serve calls this, and replaces a replica that raises."""
         if self._process.poll() is not None:
             raise RuntimeError(f"the server ended with code {self._process.returncode}")
 

@@ -1,4 +1,4 @@
-"""Which replicas hold which blocks: a compact table from a block's key to the set of its holders.
+"""The index of cached blocks: a compact table from a block's key to the set of replicas that hold it.
 
 1. Keys are the engine's (`core.prefix_cache`), of which 8 of the 16 bytes are kept. A collision costs a request some cached
    tokens, never a wrong answer: the replica looks at the whole key.
@@ -8,8 +8,8 @@
 4. A replica has a slot. When it goes, its bit is dead, which costs nothing. `sweep` takes dead bits out of all sets, and then
    their slots can be given out again.
 
-What a lookup relies on: who holds a block holds those before it, since the engine gives up a prefix's last blocks first. Where
-that is not so (a window's blocks), the number of blocks that is found is an estimate.
+A lookup assumes that a replica with a block has those before it, since the engine evicts a prefix's last blocks first. Where
+that does not hold (blocks of a sliding window), the number of blocks found is an estimate.
 """
 
 from __future__ import annotations
@@ -214,15 +214,15 @@ class PrefixStore:
     # --- Looking up ---------------------------------------------------------------------------------------------------
 
     def holders(self, raw: bytes) -> int:
-        """Who holds the block: a mask of slots."""
+        """The replicas that hold the block, as a mask of slots."""
         key = int.from_bytes(raw[:8], "little") or 1
         part = self._parts[key >> 60]
         place = part.find(key)
         return 0 if place < 0 else self._masks[part.sets[place]] & self._alive
 
     def match(self, chain: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Who holds how many of the chain's first blocks: (blocks, mask of slots), the most blocks first. After `MAX_GROUPS`
-        groups, those that are left count as holding one block."""
+        """How many of the chain's first blocks each replica holds: (blocks, mask of slots), the most blocks first. After
+        `MAX_GROUPS` groups, the remaining replicas count as holding one block."""
         found: list[tuple[int, int]] = []
         if not chain or not (left := self.holders(chain[0])):
             return found
@@ -234,7 +234,7 @@ class PrefixStore:
             if len(found) == MAX_GROUPS:
                 found.append((1, left))
                 break
-            # The last block in [low, high) that anybody of `left` holds; `mask` holds block `low`, and nobody of them `high`.
+            # The last block in [low, high) that a replica of `left` holds; `mask` holds block `low`, and none of them `high`.
             low, mask, guesses = 0, left, [shared - 1, shared]
             while low < high - 1:
                 middle = guesses.pop() if guesses else (low + high) // 2

@@ -45,7 +45,7 @@ class Started(Protocol):
 
 
 class Backend(Protocol):
-    """Who starts replicas."""
+    """Starts replicas."""
 
     async def start(self, spec: PoolSpec, place: int) -> Started:
         """A new replica, once it serves. `place` counts those of its pool from 0. SlipstreamErrors of the start are raised."""

@@ -1,7 +1,7 @@
-"""What a request's prompt is in tokens, found at the door by the code that a replica reads it with.
+"""Tokenises a request's prompt at the gateway, by the code with which a replica reads it.
 
-To route by, and to reserve tokens of keys with limits. A body that can't be read here goes to a replica as it is, which says
-what is wrong with it.
+They are needed for routing, and to reserve tokens of keys with limits. A body that can't be read here is forwarded as it is,
+and the replica answers with the error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slipstream.server.state import Engine, ServerSettings
 from slipstream.spec.description import ModelDescription, read_spec
 
 
-class _Counted(Exception):  # noqa: N818 - how the door gets the number out of a route of the server's
+class _Counted(Exception):  # noqa: N818 - how the gateway gets the number out of a route of the server's
     """The texts of a request for vectors have so many tokens."""
 
 
@@ -80,7 +80,7 @@ class Prompts:
         args = settled(args)
         description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
         tokenizer, context = load_tokenizer(args, description), args.max_model_len or description.spec.max_position
-        model = SimpleNamespace(max_model_len=2**31)  # what is too long is the replica's to tell
+        model = SimpleNamespace(max_model_len=2**31)  # the replica answers a prompt that is too long
         self.input = InputProcessor(
             tokenizer,
             vocab_size=description.spec.vocab_size,
@@ -112,7 +112,7 @@ class Prompts:
 
     @property
     def max_model_len(self) -> int:
-        """As the replicas have it, once one has told."""
+        """As the replicas have it, once one has reported it."""
         return self.input.max_model_len
 
     @max_model_len.setter
@@ -120,7 +120,7 @@ class Prompts:
         self.input.max_model_len = tokens
 
     def generates(self, path: str) -> bool:
-        """Whether the route's replicas tell of the tokens of its answers."""
+        """Whether the route's replicas report the tokens of its answers."""
         return isinstance(self._routes.get(_short(path)), GenerationRoute)
 
     async def read(self, path: str, raw: bytes, scope: Any, *, counts: bool = False) -> Read:

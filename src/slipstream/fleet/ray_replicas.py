@@ -1,7 +1,7 @@
-"""Replicas that Ray Serve keeps, as members of the fleet: who is there, how many are wanted, and what a rollout waits for.
+"""Replicas that Ray Serve runs, as members of the fleet: which ones exist, how many are wanted, and what a rollout waits for.
 
-Serve starts and ends them, so the head has no tasks of theirs (`fleet.on_ray` has the orders to Serve). A replica is ours from
-when it says that it serves until it says nothing more.
+Serve starts and ends them, so the head has no tasks of theirs (`fleet.on_ray` has the orders to Serve). A replica is a member
+from its first report that it serves until its reports stop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FOLLOW_S = 0.25
 
 
 class RayReplicas:
-    """`started` is told of a pool, and how long a replica took from when it was wanted. `spawn` runs a task until the end."""
+    """`started` is called with a pool, and with the seconds that a replica took to start. `spawn` runs a task until the end."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class RayReplicas:
                     replica.version.drain(replica.id)
 
     def scale(self, spec: PoolSpec, number: int) -> Coroutine[Any, Any, None]:
-        """Have so many from now on; the coroutine tells Serve. It does not wait for replicas."""
+        """Set the number of replicas. The coroutine passes it to Serve, and does not wait for replicas."""
         self._want(spec, number)
         return self._order(spec, number)
 
@@ -121,8 +121,9 @@ class RayReplicas:
             await self._cluster.scale(spec, number)
 
     async def apply(self, fleet: Fleet) -> None:
-        """Have what the file says; a pool keeps its number within `min` and `max`. Returns when the door hears the replicas and
-        no old ones. Pools that the file does not have stay until `end_others`. SlipstreamErrors of a start are raised."""
+        """Have what the file says; a pool keeps its number within `min` and `max`. Returns when the gateway has reports of the
+        new replicas and of no old ones. Pools that the file does not have stay until `end_others`. SlipstreamErrors of a start
+        are raised."""
         self.fleet = fleet
         wanted = {spec.key: spec for spec in pools(fleet)}
         for spec in wanted.values():

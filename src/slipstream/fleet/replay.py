@@ -1,10 +1,10 @@
-"""A fleet that scales, on a virtual clock: the planner's step-level replicas, a door that queues, and a policy that is asked.
+"""A fleet that scales, on a virtual clock: the planner's step-level replicas, a gateway that queues, and a policy.
 
 Each replica is `plan.simulate.Replica`: the engine's own scheduler, block pool and prefix cache, with predicted steps. Nothing
 is a fluid or a calibrated model. What is added here:
 
 1. A replica takes its cold start to be ready, and is paid for from when it was wanted until its last answer ended.
-2. Requests go to the ready replica with the fewest open ones. Without any they wait at the door, and are sent when one is
+2. Requests go to the ready replica with the fewest open ones. Without any they wait at the gateway, and are sent when one is
    ready; their time to first token counts from when they came.
 3. When fewer are wanted, those that start are given up first, then the ones with the fewest open requests drain.
 """
@@ -47,7 +47,7 @@ class Replayed:
     num_started: int
     most_replicas: int
     ttft_p99_s: float
-    most_at_door: int
+    most_at_gateway: int
     timeline: tuple[tuple[float, int, int, int], ...]
     records: tuple[RequestRecord, ...]
     seconds: float  # the processor's
@@ -74,7 +74,7 @@ class _Place:
 
 
 class Fleet:
-    """One replay. `run` is called once. `on_end` is told each request as its answer ends."""
+    """One replay. `run` is called once. `on_end` is called with each request as its answer ends."""
 
     def __init__(
         self,
@@ -96,10 +96,10 @@ class Fleet:
         self._rng = random.Random(seed)
         self._tell_end = on_end
         self._places: list[_Place] = []
-        self._door: deque[int] = deque()
+        self._gateway: deque[int] = deque()
         self._records: dict[int, RequestRecord] = {}
         self._paid_s = 0.0
-        self._num_started = self._most = self._most_at_door = 0
+        self._num_started = self._most = self._most_at_gateway = 0
         self._finished = self._met = self._arrived = 0
         self._last_cold_start: float | None = None
         self._timeline: list[tuple[float, int, int, int]] = []
@@ -124,7 +124,7 @@ class Fleet:
             num_started=self._num_started,
             most_replicas=self._most,
             ttft_p99_s=ttft[math.ceil(0.99 * len(ttft)) - 1],
-            most_at_door=self._most_at_door,
+            most_at_gateway=self._most_at_gateway,
             timeline=tuple(self._timeline),
             records=records,
             seconds=time.process_time() - began,
@@ -162,8 +162,8 @@ class Fleet:
     def _send(self, index: int) -> None:
         ready = [p for p in self._places if p.is_ready and not p.is_draining]
         if not ready:
-            self._door.append(index)
-            self._most_at_door = max(self._most_at_door, len(self._door))
+            self._gateway.append(index)
+            self._most_at_gateway = max(self._most_at_gateway, len(self._gateway))
             return
         min(ready, key=lambda p: p.replica.num_open).replica.add(index, self._requests[index].arrival)
 
@@ -171,7 +171,7 @@ class Fleet:
         place.is_ready = True
         place.replica.now = place.ready_at
         self._last_cold_start = place.ready_at - place.wanted_at
-        waiting, self._door = self._door, deque()
+        waiting, self._gateway = self._gateway, deque()
         for index in waiting:
             # It computes from now on, whenever the request came.
             place.replica.add(index, self._requests[index].arrival)
@@ -206,7 +206,7 @@ class Fleet:
         wanted = self._policy.decide(
             FleetObservation(
                 at=at, interval_s=self._interval_s, num_arrivals=self._arrived, num_finished=self._finished, num_met=self._met,
-                num_at_door=len(self._door), num_running=sum(s.num_running for s in stats),
+                num_at_gateway=len(self._gateway), num_running=sum(s.num_running for s in stats),
                 num_waiting=sum(s.num_waiting for s in stats), num_ready=len(ready), num_starting=len(active) - len(ready),
                 kv_cache_usage=sum(s.kv_cache_usage for s in stats) / len(stats) if stats else 0.0,
                 cold_start_s=self._last_cold_start,

@@ -1,4 +1,4 @@
-"""A replica's process: `python -m slipstream.fleet.replica`. It is `slipstream serve` for a fleet's door.
+"""A replica's process: `python -m slipstream.fleet.replica`. It is `slipstream serve` for a fleet's gateway.
 
 The first line of its standard input is a Setup as JSON. When it serves it writes a Serving to standard output, or a Failed. It
 ends when its standard input closes, so it never outlives who started it. SIGTERM drains, as of the server.

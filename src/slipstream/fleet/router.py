@@ -1,4 +1,4 @@
-"""Which replica takes a request. Policy alone: no I/O, and no clock but the `now` that it is given.
+"""Chooses the replica for a request. Policy alone: no I/O, and no clock but its argument `now`.
 
     decision = router.choose(chains, num_tokens, session=…, now=…)   # counted as waiting at decision.replica
     router.began(decision, now)                                      # its first token came
@@ -13,9 +13,9 @@ there: those queued, and this request's without the blocks that the replica hold
 others: a request whose prefix is being computed waits for it rather than have it computed a second time. Rates come from the
 planner at first (`ReplicaState.prefill_tokens_per_s`, `step_s`), then from what requests took.
 
-What a replica holds is what it told (`apply`): changes with a number each. After a gap it must tell everything again. Between a
-decision and what the replica tells of it lies a step or more; until then the router expects that the request's blocks will be
-there, so that requests which come together and begin alike go to one replica.
+A replica reports changes of its prefix cache, numbered (`apply`). After a gap it must report everything again. A report comes a
+step or more after a decision. Until then the router assumes that the request's blocks will be there, so that simultaneous
+requests with a common prefix go to one replica.
 
 `least_loaded`, `power_of_two` and `round_robin` are for comparison.
 """
@@ -41,7 +41,7 @@ POLICIES: tuple[Policy, ...] = ("prefix", "least_loaded", "power_of_two", "round
 WORK_S = 30.0
 """Recent work is forgotten by this time constant."""
 
-_EXPECTED_S = 10.0  # how long blocks are expected that no replica has told of
+_EXPECTED_S = 10.0  # how long blocks are expected that no replica has reported
 _MAX_SESSIONS = 100_000
 _LEARN = 0.1  # the weight of a new measurement
 _SESSION_SLACK_S = 0.25  # a session comes back to its replica unless this costs more
@@ -60,7 +60,7 @@ class ReplicaState:
     step_s: float = 0.02
     healthy: bool = True
     draining: bool = False
-    running: int = 0  # requests whose answer has begun, as the router counts them and the replica told of others'
+    running: int = 0  # requests whose answer has begun: the router's count, and the replica's report of others'
     waiting: int = 0
     queued_tokens: int = 0  # prompt tokens to be computed before a new request's
     service_s: float = 1.0  # a request's time from its first token to its last
@@ -85,10 +85,10 @@ class _Replica:
     own_running: int = 0
     own_waiting: int = 0
     own_queued: int = 0
-    others_running: int = 0  # what the replica told, less our own
+    others_running: int = 0  # the replica's report, less our own
     others_waiting: int = 0
     others_queued: int = 0
-    sequence: int | None = None  # of the last change that it told; None: all must be told
+    sequence: int | None = None  # of the last change that it reported; None: it must report everything
 
     @property
     def running(self) -> int:
@@ -164,7 +164,7 @@ class Router:
         )
 
     def add(self, state: ReplicaState) -> None:
-        """A replica that holds nothing yet, or what it is going to tell. ValueError if it is there."""
+        """Add a replica whose cache is empty, or will be reported. ValueError if it is there already."""
         if state.id in self._replicas:
             raise ValueError(f"replica {state.id!r} is there already")
         replica = _Replica(state, 0)
@@ -222,7 +222,8 @@ class Router:
         self.store.stored(known.slot, stored)
 
     def apply(self, replica: str, sequence: int, stored: Iterable[bytes], removed: Iterable[bytes]) -> bool:
-        """A change that the replica tells. False if one is missing before it: it must tell all (`reset`)."""
+        """Take a change that a replica reports. False if a change before it is missing: the replica must then report everything
+        (`reset`)."""
         known = self._replicas[replica]
         if known.sequence is None or sequence != known.sequence + 1:
             return False
@@ -265,7 +266,7 @@ class Router:
         return {name: float(score[replica.slot]) for name, replica in self._replicas.items()}
 
     def began(self, decision: Decision, now: float) -> None:
-        """The first token came. Its time says what the replica's prompt tokens take."""
+        """The first token came. Its time measures the replica's speed on prompt tokens."""
         under_way = self._under_way.get(decision.number)
         if under_way is None or under_way.began is not None:
             return

@@ -1,8 +1,9 @@
-"""The autoscaler of a fleet that runs: what the door counts and the members are, in; how many replicas there shall be, out.
+"""The autoscaler of a running fleet. Its inputs are the gateway's counts and the members; its output is the number of replicas
+wanted.
 
-The head often asks the `Scaler` of each scaled version (`LOOK_S`). Once in `interval_s` the policy decides
-(`fleet/autoscaler.py`). Between, the first request that waits where no replica is kept wakes one. It reads no clock and starts
-nothing: the head does.
+The head calls the `Scaler` of each scaled version every `LOOK_S`. Every `interval_s` the policy decides
+(`fleet/autoscaler.py`). In between, the first request that waits for a version without replicas starts one. The scaler reads no
+clock and starts nothing: the head does.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ _FIRST_COLD_START_S = 60.0
 
 
 class Tally:
-    """A version's requests at the door since they were last taken. `lengths` are of answers that ended well."""
+    """A version's requests at the gateway since they were last taken. `lengths` are of answers that ended well."""
 
     def __init__(self) -> None:
         self.num_arrivals = self.num_finished = self.num_met = 0
-        self.objectives: Objectives | None = None  # None: nobody asks what was met
+        self.objectives: Objectives | None = None  # None: it is not counted what was met
         self.learn: Callable[[int, int], None] = lambda input_tokens, output_tokens: None
 
     def arrived(self) -> None:
@@ -76,7 +77,7 @@ class Tally:
 class Now:
     """A pool as it is. `cold_start_s`: of the last starts, the median; None before the first."""
 
-    num_at_door: int = 0
+    num_at_gateway: int = 0
     num_running: int = 0
     num_waiting: int = 0
     num_ready: int = 0
@@ -122,8 +123,8 @@ class Scaler:
             tally.take()  # what came before is of no known time
         here = now.num_ready + now.num_starting
         if at < self._next:
-            if here == 0 and now.num_at_door:
-                return Change(at=at, before=0, wanted=max(1, self.spec.least), why="a request waits at the door")
+            if here == 0 and now.num_at_gateway:
+                return Change(at=at, before=0, wanted=max(1, self.spec.least), why="a request waits at the gateway")
             return None
         late = at - self._next  # the machine was busy: what came, came in all that time
         interval_s = self.settings.interval_s + late
@@ -140,7 +141,7 @@ class Scaler:
             return None
         if wanted > here:
             rate = f"{self.policy.forecast.mean():.3g} requests/s forecast"
-            why = f"{rate}, {now.num_at_door} at the door, {now.num_waiting} in queues"
+            why = f"{rate}, {now.num_at_gateway} at the gateway, {now.num_waiting} in queues"
         elif wanted == 0:
             why = f"no request for {self.settings.idle_s:g} s"
         else:
@@ -175,7 +176,7 @@ class Scaler:
 
 
 class ScalerMetrics(Collector):
-    """In the door's /metrics, of what `told` gives: by pool, as `Scaler.status`."""
+    """In the gateway's /metrics, of what `told` gives: by pool, as `Scaler.status`."""
 
     def __init__(self, told: Callable[[], dict[str, dict[str, Any]]]) -> None:
         self._told = told

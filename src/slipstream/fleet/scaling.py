@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slipstream.fleet.config import Fleet, PoolSpec
-from slipstream.fleet.door import Door
+from slipstream.fleet.gateway import Gateway
 from slipstream.fleet.members import Members
 from slipstream.fleet.scaler import LOOK_S, ColdStarts, Now, Scaler, Tally, autoscaled, make
 
@@ -22,7 +22,7 @@ class Scaling:
     def __init__(
         self,
         members: Members,
-        door: Door,
+        gateway: Gateway,
         numbers_of: Callable[[PoolSpec], tuple[int, int]],
         scale: Callable[[PoolSpec, int], bool],
     ) -> None:
@@ -30,7 +30,7 @@ class Scaling:
         self.cold_starts = ColdStarts()
         self.scalers: dict[str, Scaler] = {}  # by pool
         self._refreshing: dict[str, asyncio.Task[None]] = {}
-        door.autoscale_status = self.status
+        gateway.autoscale_status = self.status
 
     async def make(self, fleet: Fleet) -> dict[str, Scaler]:
         """The scalers of a file; those of pools that are as they were stay. Simulates in a thread. ConfigError."""
@@ -43,7 +43,7 @@ class Scaling:
         return found
 
     def take(self, scalers: dict[str, Scaler]) -> None:
-        """Those of the file that the members have. A version that is not scaled (any more) has a tally that nobody asks."""
+        """Those of the file that the members have. A version that is not scaled (any more) has a tally that is not read."""
         self.scalers = {}
         for versions in self.members.models.values():
             for version in versions:
@@ -87,7 +87,7 @@ class Scaling:
         replicas = [r for r in version.replicas.values() if r.heard]
         states = [version.router.state(r.id) for r in replicas]
         return Now(
-            num_at_door=version.num_waiting,
+            num_at_gateway=version.num_waiting,
             num_running=sum(state.running for state in states),
             num_waiting=sum(state.waiting for state in states),
             num_ready=ready,

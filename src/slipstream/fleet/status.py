@@ -1,4 +1,4 @@
-"""What the door's page /status shows: the server's own shape, with a replica for each of the fleet's."""
+"""The data of the gateway's page /status: in the server's own format, with an entry for each replica."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _STATES = {"serving": "ready", "draining": "draining", "silent": "starting", "ou
 def fleet_status(
     members: Members, state: ServerState, metrics: Metrics, autoscale: dict[str, dict[str, Any]]
 ) -> Status:
-    """Responses and latency are those at the door. Of the time between tokens the replicas tell, every few seconds: the door
-    passes tokens on unread."""
+    """Responses and latency are those at the gateway. The time between tokens is in the replicas' reports, every few seconds:
+    the gateway forwards tokens without reading them."""
     replicas, told = [], Metrics("")
     for versions in members.models.values():
         for version in versions:

@@ -1,4 +1,4 @@
-"""What the door does to a replica's stream: takes the marks out (`server.fleet`), and says how it broke off."""
+"""Reads a replica's stream: removes the marks (`server.fleet`), and reports how the stream ended."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The door's connections to one replica: HTTP/1.1, kept open, read as it comes.
+"""The gateway's connections to one replica: HTTP/1.1, kept open, read as it comes.
 
-A request has its connection to itself. What comes is handed over without being joined; if nobody takes it, the socket is no
-longer read, so that a slow client slows its replica's answer down and no memory fills up.
+A request has its connection to itself. Data is passed on as it comes, without being joined. If the receiver does not take it,
+the socket is not read any more. So a slow client slows its replica's answer down, and no memory fills up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-_MAX_WAITING = 64 * 1024  # bytes of an answer that nobody has taken
+_MAX_WAITING = 64 * 1024  # bytes of an answer that were not taken yet
 _MAX_IDLE = 256
 
 
@@ -55,7 +55,7 @@ class Answer(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
 
     def data_received(self, data: bytes) -> None:
-        if self._ended:  # nobody asked
+        if self._ended:  # no request is open
             self.transport.abort()
             return
         try:
@@ -98,7 +98,7 @@ class Answer(asyncio.Protocol):
         self._ended = self.status != 0
         self._keeps_alive = self._parser.should_keep_alive()  # behind a message the parser has forgotten how it ended
 
-    # --- To the door --------------------------------------------------------------------------------------------------
+    # --- To the gateway --------------------------------------------------------------------------------------------------
 
     def begin(self, request: list[bytes], on_interim: OnInterim | None = None) -> None:
         self.on_interim = on_interim
@@ -135,8 +135,8 @@ class Answer(asyncio.Protocol):
         return data
 
     async def pour(self, sink: Sink, silence_s: float) -> None:
-        """Give what comes to `sink`, until it takes no more or the end is at hand, which `read` tells. TimeoutError if nothing
-        comes for `silence_s`."""
+        """Pass data to `sink`, until it takes no more or the answer is complete; `read` returns which of both. TimeoutError if
+        nothing comes for `silence_s`."""
         if self._chunks:
             return
         self._sink, self._heard = sink, self._loop.time()
@@ -158,7 +158,7 @@ class Answer(asyncio.Protocol):
         return b"".join(parts)
 
     def done(self) -> None:
-        """Nobody wants more. The connection is kept if the answer was read to its end; else it is closed, which cancels the
+        """End the exchange. The connection is kept if the answer was read to its end; otherwise it is closed, which cancels the
         request."""
         if self._ended and not self._closed and not self._chunks and self._keeps_alive:
             self.is_fresh = False

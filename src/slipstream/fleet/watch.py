@@ -1,4 +1,4 @@
-"""A fleet's detector: every few seconds an observation of each replica, by what they told the door."""
+"""Feeds the fleet's detector: every few seconds one observation of each replica, from its reports to the gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the supervisor and a front end say to each other: msgpack over a pair of Unix sockets without a name.
+"""The messages between the supervisor and a front end: msgpack over a pair of Unix sockets without a name.
 
 To a front end: Setup, EngineDied, GetCounts, Totals, Drain. To the supervisor: Listen, Serving, Failed, HaveCounts, GetTotals.
 """

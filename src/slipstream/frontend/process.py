@@ -47,7 +47,8 @@ class EngineStaysDownError(EngineDeadError):
 
 
 class AttachedLink(Link):
-    """A link to an engine core of the supervisor's, which tells the core of `path`, and us of the core's death."""
+    """A link to one of the supervisor's engine cores. The supervisor gives the core our `path`, and reports the core's death to
+    us."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)

@@ -1,10 +1,9 @@
 """The process that was started: it binds the port, starts the engine and the front ends, and replaces what dies.
 
-    1. A front end that dies is replaced. The engine cancels its requests, and its share of the limits is free.
-    2. An engine that dies is started again by the rules of `core_client`. Front ends are told, and wait for it.
-    3. SIGTERM or SIGINT: the front ends drain (`server.run`). When they have ended, the engine does. A second signal does not
-       wait.
-    4. If the supervisor dies, all its processes end, since their standard inputs close.
+1. A front end that dies is replaced. The engine cancels its requests, and its share of the limits is free. 2. An engine that
+   dies is started again by the rules of `core_client`. Front ends get a message, and wait for it. 3. SIGTERM or SIGINT: the
+   front ends drain (`server.run`). When they have ended, the engine does. A second signal does not wait. 4. If the supervisor
+   dies, all its processes end, since their standard inputs close.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class SharedCore:
             self._send(Attach(number, path))
 
     def core_said(self, message: ToParent) -> None:
-        """Of heartbeats front ends hear their own."""
+        """A front end gets only its own heartbeats."""
         if isinstance(message, Ready):  # it woke up
             self.ready = message
 
@@ -274,7 +273,7 @@ class Supervisor:
         channel.send(Setup(number, slot, self._engines, self._settings, self._shortens))
         front_end = self._front_ends[slot] = FrontEnd(number, slot, process, channel)
         if self._stopping.is_set():
-            process.kill()  # the signal came before it could be told
+            process.kill()  # the signal came before the process could get the message
         return front_end
 
     def _take(self, front_end: FrontEnd, message: ToSupervisor) -> None:

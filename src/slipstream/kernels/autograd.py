@@ -57,8 +57,8 @@ class AutogradOps(ReferenceOps):
 
 
 class WatchedOps(AutogradOps):
-    """Calls `watch(weight, x)` with the input [T, E] of every product and norm. The weight tells which; an expert's is a
-    view of all experts'."""
+    """Calls `watch(weight, x)` with the input [T, E] of every product and norm. The weight identifies the product; an expert's
+    is a view of all experts'."""
 
     def __init__(self, watch: Callable[[Tensor, Tensor], None]) -> None:
         self.watch = watch

@@ -1,7 +1,7 @@
 """Lowers a record of ops to the operators of a C++ program, with fusion. Nothing here imports torch.
 
-`lower` walks the record once. It chooses a buffer for each value and decides what is fused; an `Emitter` writes the
-operators. The base `Emitter` writes nothing: with it `lower` only tells whether a model can be lowered.
+`lower` walks the record once. It chooses a buffer for each value and decides what is fused; an `Emitter` writes the operators.
+The base `Emitter` writes nothing: with it `lower` only tests whether a model can be lowered.
 
 What is fused:
 

@@ -35,7 +35,7 @@ ROWS_AT_ONCE = 4096
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeExperts(Linear):
     """All experts' weights. `parts` follow one another in each expert's rows; several where a checkpoint mixes types. `weight`
-    only tells shape and type. `bias` is float32."""
+    gives only the shape and type. `bias` is float32."""
 
     parts: tuple[PackedExperts, ...]
 

@@ -351,7 +351,8 @@ class PinnedArena(Arena):
         return memory[:num_bytes]
 
     def pin(self) -> None:
-        """All that was taken. Where the system does not allow it, the log says so, and nothing is copied from here."""
+        """Page-lock all memory that was taken. Where the system does not allow it, a warning is logged, and nothing is copied
+        from here."""
         try:
             while self._waiting and self.is_pinned:
                 self._platform.pin(self._waiting.pop())

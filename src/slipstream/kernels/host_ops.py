@@ -1,4 +1,4 @@
-"""How the C++ kernels of a CPU hold weights, in NumPy's arrays: what building a decoder asks of an op set.
+"""Packs weights for a CPU's C++ kernels, in NumPy's arrays: the part of an op set that building a decoder needs.
 
 So a step that is one C++ program (`model/step_program.py`) needs no torch. The ops themselves are `cpu.py`'s.
 

@@ -1,4 +1,4 @@
-"""What an encoder computes beside its layers' program, on NumPy's arrays: embeddings, pooling, a classifier. No torch.
+"""The parts of an encoder outside its layers' program, on NumPy's arrays: embeddings, pooling, a classifier. No torch.
 
 `HostTextOps` has those of `OpSet`'s methods that `Decoder.embedded`, `encoder.pool` and `encoder.Classifier` call. Values are
 float32 between them, so in bfloat16 they are rounded less often than torch's.

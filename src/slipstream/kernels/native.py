@@ -394,7 +394,7 @@ def is_rounded(parts: Sequence[Packed | PackedExperts]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLinear(Linear):
-    """`parts` follow one another in the rows; several where a checkpoint mixes types. `weight` only tells shape and type.
+    """`parts` follow one another in the rows; several where a checkpoint mixes types. `weight` gives only the shape and type.
     `bias` is float32."""
 
     parts: tuple[Packed, ...]

@@ -1,7 +1,7 @@
-"""A CPU's sampler, over NumPy's arrays: what `OpSet.sample` says, a row at a time. No torch.
+"""A CPU's sampler, over NumPy's arrays: `OpSet.sample`, a row at a time. No torch.
 
 Each filter keeps what is at or above a threshold, so a row's weights need not add up to 1: they are exp((logit − largest) /
-temperature). With top_k only the tokens that it keeps are looked at again.
+temperature). With top_k later filters read only the tokens that it keeps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which implementation of the ops a device gets. Each is imported when it is chosen."""
+"""Chooses the op set for a device. Each is imported when it is chosen."""
 
 from __future__ import annotations
 

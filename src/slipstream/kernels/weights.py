@@ -206,6 +206,6 @@ class BlockRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLinear(Linear):
-    """A weight in GGUF types, for op sets with `block_types`. `weight` only tells shape and type."""
+    """A weight in GGUF types, for op sets with `block_types`. `weight` gives only the shape and type."""
 
     pieces: tuple[BlockRows, ...]

@@ -1,11 +1,9 @@
-"""Adapters of a model on the host: where each product's numbers stand in a slot, and reading PEFT's checkpoints into one.
+"""Adapters of a model on the host: reading PEFT's checkpoints into slots (`spec.adapter_slots`).
 
-A slot is one flat piece of memory with room for all products that can have an adapter. On the host an adapter is kept without
-the gaps that it leaves there (`HostAdapter`). A tensor of the checkpoint finds its place by the table of names that the base
-weights have: a part of a product in our order of rows.
+On the host an adapter is kept without the gaps that it leaves in a slot (`HostAdapter`). A tensor of the checkpoint finds its
+place by the table of names that the base weights have: a part of a product in our order of rows.
 
-A rank of several has of an adapter what its products need: rows of `up` where their outputs are shared out, columns of `down`
-where their inputs are. In the latter case the adapter's result is a part of the sum over ranks, as the product's is.
+Where a rank has columns of `down`, the adapter's result is a part of the sum over ranks, as the product's is.
 """
 
 from __future__ import annotations
@@ -27,21 +25,13 @@ from slipstream.model.decoder import Decoder
 from slipstream.model.layers import MLP, Attention, MoE
 from slipstream.model.sharding import part_of
 from slipstream.model.weights import transform
+from slipstream.spec.adapter_slots import ALONE, SlotLayout, SlotPlace, adapted_stem
 from slipstream.spec.adapters import WEIGHTS_NAME, AdapterConfig, read_adapter_config
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.parallel import Cut, Range, Shard, cuts, split_shapes
-from slipstream.spec.parameters import Placement, Swap, Transpose, Ungroup, Unpermute, parameters
+from slipstream.spec.parallel import Shard
+from slipstream.spec.parameters import Placement, Swap, Transpose, Ungroup, Unpermute
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-_LAYER = re.compile(r"layers\.\d+\.(.+)\.weight")
-_STEMS = frozenset(
-    (
-        *("attention.qkv", "attention.q_latent", "attention.q", "attention.latent", "attention.out", "mlp.up", "mlp.down"),
-        *("router", "shared_weight", "shared.up", "shared.down"),
-    )
-)
-"""Of products that can have an adapter."""
-ALONE = Shard(0, 1, tensor=False)
 
 
 def adapted_products(decoder: Decoder) -> dict[str, Linear]:
@@ -66,16 +56,10 @@ def adapted_products(decoder: Decoder) -> dict[str, Linear]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a product's numbers stand in a slot. `starts` are its parts' first rows, and `numbers` say which of the whole
-    product's parts they are."""
+    """A product, and where its numbers stand in a slot."""
 
-    stem: str  # of the product in its layer
     linear: Linear
-    inner: int
-    out: int
-    starts: tuple[int, ...]
-    numbers: tuple[int, ...]
-    begin: int  # of `down` in the slot; `up` follows it
+    at: SlotPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,60 +96,25 @@ class _Piece:
         return len(self.value) * self.columns
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """What this rank has of a part of a product: its rows from `start` on, which are `rows` of the whole part, and `columns` of
-    its inputs. None: all."""
-
-    start: int
-    rows: tuple[Range, ...] | None
-    columns: tuple[Range, ...] | None
-
-
 class Layout:
-    """The places of all products in a slot, for adapters of up to `max_rank` ranks a part. `decoder` is the `shard`'s part of
-    the model."""
+    """The places of a decoder's products in a slot, for adapters of up to `max_rank` ranks a part. `decoder` is the `shard`'s
+    part of the model."""
 
     def __init__(self, description: ModelDescription, decoder: Decoder, max_rank: int, shard: Shard = ALONE) -> None:
-        self.max_rank = max_rank
-        self.description = description
-        self.names = description.family.names(description.spec)
-        self._whole = parameters(description.spec)
-        shapes, cut = split_shapes(description.spec, shard), cuts(description.spec, shard)
-        self._own = {
-            place: own
-            for place in self.names.values()
-            if place.target in shapes and (own := self._part_of(place, cut.get(place.target))) is not None
-        }
-        starts = dict[str, set[int]]()
-        for place in self.names.values():
-            starts.setdefault(place.target, set()).add(place.start)
-        self._numbers = {
-            (target, start): number for target, found in starts.items() for number, start in enumerate(sorted(found))
-        }
-        parts = dict[str, dict[int, int]]()  # numbers by the first rows here
-        for place, own in self._own.items():
-            parts.setdefault(place.target, {})[own.start] = self._numbers[place.target, place.start]
-        self.places: dict[str, Place] = {}
-        end = 0
-        for name, linear in adapted_products(decoder).items():
-            if name not in parts:  # this rank has nothing of it but zeros
-                continue
-            out, inner = shapes[name]
-            own_starts, numbers = zip(*sorted(parts[name].items()), strict=True)
-            self.places[name] = Place(_stem(name), linear, inner, out, own_starts, numbers, end)
-            # Triton reads 16 bytes at a time only where 16 divides the distance of slots.
-            end += -(-(len(own_starts) * inner + out) * max_rank // 16) * 16
-        self.slot_size = end
+        self.max_rank, self.description, self._layout = max_rank, description, SlotLayout(description, max_rank, shard)
+        products = adapted_products(decoder)
+        self.places = {name: Place(products[name], at) for name, at in self._layout.places.items()}
+        self.slot_size = self._layout.size
 
     def weights(self, slots: Tensor, place: Place, live: Collection[tuple[str, int]] | None = None) -> LoRAWeights:
         """Of one product, the adapters in `slots` [N, slot_size]. `live`: the parts that they have (`HostAdapter.parts`)."""
-        num, rank = len(place.starts), self.max_rank
-        middle = place.begin + num * rank * place.inner
-        down = slots[:, place.begin : middle].unflatten(1, (num * rank, place.inner))
-        up = slots[:, middle : middle + place.out * rank].unflatten(1, (place.out, rank))
-        parts = tuple(p for p, number in enumerate(place.numbers) if live is None or (place.stem, number) in live)
-        return LoRAWeights(down, up, place.starts, parts)
+        at, rank = place.at, self.max_rank
+        num = len(at.starts)
+        middle = at.begin + num * rank * at.inner
+        down = slots[:, at.begin : middle].unflatten(1, (num * rank, at.inner))
+        up = slots[:, middle : middle + at.out * rank].unflatten(1, (at.out, rank))
+        parts = tuple(p for p, number in enumerate(at.numbers) if live is None or (at.stem, number) in live)
+        return LoRAWeights(down, up, at.starts, parts)
 
     def read(self, folder: Path, dtype: torch.dtype, *, pinned: bool = False) -> HostAdapter:
         """A PEFT checkpoint. AdapterError says what is wrong with it."""
@@ -180,14 +129,14 @@ class Layout:
 
     def _read(self, folder: Path, config: AdapterConfig) -> tuple[list[_Piece], frozenset[tuple[str, int]]]:
         """What is here of it, and `HostAdapter.parts`."""
-        found, sides, parts = list[_Piece](), set[tuple[str, str]](), set[tuple[str, int]]()
+        layout, found, sides, parts = self._layout, list[_Piece](), set[tuple[str, str]](), set[tuple[str, int]]()
         for name, value in _tensors(folder):
             match = _TENSOR.fullmatch(name)
             if match is None:
                 raise AdapterError(f"the adapter has a tensor {name!r}, which is none of a LoRA's (lora_A, lora_B)", field=name)
             module, side = match[1], match[2]
             part = self._part(module, name)
-            rank, (num_rows, inner) = config.rank_of(module), self._whole[part.target]
+            rank, (num_rows, inner) = config.rank_of(module), layout.whole[part.target]
             num_rows = num_rows - part.start if part.rows is None else part.rows
             expected = (rank, inner) if side == "A" else (num_rows, rank)
             if tuple(value.shape) != expected:
@@ -197,8 +146,8 @@ class Layout:
                     field=name,
                 )
             sides.add((module, side))
-            parts.add((_stem(part.target), self._numbers[part.target, part.start]))
-            own, place = self._own.get(part), self.places.get(part.target)
+            parts.add((adapted_stem(part.target), layout.numbers[part.target, part.start]))
+            own, place = layout.own.get(part), layout.places.get(part.target)
             if own is None or place is None:
                 continue  # another rank has it
             number = place.starts.index(own.start)
@@ -237,18 +186,11 @@ class Layout:
             raise AdapterError(f"the adapter's tensor {name!r} holds numbers that are not finite", field=name)
         return HostAdapter(numbers, tuple(spans), parts)
 
-    def _part_of(self, place: Placement, cut: Cut | None) -> _Own | None:
-        """This rank's of a part of a product; None: it has nothing of it."""
-        if cut is None:
-            return _Own(place.start, None, None)
-        found = cut.placed(place, self._whole[place.target][0])
-        return None if found is None else _Own(found[0].start, found[1], cut.columns)
-
     def _part(self, module: str, name: str) -> Placement:
         """The part of a product that a module's adapter belongs to."""
-        key = canonical(f"{module}.weight", self.description.family.prefixes, self.names)
-        part = None if key is None else self.names[key]
-        if part is not None and _stem(part.target) in _STEMS and part.copies is None:
+        key = canonical(f"{module}.weight", self.description.family.prefixes, self._layout.names)
+        part = None if key is None else self._layout.names[key]
+        if part is not None and adapted_stem(part.target) and part.copies is None:
             assert part.transform is None or isinstance(part.transform, Transpose | Ungroup | Unpermute | Swap)
             return part
         if part is None:
@@ -262,12 +204,6 @@ class Layout:
         else:
             why = "it is part of something computed in one piece here; train without it"
         raise AdapterError(f"the adapter has {name!r}: {why}", field=module)
-
-
-def _stem(name: str) -> str:
-    """Of a product of a layer; empty: it is none."""
-    match = _LAYER.fullmatch(name)
-    return "" if match is None else match[1]
 
 
 def _reordered(up: Tensor, part: Placement) -> Tensor:

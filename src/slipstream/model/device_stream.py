@@ -167,7 +167,7 @@ class DeviceStream:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Within it nothing is copied, for steps whose numbers no one reads: they compute with whatever layers are in the
+        """Within it nothing is copied, for steps whose results are not used: they compute with whatever layers are in the
         places. Where layers are laid out in several ways, so that one can't stand for another, they are copied all the same."""
         self._platform.synchronize()  # the places are full
         self._idle = len(self._layouts) == 1

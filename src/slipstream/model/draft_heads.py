@@ -453,7 +453,7 @@ def _columns(weight: Any, count: int) -> list[Any]:
 
 
 def target_ids(spec: LayeredSpec, maps: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.int64] | None:
-    """The model's token for each of the head's; None: the same. `d2t` says how far behind each of the head's tokens the model's
+    """The model's token for each of the head's; None: the same. `d2t` is how far behind each of the head's tokens the model's
     is; `t2d`, which of the model's tokens are the head's. The head's are in the order of the model's if there is no `d2t`."""
     steps, chosen = maps.get("d2t"), maps.get("t2d")
     if chosen is not None and (chosen.shape != (spec.vocab_size,) or np.count_nonzero(chosen) != spec.draft_vocab_size):

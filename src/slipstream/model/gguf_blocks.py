@@ -26,7 +26,7 @@ from slipstream.spec.scheme import Scheme
 
 class BlockWeights:
     """Takes what `load_parameters` would dequantise, but for what `scheme` is to round. `names` is the family's table for the
-    file's tensors; `empty` makes what only tells a weight's shape and type."""
+    file's tensors; `empty` makes a placeholder with a weight's shape and type."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""From a path to a model that runs as one C++ program, without torch: parameters are NumPy's arrays."""
+"""Loads a model that runs as one C++ program, without torch: parameters are NumPy's arrays."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class LayerStream:
 
 
 def without_data(layer: Layer) -> Layer:
-    """The layer with stand-ins for its products' bytes, which say only how many there are."""
+    """The layer with placeholders for its products' bytes, which have only their number."""
     return _moved(layer, None)
 
 

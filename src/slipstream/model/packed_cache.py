@@ -140,7 +140,7 @@ class KeptFile:
 
 
 def checkpoint_stamps(description: ModelDescription) -> list[tuple[str | int, ...]]:
-    """A key that changes with the checkpoint's files, as far as the file system tells."""
+    """A key that changes with the checkpoint's files, by the file system's names, sizes and times."""
     return [_stamp(file) for file in _files(description.path.resolve(), description)]
 
 

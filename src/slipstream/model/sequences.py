@@ -146,8 +146,8 @@ class WholeModel(nn.Module):
         return Decoder(self.spec, own, self.ops, max_model_len=1, layers=())
 
     def hidden(self, batch: SequenceBatch, each: Callable[[int, Tensor], None] | None = None) -> Tensor:
-        """[T, E] after the final norm. `each` is told the residual before layer i, and after the last with i = the number of
-        layers."""
+        """[T, E] after the final norm. `each` is called with the residual before layer i, and after the last with i = the
+        number of layers."""
         ends = self.ends()
         h, residual = ends.embedded(batch.token_ids, batch.meta), None
         for i, block in enumerate(self.layers):

@@ -1,1 +1,1 @@
-"""The loop: search compression and settings by measuring, and hand over a folder that serves the chosen point."""
+"""Searches compression and settings by measuring, and writes a folder that serves the chosen point."""

@@ -1,4 +1,4 @@
-"""What can be measured, what is expected of it, and what came of it. Nothing here runs an engine."""
+"""The candidates: their settings, their predicted figures, and their measured ones. Nothing here runs an engine."""
 
 from __future__ import annotations
 

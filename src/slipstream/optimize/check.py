@@ -1,4 +1,4 @@
-"""Whether a folder of `slipstream optimize` keeps here what it promised: its objectives under its own traffic, and its answers.
+"""Checks a folder of `slipstream optimize` on this machine: its objectives under its own traffic, and its answers.
 
 Speed is measured as the search measured it (`worker.speed`). Answers are those of the canary that lies in the folder, made
 where its quality was measured: the same checkpoint with a wrong kernel or a changed file does not pass it. With the original

@@ -1,4 +1,4 @@
-"""What is known of candidates that were not measured: the prior, corrected by those that were.
+"""Predicts candidates that were not measured: the prior, corrected by those that were.
 
 The logarithms of measured over predicted are a Gaussian process. What the prior gets wrong is a sum:
 
@@ -7,9 +7,9 @@ The logarithms of measured over predicted are a Gaussian process. What the prior
 3. of a part for each combination of them.
 
 So all candidates that share a choice learn from one measurement, and how sure a figure is follows. A choice between numbers
-learns from numbers near it. What is measured has two parts more, which tell nothing of a candidate: the machine's speed, which
-drifts from one measurement to the next, and noise. How large each part is here, the measurements themselves tell: the sizes
-are those that make them likeliest, not far from what is usual.
+learns from numbers near it. A measurement has two parts more, which are not the candidate's: the machine's speed, which drifts
+from one measurement to the next, and noise. The sizes of all parts are those that make the measurements likeliest, under a
+prior of usual sizes.
 """
 
 from __future__ import annotations

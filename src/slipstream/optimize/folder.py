@@ -113,7 +113,7 @@ def build_folder(
 
 
 def kept_settings(args: EngineArgs) -> dict[str, Any]:
-    """What the user chose, but for what each start says anew."""
+    """The settings that the user chose, except those that each start sets again."""
     defaults = {f.name: f.default for f in dataclasses.fields(args)}
     return {
         name: value

@@ -15,7 +15,7 @@ def front(points: Sequence[Point]) -> list[int]:
     """The numbers of the points that no other dominates, in their order. Of points that are equal, the first."""
     found: list[int] = []
     for i in sorted(range(len(points)), key=lambda i: (tuple(points[i]), i)):
-        # Whoever dominates a point, or is equal to it, comes before it in this order.
+        # A point that dominates another, or equals it, comes before it in this order.
         if not any(all(x <= y for x, y in zip(points[j], points[i], strict=True)) for j in found):
             found.append(i)
     return sorted(found)

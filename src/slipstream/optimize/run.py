@@ -116,9 +116,9 @@ def parse_seconds(text: str) -> float:
 
 
 def default_space(*, users: int, on_gpu: bool) -> Space:
-    """What is tried unless the user says otherwise: compressions that the device's products are made for, and the settings
-    that trade throughput for latency under `users` requests at once. No drafts: the traffic's tokens are random, and what is
-    found again in them says nothing of texts."""
+    """What is tried unless the user says otherwise: compressions that the device's products are made for, and the settings that
+    trade throughput for latency under `users` requests at once. No drafts: the traffic's tokens are random, so their
+    repetitions are not those of texts."""
     seqs = tuple(sorted({max(1, users // 4), max(1, users // 2), users}))
     if on_gpu:
         compressions: tuple[str, ...] = ("none", "fp8", "int8", "int4", "recipe:fp8", "recipe:int4-awq-gptq", "recipe:2:4")
@@ -301,7 +301,7 @@ class Measurer:
         return out
 
     def _files(self) -> list[tuple[str, int, int]]:
-        """What tells the model from another one of its name."""
+        """The identity of the model, beyond its name."""
         return files_of(resolve_model(self.base.model, download_dir=self.base.download_dir))
 
     def _made_of(self, compression: str) -> str:
@@ -387,7 +387,7 @@ _machine = functools.cache(this_machine)
 
 
 def files_of(source: Path) -> list[tuple[str, int, int]]:
-    """What tells a file or a folder from another one of its name: the names, sizes and times of its files."""
+    """The identity of a file or folder, beyond its name: the names, sizes and times of its files."""
     files = sorted(source.iterdir()) if source.is_dir() else [source]
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
 

@@ -1,4 +1,4 @@
-"""Which candidate to measure next. Nothing here runs an engine: measuring is a function, and so is what is known beforehand.
+"""Chooses the candidate to measure next. Nothing here runs an engine: the measurement is a function, and so is the prior.
 
 A candidate is a compression with settings of the engine. Three figures of it are to be good: throughput (high), time between
 tokens (low) and divergence from the original (low). A *prior* predicts the first two for every candidate. What was measured
@@ -101,7 +101,7 @@ class Search:
         return self.results
 
     def propose(self) -> Candidate | None:
-        """The candidate to measure next; None, with `why_ended`, if no other is worth it."""
+        """The candidate to measure next. None, with the reason in `why_ended`, if no other is expected to improve the front."""
         waiting = self.waiting()
         if not waiting:
             self.why_ended = "every candidate was measured, or shares the fault of one that was"
@@ -208,7 +208,8 @@ def load_optuna() -> Any:
 
 
 class _Explorer:
-    """Optuna's sampler over the same space. It is told of every result; what it asks for is measured only if nobody did."""
+    """Optuna's sampler over the same space. It gets every result. A candidate that it proposes is measured only if it was not
+    measured before."""
 
     TRIES = 16
 
@@ -238,7 +239,7 @@ class _Explorer:
             trial = self._study.ask(self._distributions)
             self._study.tell(
                 trial, state=self._optuna.trial.TrialState.FAIL
-            )  # what was measured is told as a trial of its own
+            )  # the measurement is added as a trial of its own
             values = {name: self._axes[name][number] for name, number in trial.params.items()}
             found = Candidate(
                 values.pop("compression"), tuple((name, values[name]) for name in self._axes if name in values)

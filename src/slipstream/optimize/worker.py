@@ -128,7 +128,7 @@ def task_loss(original: TaskResult, found: TaskResult) -> dict[str, Any]:
 
 
 def end_with_parent() -> None:
-    """A search that was killed leaves nobody behind who takes of the machine from the next (prctl(2), PR_SET_PDEATHSIG)."""
+    """A killed search leaves no process behind that would slow the next one down (prctl(2), PR_SET_PDEATHSIG)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
 

@@ -1,4 +1,5 @@
-"""How long a step takes on a machine where none was measured: from bytes, operations and the machine's ceilings. No torch.
+"""Estimates the time of a step on a machine where none was measured: from bytes, operations and the machine's ceilings. No
+torch.
 
 A product takes as long as reading its weights or as multiplying, whichever is longer, a little more where both are alike, and
 a fixed time beside. Attention reads keys and values, or multiplies. Activations pass through memory between the operators. The

@@ -43,7 +43,8 @@ class Objectives:
 
 
 def settled(run: Simulation) -> tuple[RequestRecord, ...]:
-    """Without the first quarter of the requests, which meet an empty engine, and the last tenth, whose end nobody disturbs."""
+    """Without the first quarter of the requests, which find an empty engine, and the last tenth, which run while no more
+    arrive."""
     count = len(run.records)
     return run.records[count // 4 : count - count // 10]
 

@@ -1,4 +1,4 @@
-"""What machines can do at most: measured ones, and others by their data sheets. No torch.
+"""Ceilings of machines: measured ones, and others by their data sheets. No torch.
 
 `data/devices.json` has the rates that are reached, not the peaks on paper: an H200's and the two-core CPU box's were measured
 (benchmarks/results/roofline_cpu.json, docs/performance.md), the others are their data sheets times the shares that an H200

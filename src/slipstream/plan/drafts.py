@@ -49,7 +49,7 @@ def parse_acceptance(text: str) -> Acceptance:
         if all(0 <= rate <= 1 for rate in (*made.rates, made.found)):
             return made
     except ValueError:
-        pass  # no numbers: told below
+        pass  # no numbers: the error is raised below
     raise ConfigError(
         f"draft_acceptance={text!r} is not shares between 0 and 1 by position, such as 0.8,0.6,0.5, and behind an @ the share "
         "of steps with a proposal",
@@ -94,8 +94,7 @@ class SimulatedSpeculation(Speculation):
 
 
 def drawn(name: str, number: int) -> float:
-    """A number of [0, 1) that follows from a request and a place in it, whenever it is asked for. Those of places side by side
-    are independent."""
+    """A number in [0, 1), a hash of a request and a position in it. Neighbouring positions have independent numbers."""
     return int.from_bytes(blake2b(f"{name} {number}".encode(), digest_size=6).digest(), "big") / 2**48
 
 

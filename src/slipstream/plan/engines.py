@@ -179,7 +179,7 @@ def plan_engine(
     info = info or hardware.device_info()
     draft = _draft_model(args, resolve(args, description, info).speculation, acceptance)
     all_gpus = dataclasses.replace(info, memory_bytes=info.memory_bytes * num_gpus, free_bytes=info.free_bytes * num_gpus)
-    config, ledger = estimate(args, description, all_gpus, with_steps=True, draft=draft, draft_copies=num_gpus)
+    config, ledger = estimate(args, description, all_gpus, with_steps=True, draft=draft, num_gpus=num_gpus)
     drafts = None
     if config.speculation is not None:
         assert acceptance is not None

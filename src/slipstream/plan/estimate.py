@@ -1,4 +1,4 @@
-"""What an engine would have on a device: its settings and its memory ledger, before one is started. No torch."""
+"""Estimates an engine on a device before it is started: its settings and its memory ledger. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig,
 from slipstream.errors import ConfigError
 from slipstream.plan.graph_sizes import graph_bytes, model_chain_bytes
 from slipstream.plan.hardware import available_cores, cpu_name, gpus, host_memory
-from slipstream.plan.memory import MemoryLedger, block_bytes, held_bytes, size_cache, weights_bytes
+from slipstream.plan.memory import (
+    MemoryLedger,
+    adapter_bytes,
+    block_bytes,
+    held_bytes,
+    peer_copy_bytes,
+    size_cache,
+    weights_bytes,
+)
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.drafts import check_draft_model
 from slipstream.spec.host_experts import host_weights
@@ -80,12 +88,12 @@ def estimate(
     *,
     with_steps: bool = False,
     draft: ModelDescription | None = None,
-    draft_copies: int = 1,
+    num_gpus: int = 1,
 ) -> tuple[EngineConfig, MemoryLedger]:
     """Settings and ledger that an engine would have on a device, by default this machine's, as far as they can be known without
     starting one; of several ranks, rank 0's. `with_steps`: with an estimate of what a GPU's activations, graphs and rows
-    take, which an engine measures. `draft`: the model of the settings' drafts, whose weights and keys and values count, too;
-    `draft_copies` times, if `info` is several devices that share the model. ConfigError if it can't be."""
+    take, which an engine measures. `draft`: the model of the settings' drafts, whose weights and keys and values count, too.
+    `num_gpus`: `info` is so many GPUs together, which share the model; each has the draft model. ConfigError if it can't be."""
     info = info or this_device(args.device)
     config = resolve(args, description, info)
     spec = split_spec(description.spec, largest_shard(config, description))
@@ -94,11 +102,14 @@ def estimate(
     if draft is not None:
         check_draft_model(draft.spec, spec, config.model.max_model_len)
         own = config_of_draft(config)
-        weights += draft_copies * held_weights_bytes(own, draft)
-        block += draft_copies * block_bytes(draft.spec, own.cache.block_size, DTYPE_BYTES[own.cache.dtype])
+        weights += num_gpus * held_weights_bytes(own, draft)
+        block += num_gpus * block_bytes(draft.spec, own.cache.block_size, DTYPE_BYTES[own.cache.dtype])
     activations, graphs, rows = _of_steps(config, description) if with_steps and info.is_cuda else (0, 0, 0)
     if draft is not None and graphs:
         graphs += model_chain_bytes(config, draft.spec, DTYPE_BYTES[config.model.dtype])
+    sharing = config if num_gpus == 1 else dataclasses.replace(config, parallel=ParallelConfig(tensor=num_gpus))
+    adapters = num_gpus * adapter_bytes(config, description, largest_shard(sharing, description))
+    copies = num_gpus * peer_copy_bytes(sharing, description.spec)
     config, ledger = size_cache(
         config,
         spec,
@@ -110,7 +121,9 @@ def estimate(
         graph_bytes=graphs,
         rows_bytes=rows,
         # What a host has free changes by the minute: there a model is described also where it would not fit just now.
-        taken_bytes=weights + activations + graphs + rows if info.is_cuda else 0,
+        taken_bytes=weights + activations + graphs + rows + adapters + copies if info.is_cuda else 0,
+        adapter_bytes=adapters,
+        peer_copy_bytes=copies,
     )
     return config, dataclasses.replace(ledger, host_expert_bytes=host_expert_bytes(config, description))
 

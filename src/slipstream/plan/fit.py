@@ -1,4 +1,4 @@
-"""Whether a model's weights fit a device, before anything is loaded, and what would fit if they don't. No torch."""
+"""Checks before loading whether a model's weights fit a device, and suggests what would fit if they don't. No torch."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ def mixed_prompts(config: EngineConfig, spec: ModelSpec) -> list[int]:
 
 
 def _takes_long_steps(config: EngineConfig, spec: ModelSpec) -> bool:
-    """A mixture or a rank's part, but not of latent attention: outside graphs that computes whole prompts without the cache,
-    which is several times as fast and worth more than the launches."""
+    """Whether long steps are captured: those of mixtures and of a rank's part, without latent attention. Outside graphs latent
+    attention computes whole prompts without the cache, which is several times as fast and saves more than the launches cost."""
     if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
         return False
     return config.parallel.ranks_of_stage > 1 or any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
@@ -102,13 +102,14 @@ def mixed_sequences(config: EngineConfig, spec: ModelSpec) -> int:
 
 def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> int:
     """Memory to be left for a generator's graphs of every size: hidden states, activations and logits of the largest, and the
-    driver's own."""
+    driver's own. With adapters there are graphs of every size for steps with some, too."""
     decodes = decode_rows(config)
     prompts = mixed_prompts(config, spec)
     mixed = [d + p for d in mixed_decodes(config.scheduling.max_num_seqs) for p in prompts]
     largest = max(decodes[-1:] + mixed[-1:])
     numbers = largest * spec.hidden_size + activation_numbers(spec, largest, decodes[-1])
-    return numbers * element_bytes + (len(decodes) + len(mixed)) * GRAPH_BYTES
+    found = numbers * element_bytes + (len(decodes) + len(mixed)) * GRAPH_BYTES
+    return found if config.lora is None else 2 * found
 
 
 def activation_numbers(spec: ModelSpec, num_tokens: int, num_sampled: int) -> int:

@@ -1,4 +1,4 @@
-"""What this machine has, by the operating system alone. No torch, so that `info`, `doctor` and reports are quick.
+"""This machine's hardware, by the operating system alone. No torch, so that `info`, `doctor` and reports are quick.
 
 A number that the system does not give is None, never a guess.
 """
@@ -156,7 +156,7 @@ def import_numpy() -> None:
     try:
         import numpy  # noqa: F401
     finally:
-        del os.environ["OPENBLAS_NUM_THREADS"]  # neither torch nor a child process is told
+        del os.environ["OPENBLAS_NUM_THREADS"]  # neither torch nor a child process gets it
 
 
 def seconds_since_process_start() -> float | None:
@@ -168,6 +168,14 @@ def seconds_since_process_start() -> float | None:
     except (OSError, ValueError, IndexError):
         return None
     return uptime - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal such as SIGSTOP has stopped the process; a debugger's stop is none. False where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def _cpuinfo(key: str) -> str:

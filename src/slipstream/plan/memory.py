@@ -6,11 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from slipstream.config import EngineConfig
+from slipstream.config import DTYPE_BYTES, EngineConfig
 from slipstream.errors import OutOfMemoryError
+from slipstream.spec.adapter_slots import ALONE, SlotLayout
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence
+from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.native_formats import held_group
+from slipstream.spec.parallel import COPIED_SUMS_FROM, Shard
 from slipstream.spec.parameters import Shape, parameters
 from slipstream.spec.scheme import Scheme, WeightForm, WeightFormat
 
@@ -157,11 +160,35 @@ def staged_blocks(config: EngineConfig, block: int) -> int:
     return 0 if config.cache.host_bytes is None else max(1, min(64, STAGED_BYTES // block))
 
 
+def adapter_bytes(config: EngineConfig, description: ModelDescription, shard: Shard = ALONE) -> int:
+    """Bytes of the adapters' slots on a device that has the `shard`'s part of the model."""
+    if config.lora is None:
+        return 0
+    slot = SlotLayout(description, config.lora.max_lora_rank, shard).size
+    return config.lora.max_loras * slot * DTYPE_BYTES[config.model.dtype]
+
+
+def peer_copy_tokens(config: EngineConfig, spec: ModelSpec) -> int:
+    """Tokens of the largest step for which two GPUs have memory to copy their parts of sums to each other, padding included.
+    0: they don't."""
+    how, reads_sums = config.parallel, config.speculation is not None and config.speculation.by_head  # and each is read once
+    if not config.device.info.is_cuda or how.tensor != 2 or how.ranks_of_stage != 2 or how.sequence or reads_sums:
+        return 0
+    tokens = config.scheduling.max_num_batched_tokens + config.scheduling.max_num_seqs
+    return tokens if tokens >= COPIED_SUMS_FROM and any(x.is_plain for x in spec.all_layers) else 0
+
+
+def peer_copy_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Bytes, on each of the two, of two places for the rows of that step."""
+    return 2 * peer_copy_tokens(config, spec) * spec.hidden_size * DTYPE_BYTES[config.model.dtype]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLedger:
     """Where the memory of `device` goes. `allowed_bytes` is the share of it that the engine may use.
 
-    `activation_bytes` and `graph_bytes` are measured. `other_bytes` are the sequences' rows (tokens and block tables). One of
+    `activation_bytes` and `graph_bytes` are measured. `other_bytes` are the sequences' rows (tokens and block tables),
+    `adapter_bytes` the adapters' slots, `peer_copy_bytes` what arrives from another GPU in sums beside products. One of
     `num_blocks` is the null block, which holds no sequence's tokens. `forms` are of the products among the weights, as loaded;
     empty in an estimate. A sequence has blocks in each of `groups`; with windows their number depends on `max_step_tokens`.
     The tiers' bytes are bounds of what lies below the cache, in the host's memory and on a disk; none of it is the device's.
@@ -182,6 +209,8 @@ class MemoryLedger:
     forms: tuple[WeightForm, ...] = ()
     groups: tuple[CacheGroup, ...] = (CacheGroup(kind="full"),)
     max_step_tokens: int = 0
+    adapter_bytes: int = 0
+    peer_copy_bytes: int = 0
     image_cache_bytes: int = 0  # at most
     host_tier_bytes: int = 0
     disk_tier_bytes: int = 0
@@ -190,7 +219,7 @@ class MemoryLedger:
     @property
     def used_bytes(self) -> int:
         parts = self.weights_bytes + self.activation_bytes + self.graph_bytes + self.kv_bytes + self.other_bytes
-        return parts + self.image_cache_bytes
+        return parts + self.adapter_bytes + self.peer_copy_bytes + self.image_cache_bytes
 
     @property
     def left_bytes(self) -> int:
@@ -225,9 +254,10 @@ class MemoryLedger:
             "graphs": self.graph_bytes,
             "KV cache": self.kv_bytes,
             "rows": self.other_bytes,
-            **({"pictures": self.image_cache_bytes} if self.image_cache_bytes else {}),
-            "left": self.left_bytes,
         }
+        more = {"adapters": self.adapter_bytes, "peer copies": self.peer_copy_bytes, "pictures": self.image_cache_bytes}
+        parts |= {name: size for name, size in more.items() if size}
+        parts["left"] = self.left_bytes
         lines = [f"{name:<12}{size:>18,} B {size / 2**30:>9.2f} GiB" for name, size in parts.items()]
         lines.append(f"{'of':<12}{self.allowed_bytes:>18,} B {self.allowed_bytes / 2**30:>9.2f} GiB on {self.device}")
         if self.left_bytes < 0:
@@ -264,6 +294,8 @@ def size_cache(
     graph_bytes: int,
     rows_bytes: int,
     taken_bytes: int,
+    adapter_bytes: int = 0,
+    peer_copy_bytes: int = 0,
     forms: tuple[WeightForm, ...] = (),
     agree: Callable[[int], int] = lambda num_blocks: num_blocks,
 ) -> tuple[EngineConfig, MemoryLedger]:
@@ -293,10 +325,12 @@ def size_cache(
             (activation_bytes + graph_bytes, f"steps (max_num_batched_tokens={steps})", "max_num_batched_tokens"),
             (rows_bytes, f"rows of sequences (max_num_seqs={seqs})", "max_num_seqs"),
         ]
+        if config.lora is not None:
+            parts.append((adapter_bytes, f"adapters (max_loras={config.lora.max_loras})", "max_loras"))
         field = max(parts)[2]
         if not field:
             raise
-        field = "max_num_seqs" if follows else field
+        field = "max_num_seqs" if follows and field == "max_num_batched_tokens" else field
         told = ", ".join(f"{size / 2**30:.2f} GiB for {what}" for size, what, _ in parts)
         message = f"no memory is left for the KV cache: of {allowed / 2**30:.2f} GiB there are {told}; lower {field}"
         raise OutOfMemoryError(message, field=field) from None
@@ -316,6 +350,8 @@ def size_cache(
         groups=config.cache.groups,
         max_step_tokens=config.scheduling.max_num_batched_tokens,
         forms=forms,
+        adapter_bytes=adapter_bytes,
+        peer_copy_bytes=peer_copy_bytes,
         image_cache_bytes=pictures,
         host_tier_bytes=(config.cache.host_bytes or 0) // block * block,
         disk_tier_bytes=config.cache.disk_bytes or 0,

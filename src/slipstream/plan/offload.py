@@ -1,4 +1,4 @@
-"""What weights that are not all kept in memory will cost (`spec.offload` says which are read). No torch."""
+"""The cost of weights that are not all kept in memory (`spec.offload` decides which are read in each step). No torch."""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ MEMORY = (
     ("graphs", "graph_bytes"),
     ("KV cache", "kv_bytes"),
     ("rows", "other_bytes"),
+    ("adapters", "adapter_bytes"),
+    ("peer copies", "peer_copy_bytes"),
     ("pictures", "image_cache_bytes"),
 )
 

@@ -1,4 +1,5 @@
-"""What to buy and how to set it, with reasons: parallel size, limits of steps, memory share, replicas, weights of a balancer.
+"""Recommends hardware and settings, with reasons: parallel size, limits of steps, memory share, replicas, weights of a
+balancer.
 
 What is recommended follows ENOVA (Huang et al. 2024, arXiv:2407.09486): as many sequences as the objectives allow, no more
 memory than these hold, replicas for the rest of the traffic, and each replica's weight by what it carries. Every candidate's
@@ -94,7 +95,7 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked for: `rate` requests a second, or `users` at once, or neither: then what one replica carries."""
+    """The load: `rate` requests a second, or `users` at once. With neither it is the load that one replica carries."""
 
     workload: Workload
     objectives: Objectives

@@ -1,4 +1,5 @@
-"""Which replica a request goes to. No torch, no clock: counts of open requests, and the prefixes that were sent where.
+"""Chooses the replica for a request in simulations. No torch, no clock: counts of open requests, and the prefixes sent to each
+replica.
 
     round-robin    in turn
     least-loaded   the one with the fewest open requests

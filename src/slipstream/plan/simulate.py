@@ -45,7 +45,7 @@ from slipstream.spec.cache import blocks_of_sequence
 from slipstream.types import EngineRequest, SamplingParams, StepPlan, StepResult, TokenOutput
 
 LABEL_EVERY = 64
-"""Of so many steps one is asked how well its time is known."""
+"""Of this many steps one is checked for how well its time is known."""
 
 LABEL_SHARE = 0.02
 """A label counts where so large a share of the steps has it."""

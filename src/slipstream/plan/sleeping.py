@@ -132,7 +132,7 @@ class SleepingScheduler(Scheduler):
         return plan
 
     def _schedule_sleepers(self, this: int) -> StepPlan:
-        """A step in which nobody is awake."""
+        """A step in which no request is awake."""
         self.num_asleep, self.asleep_context = self._next_asleep, self._next_context
         self.in_flight.last_id = this
         self.in_flight.by_id[this] = NOTHING

@@ -1,4 +1,4 @@
-"""How long a step takes, from steps that were measured. No torch.
+"""Predicts the time of a step from measured steps. No torch.
 
 A step's time is a sum of parts, each of which grows with one count of `StepShape` and never falls:
 

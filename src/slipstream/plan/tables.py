@@ -23,7 +23,7 @@ from slipstream.spec.model import ModelSpec
 
 
 def identity(config: EngineConfig, spec: ModelSpec, weights_bytes: int) -> dict[str, Any]:
-    """What a table is of. `weights_bytes` tells forms of weights apart that have no name, such as a GGUF file's."""
+    """The identity of a table. `weights_bytes` distinguishes weight formats that have no name, such as a GGUF file's."""
     info = config.device.info
     digest = hashlib.blake2b(repr(spec).encode(), digest_size=8).hexdigest()
     return {

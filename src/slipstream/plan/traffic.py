@@ -128,7 +128,7 @@ def parse_workload(text: str, *, seed: int = 0) -> Workload:
                 each = [(rng.randint(a, ends[0][-1]), rng.randint(b, ends[1][-1])) for _ in range(count)]
                 return of_lengths(text, each)
         except ValueError:
-            pass  # no numbers: told below
+            pass  # no numbers: the error is raised below
     raise ConfigError(
         f"workload={text!r} is not sharegpt, fixed:IN/OUT, uniform:A-B/C-D, lengths:PATH or trace:PATH", field="workload"
     )

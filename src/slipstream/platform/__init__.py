@@ -2,9 +2,10 @@
 
     cpu.py   the host's own processor
     cuda.py  an NVIDIA GPU
-    arch.py  what each GPU architecture and each CPU instruction set has, as data
     collectives.py  sums and collections over several processes
     peer_copies.py  sums of two GPUs beside their products
+
+What each GPU architecture and each CPU instruction set has is data: `spec/gpu_archs.py`, `spec/cpu_isas.py`.
 
 A new kind of device is one more subclass of `Platform` and one line in `platform_of`.
 """

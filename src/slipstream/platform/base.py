@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.platform.arch import GpuArch
+from slipstream.spec.gpu_archs import GpuArch
 
 
 class Event(Protocol):

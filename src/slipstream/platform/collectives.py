@@ -108,7 +108,7 @@ class SumsBeside(Protocol):
     """Sums of a step's tokens, piece by piece."""
 
     def pieces(self, num_tokens: int) -> Sequence[slice]:
-        """The pieces of a step's tokens; none: its sums are not worth it."""
+        """The pieces of a step's tokens; none where pieces would not pay."""
 
     def begin(self, x: Tensor, *, place: int, index: int, rows: slice) -> SumBeside:
         """Begin the sum of x [R, E], of the tokens `rows`, which are piece number `index`. x may not be written any more.
@@ -210,5 +210,5 @@ class Group:
         return found
 
     def leave(self) -> None:
-        """The last call. It waits for nobody."""
+        """The last call. It does not wait for other ranks."""
         dist.destroy_process_group()

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from slipstream.plan.hardware import host_memory
-from slipstream.platform.arch import HOPPER_SHARED_BYTES, INTERPRETER
 from slipstream.platform.base import Event, Platform
+from slipstream.spec.gpu_archs import HOPPER_SHARED_BYTES, INTERPRETER
 
 
 class CpuPlatform(Platform):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import OutOfMemoryError
-from slipstream.platform.arch import GpuArch, gpu_arch
 from slipstream.platform.base import Event, Graph, Platform
+from slipstream.spec.gpu_archs import GpuArch, gpu_arch
 
 
 class CudaPlatform(Platform):

@@ -1,4 +1,4 @@
-"""Sums of two GPUs that go on beside their products: each copies its part into the other's memory.
+"""Sums of two GPUs that overlap with their products: each copies its part into the other's memory.
 
 The copies are made by the GPU's copy engines, so products lose no multiprocessor to them, as they would to a kernel of NCCL. A
 step's tokens are cut into pieces: while the part of one piece is on its way, the products of the next are computed. The sum
@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slipstream.errors import first_line
-from slipstream.platform.base import CopyQueue, Event, Platform
+from slipstream.errors import OutOfMemoryError, first_line
+from slipstream.platform.base import CopyQueue, Event, Graph, Platform
+from slipstream.spec.parallel import COPIED_SUMS_FROM
 
 if TYPE_CHECKING:
     from slipstream.platform.collectives import Group
 
-FROM_TOKENS = 2048
-"""Smaller steps are summed at once: products of short pieces lose more than is gained."""
 PIECE_TOKENS = 2560
 """Of a dense model: with 20 tiles of rows, products that give 4,096 or 14,336 numbers keep 97 % of an H200 busy."""
 LAST_TOKENS = 512
@@ -32,6 +31,8 @@ LAST_TOKENS = 512
 TILE = 128
 """Rows of a product's tile: pieces have a multiple of it, except the last."""
 TEST_TOKENS = 3000
+TEST_TENSORS = 24
+"""So many of all of the test's rows are there at once, at most: in a run, in its graph, and what they should give."""
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -79,7 +80,7 @@ class PeerCopies:
         self._there = self._handle.get_buffer(self._peer, self.shape, dtype)
 
     def pieces(self, num_tokens: int) -> tuple[slice, ...]:
-        return cut(num_tokens, self._is_mixture) if FROM_TOKENS <= num_tokens <= self.shape[1] else ()
+        return cut(num_tokens, self._is_mixture) if COPIED_SUMS_FROM <= num_tokens <= self.shape[1] else ()
 
     def begin(self, x: Tensor, *, place: int, index: int, rows: slice) -> CopiedSum:
         x, channel = x.contiguous(), 2 * index + place
@@ -97,15 +98,20 @@ def try_peer_copies(
     group: Group, platform: Platform, most_tokens: int, size: int, dtype: torch.dtype, is_mixture: bool = False
 ) -> None:
     """Have `group` sum long steps beside their products from now on, if it is of two ranks that write to each other's memory,
-    and if they get what the library gets."""
-    if group.size != 2 or group.sums is None or most_tokens < FROM_TOKENS:
+    if there is memory for it, and if they get what the library gets."""
+    if group.size != 2 or group.sums is None or most_tokens < COPIED_SUMS_FROM:
         return
     try:
         copies = PeerCopies(group, platform.copy_queue(), most_tokens, size, dtype, is_mixture)
     except RuntimeError as error:
         _logger.warning("sums do not go on beside products: %s", first_line(error))
         return
-    if group.least(agrees(copies, platform))[0]:
+    try:
+        is_right = agrees(copies, platform)
+    except OutOfMemoryError as error:  # any other error is of one rank alone, and ends the start
+        _logger.warning("sums do not go on beside products: %s", error)
+        return
+    if group.least(is_right)[0]:
         group.beside = copies
     else:
         _logger.warning("sums do not go on beside products: those by copies came out otherwise")
@@ -113,9 +119,14 @@ def try_peer_copies(
 
 @torch.inference_mode()
 def agrees(copies: PeerCopies, platform: Platform) -> bool:
-    """Whether sums in a graph that is replayed are the library's in every bit."""
+    """Whether sums in a graph that is replayed are the library's in every bit. OutOfMemoryError, on both ranks, if one of them
+    has no memory to find out: what they begin together, neither can leave alone."""
     group, (_, most, size), found = copies.group, copies.shape, True
-    rows = torch.arange(min(most, TEST_TOKENS), device=platform.device)
+    num_rows, why = min(most, TEST_TOKENS), "a rank has no memory to test the copies"
+    platform.release_unused()
+    if not group.least(platform.memory()[0] >= TEST_TENSORS * num_rows * size * copies.dtype.itemsize)[0]:
+        raise OutOfMemoryError(why)
+    rows = torch.arange(num_rows, device=platform.device)
     given = [(rows[:, None] * (i + 1) % 251 - 125 * group.rank).to(copies.dtype).expand(-1, size) for i in range(4)]
     wanted = torch.stack([group.library_sum(x.clone(memory_format=torch.contiguous_format)) for x in given])
 
@@ -127,7 +138,14 @@ def agrees(copies: PeerCopies, platform: Platform) -> bool:
             made.append(torch.cat([torch.add(*one.parts()) for one in begun]))
         return torch.stack(made)
 
-    graph, output = platform.graphs().capture(sums)
+    captured: tuple[Graph, Tensor] | None = None
+    try:
+        captured = platform.graphs().capture(sums)
+    except RuntimeError as error:
+        why = first_line(error)
+    if not group.least(captured is not None)[0] or captured is None:
+        raise OutOfMemoryError(why)
+    graph, output = captured
     for _ in range(3):
         output.zero_()
         graph.replay()

@@ -1,10 +1,11 @@
 """Anthropic's /v1/messages and /v1/messages/count_tokens.
 
-A body becomes a chat, so everything holds that holds there. What differs:
+A body becomes a chat, and works as one. The differences:
 
-1. An answer is a list of blocks: thinking, text, tool_use. A stream tells each from its beginning to its end.
+1. An answer is a list of blocks: thinking, text, tool_use. A stream sends each block from its beginning to its end before the
+   next.
 2. Results of tools are blocks of a user's message. Each becomes a message of the role `tool`.
-3. A last message of the assistant is gone on with.
+3. If the last message is the assistant's, the answer continues it.
 4. Errors have Anthropic's shape, and `anthropic-version` must be one that is known.
 """
 
@@ -157,7 +158,7 @@ class Thinking(Struct, forbid_unknown_fields=True, kw_only=True):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = None
-    display: Literal["summarized"] | None = None  # it is told as it is
+    display: Literal["summarized"] | None = None  # reasoning is sent as it is
 
 
 class OutputFormat(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -479,7 +480,7 @@ def check_version(scope: Scope) -> None:
 
 async def _prepare(state: ServerState, body: MessagesRequest, record: RequestRecord) -> Answer:
     made = body.chat(state)
-    with renamed(body):
+    with renamed(body.param):
         made.check()
         return await chat.prepare(state, made, record, answer=MessageAnswer)
 
@@ -496,7 +497,7 @@ async def _count(state: ServerState, request: Request) -> Response:
     body.check()
     body.model = served_model(state, body.model)
     made = body.chat(state)
-    with renamed(body):
+    with renamed(body.param):
         made.check()
         async with in_flight(state, request.receive):
             prompt = await chat.prompt_of(state, made)

@@ -58,7 +58,7 @@ from slipstream.server.tokens import Tokens
 
 
 def make_state(engine: Engine, settings: ServerSettings, model: str, shortener: Shortener | None = None) -> ServerState:
-    """A server's state, with its keys, limits and whoever watches. `model` is the name in its metrics."""
+    """A server's state, with its keys, limits and observers. `model` is the name in its metrics."""
     lasting = settings.state_dir if settings.keys_file is not None else None
     limiter = SharedLimiter(shared_dir=settings.shared_dir, state_dir=lasting, slot=lambda: state.load.slot)
     state = ServerState(engine, settings, observers(settings, model), Keyring(settings), limiter, shortener)
@@ -88,7 +88,8 @@ def observers(settings: ServerSettings, model: str) -> Observers:
 
 @cache
 def described(has_keys: bool) -> tuple[bytes, str]:
-    """The OpenAPI document, and the same as a page. Made when somebody asks: it takes as long as the rest of an app's start."""
+    """The OpenAPI document, and the same as a page. Made at the first request for it: that takes as long as the rest of an
+    app's start."""
     document = openapi.document(__version__, has_keys=has_keys)
     return msgspec.json.encode(document), docs_page.page(document)
 
@@ -163,9 +164,9 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
         ],
         middleware=[
             Middleware(RequestLog, observers=state.observers),
-            *([cors] if settings.cors_origins else []),  # outside the keys: a browser asks first, without one
+            *([cors] if settings.cors_origins else []),  # outside the keys: a browser's preflight request has none
             Middleware(ApiKeys, keys=state.keys),
-            *([] if settings.fleet_key is None else [Middleware(fleet.FromDoor, key=settings.fleet_key)]),
+            *([] if settings.fleet_key is None else [Middleware(fleet.FromGateway, key=settings.fleet_key)]),
         ],
         exception_handlers=dict.fromkeys((ApiError, SlipstreamError, ClientDisconnected, HTTPException), answer_error),
     )

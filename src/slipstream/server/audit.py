@@ -1,4 +1,4 @@
-"""The audit log (`--audit-log FILE`): who asked for what and when, in a chain that shows whether it was changed.
+"""The audit log (`--audit-log FILE`): every request with its key and time, in a hash chain that reveals changes.
 
 1. A line is a JSON object. Its `hash` is the SHA-256 of all behind it in the line, where `previous` is the hash of the line
    before. So a line that is changed, left out, added or moved breaks the chain. Lines cut off at the end show only against a

@@ -1,4 +1,4 @@
-"""Who asks: API keys, over every route except the probes, which say nothing but whether the server is up.
+"""Authentication by API keys, on every route except the probes, which reveal only whether the server is up.
 
 A key comes as `Authorization: Bearer KEY`, as the `openai` client sends it, or as `x-api-key: KEY`, as `anthropic` does. There
 are two kinds: those of `--api-key`, which may do everything, and those of `--keys-file`, which have a role and limits.
@@ -21,7 +21,7 @@ from slipstream.server.keys import Key, KeyFile
 from slipstream.server.state import ServerSettings
 
 OPEN_ROUTES = frozenset({"/ping", "/live", "/ready", "/health", "/v2/health/live", "/v2/health/ready", "/status", "/chat"})
-"""The last two are pages without anything of the server in them. They ask the reader for a key, and then with it."""
+"""The last two are pages that hold no data of the server. They ask the reader for a key and use it for their requests."""
 
 ADMIN_ROUTES = frozenset({"/sleep", "/wake_up", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 METRICS_ROUTES = frozenset({"/metrics", "/status.json", "/findings", "/version", "/fleet/status"})
@@ -38,7 +38,7 @@ class Keyring:
         return bool(self._plain) or self._file is not None
 
     def find(self, authorization: str, x_api_key: str) -> Key | None:
-        """The key in one of the headers; None if the server asks for none. ApiError (401) for one that is not known."""
+        """The key in one of the headers; None if the server needs no keys. ApiError (401) if the key is unknown."""
         if not self:
             return None
         scheme, _, bearer = authorization.partition(" ")

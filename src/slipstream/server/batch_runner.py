@@ -1,13 +1,13 @@
-"""Works on batches: their lines go the way of requests, inside this process, behind everybody else's. A server has one, and so
-has a fleet's door.
+"""Runs batches: each line becomes a request inside this process, with a priority below all other requests. A server has one
+runner, and so has a fleet's gateway.
 
 1. One front end runs batches: the one that holds a lock in `--files-dir`. When it dies the kernel frees the lock, and another
    goes on.
 2. Lines run while an engine has nothing else to do, up to `batch_max_concurrent` at once. Beside requests of clients there are
    at most `batch_beside`: others are cancelled within 50 ms, and run again later. One that was cancelled three times is left to
    end, one at a time, so that work is done on a busy server, too. All have the last priority. `Room` says where there is room.
-3. An answer is one line, appended to a file of its batch. That file is the only record of what is done: after a crash a torn
-   last line is cut off, and what has an answer is not asked again.
+3. An answer is one line, appended to a file of its batch. That file is the only record of finished lines. After a crash a torn
+   last line is cut off, and lines with an answer are not run again.
 4. An error of a line (400, 500) is its answer. One of the server (429, 503) is none: the line waits.
 5. A batch that expires or is cancelled keeps the answers it has. A full disk fails it, with its reason.
 """
@@ -156,7 +156,7 @@ class EngineRoom:
 
 
 class Running:
-    """A line that is asked. Its request's `scope` tells a Room where it is."""
+    """A line that runs. `scope` is its request's, from which a Room finds the place of the request."""
 
     def __init__(self, line: Line, endpoint: str) -> None:
         self.line, self.scope = line, own_scope(endpoint, bytes(line.body))
@@ -285,7 +285,7 @@ class BatchRunner:
         await self.store.change(batch.id, begin)
 
     async def _settle(self, work: Work) -> None:
-        """End a batch that is done, expired, cancelled or failed; else tell how far it is."""
+        """End a batch that is done, expired, cancelled or failed; otherwise update its progress."""
         batch, now = work.batch, time.time()
         then: Status | None = None
         if work.failure is not None:

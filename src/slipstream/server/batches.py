@@ -1,7 +1,7 @@
-"""OpenAI's /v1/batches: what a client asks for, and what is known of each batch. `batch_runner` works on them.
+"""OpenAI's /v1/batches: the routes, and the stored state of each batch. `batch_runner` runs them.
 
-A batch is a row: an encoded `Batch`. Every change of it is one transaction that reads the row again, since the front end that a
-client speaks to and the one that runs batches may be two processes.
+A batch is a row: an encoded `Batch`. Every change of it is one transaction that reads the row again, since the front end of a
+client's request and the one that runs batches may be two processes.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def change(self, id_: str, how: Callable[[Batch], None]) -> Batch:
-        """The batch as it is after `how`, which is given it as it was."""
+        """The batch after the change `how`, a function of the batch before."""
 
         def work(db: sqlite3.Connection) -> Batch:
             batch = _decoder.decode(db.execute("select about from batches where id = ?", (id_,)).fetchone()[0])

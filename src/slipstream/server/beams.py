@@ -68,7 +68,7 @@ def named_as_in_body() -> Iterator[None]:
 
 
 def search(body: Generation, max_tokens: int) -> tuple[BeamSearchParams, SamplingParams]:
-    """The search, and how its answers look to the parts that write them."""
+    """The search, with its answers in the form that the response writers take."""
     own: dict[str, Any] = {name: getattr(body, name) for name in OWN if getattr(body, name) is not None}
     width = 1 if body.n is None else body.n
     with named_as_in_body():

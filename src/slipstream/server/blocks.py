@@ -1,6 +1,6 @@
 """Answers made of blocks: reasoning, text and calls of functions, one behind the other.
 
-What /v1/responses and /v1/messages share. Each block is begun, told piece by piece, and ended. A subclass writes the events of
+The common part of /v1/responses and /v1/messages. A block has a beginning, pieces, and an end. A subclass writes the events of
 a stream; the collected answer is made of the same blocks. There is one choice. Its text is read as it comes, whether it is
 streamed or not.
 """

@@ -1,8 +1,7 @@
 """TLS certificates that are renewed while the server runs.
 
-The files are looked at every `LOOK_S` seconds. A new pair that fits together is taken for connections that come after; those
-that are open go on. A pair that does not, such as one of which only half has been written, is left alone and said once in the
-log.
+The files are checked every `LOOK_S` seconds. A new certificate that fits its key is used for new connections; open ones keep
+theirs. A pair that does not fit, such as one of which only half has been written, is ignored and logged once.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Certificates:
         return tuple((file.st_ino, file.st_mtime_ns, file.st_size) for file in found)
 
     def renewed(self) -> bool:
-        """Whether there is another pair than when it was last asked."""
+        """Whether the files changed since the last call."""
         stamp = self._stamp()
         if stamp == self._taken:
             return False

@@ -66,7 +66,7 @@ class CompletionAnswer(Answer):
         }
 
     def note(self, delta: CompletionOutput, now: float) -> None:
-        if self.body.max_tokens == 0:  # the engine makes one token of every prompt; this one nobody asked for
+        if self.body.max_tokens == 0:  # the engine makes one token of every prompt; this one is dropped
             delta.text, delta.token_ids, delta.logprobs = "", [], None if delta.logprobs is None else []
             if delta.finish_reason is not None:
                 delta.finish_reason = FinishReason.LENGTH

@@ -1,16 +1,16 @@
 """One HTTP/1.1 connection: uvicorn's parser, with bounds, and with a client's leaving noticed whatever it sent before.
 
 1. A head has `MAX_HEADER_BYTES` and `HEAD_TIMEOUT_S`; a bad one is answered in OpenAI's shape of error.
-2. When the connection is lost, the exchange that runs is cancelled, and so are those queued behind it (pipelining).
-   uvicorn alone tells only the last one, and does not even look at the socket while requests are queued.
-3. A client that has closed only its sending side still gets its answer. A FIN does not tell it from one that has gone.
-   So we send an interim response (100 Continue, which every HTTP/1.1 client must skip): a socket that is gone replies
+2. When the connection is lost, the exchange that runs is cancelled, and so are those queued behind it (pipelining). uvicorn
+   alone cancels only the last one, and does not read the socket while requests are queued.
+3. A client that has closed only its sending side still gets its answer. A FIN alone does not distinguish it from a client that
+   is gone. So we send an interim response (100 Continue, which every HTTP/1.1 client must skip): a socket that is gone replies
    with a reset. A FIN while an answer is being streamed, or from HTTP/1.0, always counts as gone.
 4. A body that nobody will read (413, 401, …) is not waited for: the answer says `connection: close`, what still comes
    is thrown away for `LINGER_S`, so that the client gets to read the answer, and then the connection is closed.
 5. A client that reads nothing of its answer for `WRITE_IDLE_S` counts as gone.
 6. A part of an answer can be written at once, without waking the answer's task: `write_chunk` of the scope. Before an answer
-   begins, `write_interim` tells that it is being made (102), with a header.
+   begins, `write_interim` sends an interim response (102) with a header.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WRITE_IDLE_S = 120.0
 """So long a client may read nothing of what waits for it. Then the connection is cut, and its request ends."""
 
 SMALL_BODY = 64 * 1024
-"""A body that nobody reads is taken to its end if it is known to be no longer: the connection can be used again."""
+"""An unread body of at most this size is read to its end, so that the connection can be used again."""
 
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _SLOWEST_LOOK_S = 0.25
@@ -225,7 +225,7 @@ class Connection(HttpToolsProtocol):
             self._look_timer = self.loop.call_later(delay, self._look, delay)
 
     def _look(self, delay: float) -> None:
-        """Whether the other side is still there, asked of the socket: no data tells us, since reading is paused or over."""
+        """Whether the peer is still connected, by the socket's state. A read can't show it: reading is paused or over."""
         self._look_timer = None
         cycle = self._running
         if cycle is None or cycle.response_complete or not (self._half_closed or self.pipeline):
@@ -258,7 +258,7 @@ def _write_interim(cycle: RequestResponseCycle, name: bytes, value: bytes) -> No
 
 
 def _unread(cycle: RequestResponseCycle) -> bool:
-    """A part of the body has not come yet that is not worth waiting for."""
+    """The rest of the body has not arrived, and we do not wait for it."""
     if not cycle.more_body:
         return False
     length = dict(cycle.scope["headers"]).get(b"content-length", b"")

@@ -1,7 +1,7 @@
 """Shortening a conversation before it is answered (`compress_prompt` of a chat request).
 
 System messages stay as they are, and so does the last paragraph of the last message, which is the question; the rest is free to
-go. A small model says what could have been guessed: that of `--context-model`.
+go. A small model (`--context-model`) finds the text that could have been guessed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slipstream.server.state import ServerState
 async def shorten(
     state: ServerState, messages: list[dict[str, Any]], wanted: PromptCompression
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The messages, shortened, and what the usage says of it."""
+    """The shortened messages, and the entry of `usage` about it."""
     if state.shortener is None:
         raise bad_request(
             "compress_prompt needs a small model: start the server with --context-model MODEL", "compress_prompt"

@@ -37,10 +37,10 @@ from slipstream.errors import (
 logger = logging.getLogger("slipstream.server")
 
 RETRY_AFTER_S = 1
-"""What a client is told to wait when the server is full: a few steps of the engine, which is when places come free."""
+"""Retry-After when the server is full: a few steps of the engine, after which places are free."""
 
 CLIENT_CLOSED_REQUEST = 499
-"""Nobody reads this status; it stands in the log and the metrics for a client that went away."""
+"""The status of a request whose client disconnected. Only the log and the metrics show it."""
 
 
 class ApiError(Exception):
@@ -71,7 +71,7 @@ class ApiError(Exception):
 
 
 class ClientDisconnected(Exception):  # noqa: N818 - nothing went wrong
-    """The client went away; there is nobody to answer."""
+    """The client disconnected, so there is no answer to send."""
 
 
 Shape: TypeAlias = Callable[[ApiError, str], bytes]
@@ -89,7 +89,7 @@ def error_body(scope: Scope, error: ApiError) -> bytes:
 
 
 def response_to(scope: Scope, error: ApiError) -> Response:
-    """The answer that tells a request of an error, in the shape of its route's protocol."""
+    """The error response to a request, in the format of its route's protocol."""
     return Response(error_body(scope, error), error.status, error.headers, media_type="application/json")
 
 
@@ -119,7 +119,7 @@ def shutting_down() -> ApiError:
 
 
 def as_api_error(exc: Exception) -> ApiError:
-    """What a client is told about `exc`."""
+    """The error for the client, from `exc`."""
     match exc:
         case ApiError():
             return exc
@@ -146,7 +146,7 @@ def as_api_error(exc: Exception) -> ApiError:
 
 
 FIELDS: set[str] = set()
-"""The names of all fields of bodies (`protocol` fills it). A name that nobody knows is the client's text, which no log has."""
+"""The names of all fields of bodies (`protocol` fills it). An unknown name is the client's text, and no log contains that."""
 
 _CODES = {404: "unknown_route", 405: "method_not_allowed"}
 
@@ -182,7 +182,7 @@ def _no_route(request: Request, exc: HTTPException) -> ApiError:
 
 
 def noted(scope: Scope, exc: Exception) -> ApiError:
-    """What a client is told about `exc`, which the request's record and the log now have."""
+    """The error for the client, from `exc`. It is also noted in the request's record and in the log."""
     error = as_api_error(exc)
     if error.status == 500 and isinstance(exc, SlipstreamError):
         logger.error("request failed: %s", exc)

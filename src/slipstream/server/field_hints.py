@@ -1,4 +1,4 @@
-"""What a body's field could have been: the names that its place takes, and the values of an enumeration.
+"""Suggestions for a wrong field of a body: the names allowed there, and the values of an enumeration.
 
 Read from the schemas only when a body was refused. A place is msgspec's: `tools[0].function`, or "" for the body itself.
 """

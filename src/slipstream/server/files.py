@@ -1,9 +1,9 @@
-"""OpenAI's /v1/files: what batches read and write, in the folder of `--files-dir`.
+"""OpenAI's /v1/files: the inputs and outputs of batches, in the folder of `--files-dir`.
 
-1. A file's content is `content/ID`. What is known of it is a row of `files.sqlite`, which all front ends share. The row is
-   written last and deleted first, so a file that can be asked for is whole. What a crash left without a row is removed.
+1. A file's content is `content/ID`. Its metadata is a row of `files.sqlite`, which all front ends share. The row is written
+   last and deleted first, so a file with a row is complete. Content that a crash left without a row is removed.
 2. A file belongs to the key that made it. For another key it is not there.
-3. All files together have at most `max_files_bytes`, and those of one key half of it. Nothing is pushed out: an upload is
+3. All files together have at most `max_files_bytes`, and those of one key half of it. No file is evicted: the upload is
    refused.
 4. A file ends after `expires_after`, or 30 days, as OpenAI's files of batches do.
 """
@@ -127,8 +127,8 @@ class FileStore:
 
     @contextmanager
     def arrival(self, owner: str, used: tuple[int, int]) -> Iterator[Callable[[int], None]]:
-        """The function inside is told how much of an upload has come. ApiError (413) if there is no room for all that are under
-        way, beside what was `used` when it began: together they would fill the disk before any is refused."""
+        """The function inside is called with the number of bytes that have arrived. ApiError (413) if there is no room for all
+        that are under way, beside what was `used` when it began: together they would fill the disk before any is refused."""
         counted = 0
 
         def tell(num_bytes: int) -> None:

@@ -1,11 +1,12 @@
-"""What a replica of a fleet tells the fleet's door, and nobody else: on with `ServerSettings.fleet_key`.
+"""The protocol between a replica and its fleet's gateway. It is on with `ServerSettings.fleet_key`.
 
-The door sends `x-slipstream-fleet: KEY ID CREATED [OWNER [PRIORITY WEIGHT]]` with each request: the id and time that the
-answer bears, whose API key asked, and what that key is worth (PRIORITY `-`: as the request says; `batch`: it is a batch's,
-behind all others). OWNER may be empty. Limits are held at the door. Without the fleet's KEY nothing but the probes is answered.
+The gateway sends `x-slipstream-fleet: KEY ID CREATED [OWNER [PRIORITY WEIGHT]]` with each request: the id and time that the
+answer bears, the owner of the API key, and the key's priority and weight (PRIORITY `-`: as the request says; `batch`: it is a
+batch's, behind all others). OWNER may be empty. Limits are held at the gateway. Without the fleet's KEY only the probes are
+answered.
 
 An answer's header `x-slipstream-tokens: PROMPT OUTPUT` says how many tokens there are so far. While a whole answer is being
-written, interim responses (102) with that header come when there are more. A stream of text has marks, which the door takes
+written, interim responses (102) with that header come when there are more. A stream of text has marks, which the gateway takes
 out:
 
     events…
@@ -14,7 +15,7 @@ out:
     :e 5 40         the end, and the tokens of prompt and answer; without it the stream broke off
 
 POST /fleet/resume {"path", "body", "answer_token_ids"}: what `path` answers to `body`, behind the tokens that another replica
-has written. Nothing of what those brought is told again.
+has written. The output of those tokens is not sent again.
 
 GET /fleet/events: messages of msgpack, each behind its length in four bytes: `CacheNews` of the engine, and `ReplicaLoad` at
 least each second, whatever the engine does. The first CacheNews is whole. A reader that falls behind loses some and gets a
@@ -67,7 +68,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
 
     stats: EngineStats | None
     is_up: bool
-    num_open: int  # sequences that somebody waits for
+    num_open: int  # sequences of open requests
     max_model_len: int
     canary_ok: bool | None = None
     counts: Counts | None = None
@@ -87,8 +88,8 @@ class ResumeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 register(ResumeRequest)
 
 
-class FromDoor:
-    """ASGI middleware: lets the fleet's door in, and takes over whose request it is."""
+class FromGateway:
+    """ASGI middleware: authenticates the fleet's gateway, and takes the request's owner and priority from its header."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app, self._key = app, key.encode()
@@ -97,7 +98,7 @@ class FromDoor:
         if scope["type"] == "http" and scope["path"] not in OPEN_ROUTES:
             key, *about = Headers(scope=scope).get(HEADER, "").split(" ")
             if not hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self._key):
-                error = ApiError(401, "this server answers to the door of its fleet only", code="invalid_api_key")
+                error = ApiError(401, "this server answers to the gateway of its fleet only", code="invalid_api_key")
                 scope["record"].error = error.code
                 await response_to(scope, error)(scope, receive, send)
                 return
@@ -106,13 +107,13 @@ class FromDoor:
                 record.id, record.created = about[0], int(about[1])
                 record.key = _key(*about[2:])
                 record.background = about[3:4] == [BATCH]
-                scope["from_door"] = True
+                scope["from_gateway"] = True
                 send = _with_tokens(record, send)
         await self.app(scope, receive, send)
 
 
 def _key(owner: str = "", priority: str = "-", weight: str = "1") -> Key | None:
-    """The key that asked at the door, without its limits."""
+    """The key that asked at the gateway, without its limits."""
     if not owner:
         return None
     return Key(id=owner, priority=None if priority in ("-", BATCH) else int(priority), weight=float(weight))
@@ -192,7 +193,7 @@ async def _news(state: ServerState) -> AsyncIterator[bytes]:
         while True:
             await came.wait()
             came.clear()
-            if len(waiting) > _MAX_WAITING:  # all of it is told anew
+            if len(waiting) > _MAX_WAITING:  # everything is sent again
                 waiting.clear()
                 end()
                 end = state.engine.watch_cache(take)

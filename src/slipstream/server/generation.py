@@ -4,10 +4,10 @@ An `Answer` says what to generate and how to write it; completions.py and chat.p
 `GenerationRoute` is the ASGI endpoint that runs it. A 200 is sent with the first delta, so whatever fails before it
 has its own status; what fails after it is an error event, after which the stream ends without [DONE].
 
-The engine tells an answer's prompts (`_Part`) what is new as it reads the message of a step. If the connection takes
-more, that is written at once (`write_chunk` of the ASGI scope, see connection.py). Else, or under a server without it, it
-is put together until the answer's task has sent what came before. So the task is woken for the first delta, for the end
-and for a client that reads slowly, not for each token.
+As a step's message is read, each prompt of an answer (`_Part`) gets its new output. If the connection takes more, that is
+written at once (`write_chunk` of the ASGI scope, see connection.py). Else, or under a server without it, it is put together
+until the answer's task has sent what came before. So the task is woken for the first delta, for the end and for a client that
+reads slowly, not for each token.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BATCH_PRIORITY = 2**31 - 1
 """The last: what a body may say is below it."""
 
 _PROGRESS_S = 1.0
-"""How often a fleet's door hears of a whole answer that is being written."""
+"""How often a fleet's gateway gets the progress of an answer that is not streamed."""
 
 class Body(Protocol):
     """What a route decodes: an OpenAI body, or another protocol's, of which `prepare` makes one."""
@@ -65,20 +65,20 @@ class Body(Protocol):
 
 
 @contextmanager
-def renamed(body: Body) -> Iterator[None]:
-    """Errors about a body that was made of another one name the field of that."""
+def renamed(param: Callable[[str | None], str | None]) -> Iterator[None]:
+    """For a body that was made of another one: errors name the field of the original, which `param` returns."""
     try:
         yield
     except ApiError as error:
-        error.param = body.param(error.param)
+        error.param = param(error.param)
         raise
     except RequestError as error:
-        error.field = body.param(error.field)
+        error.field = param(error.field)
         raise
 
 
 Write: TypeAlias = Callable[[bytes], bool]
-"""Writes a part of an answer's body at once, if it can be; else it says False and nothing is written."""
+"""Writes a part of an answer's body at once. Returns False, and writes nothing, if that is not possible now."""
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class Choice:
     finish_reason: str | None = None
     text: list[str] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)  # if they are asked for
+    token_ids: list[int] = field(default_factory=list)  # if the body has `return_token_ids`
     begun: bool = False  # whether a chunk was written; that and the next belong to Answer.chunk
     num_chars: int = 0
     strips_space: bool = False  # whether the next token's space does not show
@@ -109,8 +109,7 @@ class PromptInfo:
 
 
 class Answer:
-    """What one body asks for, how far it is, and how it is written. Choices are numbered prompt by prompt, n for
-    each."""
+    """The answer to one body: its parameters, progress and format. Choices are numbered prompt by prompt, n for each."""
 
     kind: ClassVar[str]  # OpenAI's `object`
     chunk_kind: ClassVar[str]
@@ -149,9 +148,9 @@ class Answer:
         self._unwritten = b""  # the events before that
         self._error: Exception | None = None
         self._write: Write | None = None  # if nothing waits
-        self.begun: Sequence[int] = ()  # the tokens of an answer that began elsewhere, whose events nobody wants again
-        self._replays = False  # those are being told
-        self.marks = False  # the events are for a fleet's door (`server.fleet`)
+        self.begun: Sequence[int] = ()  # the tokens of an answer that began elsewhere, whose events are not sent again
+        self._replays = False  # those are being replayed
+        self.marks = False  # the events are for a fleet's gateway (`server.fleet`)
         self.unmarked: list[int] = []  # tokens since the last mark
         # The parts of a chunk that never change are encoded once.
         self.head = b"data: " + encode({"object": self.chunk_kind, **self.identity})[:-1] + b',"choices":['
@@ -319,7 +318,7 @@ class Answer:
         return b"".join([*events, self.mark()] if mark else events)
 
     def mark(self) -> bytes:
-        """What tells a door how far the events before it bring an answer."""
+        """The mark for a gateway: the number of tokens up to the events before it."""
         if not self.marks:
             return b""
         unmarked, self.unmarked = self.unmarked, []
@@ -362,7 +361,7 @@ class Answer:
 
 
 class _Part:
-    """One prompt of an answer, and whom the engine tells what is new of it (a `Sink`)."""
+    """One prompt of an answer, as the `Sink` of its new output."""
 
     def __init__(self, answer: Answer, number: int, prompt: Prompt) -> None:
         self.answer, self.prompt = answer, prompt
@@ -408,7 +407,7 @@ class _Part:
 
 
 def effective_priority(record: RequestRecord, asked: int | None) -> int:
-    """A key bounds what its requests may ask for. Those of a batch go behind all others."""
+    """Apply the limits of the key to its request. Requests of a batch get a priority below all others."""
     if record.background:
         return BATCH_PRIORITY
     if record.key is None or record.key.priority is None:
@@ -445,7 +444,7 @@ class GenerationRoute:
             async with in_flight(state, receive):
                 with admitted(state, record, body.model):
                     answer = record.answer = await self.prepare(state, body, record)
-                    answer.marks = answer.stream and scope.get("from_door", False)
+                    answer.marks = answer.stream and scope.get("from_gateway", False)
                     answer.begun = scope.get("answer_token_ids", ())
                     if answer.begun and not (answer.stream and len(answer.choices) == 1):
                         raise bad_request("only a stream of one choice can go on elsewhere", "answer_token_ids")
@@ -477,9 +476,9 @@ class GenerationRoute:
 
 @asynccontextmanager
 async def _telling(answer: Answer, scope: Scope) -> AsyncGenerator[None, None]:
-    """A fleet's door hears how far a whole answer is while the code inside runs. Beams say nothing before their end: of them it
-    hears that they are searched for."""
-    write = scope.get("write_interim") if scope.get("from_door", False) and not answer.stream else None
+    """While the code inside runs, a fleet's gateway gets the progress of an answer that is not streamed. A beam search has no
+    progress before its end; the gateway gets only the sign that it runs."""
+    write = scope.get("write_interim") if scope.get("from_gateway", False) and not answer.stream else None
     if write is None:
         yield
         return
@@ -500,7 +499,7 @@ async def _telling(answer: Answer, scope: Scope) -> AsyncGenerator[None, None]:
 
 
 async def _break_off(exc: Exception, answer: Answer, send: Send) -> None:
-    """Ends a stream that has begun: with an error event, if there is somebody to read it."""
+    """Ends a stream that has begun: with an error event, if the client is still connected."""
     record = answer.record
     if isinstance(exc, ClientDisconnected):
         record.status, record.error = CLIENT_CLOSED_REQUEST, "client_disconnected"

@@ -1,6 +1,6 @@
 """The three probes and the metrics route.
 
-/live    200 while the event loop turns; restart the server when it does not answer
+/live    200 while the event loop runs; restart the server when it does not answer
 /ready   200 when new requests are welcome; 503 while the server drains or the engine is down or sleeps
 /health  200 when the engine answers and, if requests wait, steps; 503 with the reason when not; and what the checkpoint's
          canary said at the start, if it has one
@@ -70,7 +70,7 @@ async def engine_stats(state: ServerState) -> EngineStats | None:
 
 
 async def all_metrics(state: ServerState) -> Metrics:
-    """What all front ends have counted. ApiError (503) if not all are heard."""
+    """The sum of all front ends' counts. ApiError (503) if one does not answer."""
     metrics = state.metrics
     if state.totals is not None:
         try:

@@ -1,4 +1,4 @@
-"""Keys in a file: who may ask for what, and how much (`slipstream keys`, `serve --keys-file`).
+"""API keys in a file, with their permissions and limits (`slipstream keys`, `serve --keys-file`).
 
 A key is `sk-ID-SECRET`. The file holds ID and a digest, never the secret. The secret has 256 random bits, so nobody can try
 them all, and one pass of a keyed hash (BLAKE2b, with a salt of the key's own) is enough. scrypt or Argon2 slow down guesses at

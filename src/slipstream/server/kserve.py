@@ -105,7 +105,7 @@ register(InferRequest, GenerateRequest, parts=(Tensor, WantedOutput))
 
 @dataclass(kw_only=True)
 class Inference:
-    """What a request of this protocol asks for, however it came. `binary` are outputs that go out as bytes; None: all."""
+    """A request of this protocol, by HTTP or gRPC. `binary` are the outputs that are sent as bytes; None: all."""
 
     model: str | None
     id: str
@@ -369,7 +369,7 @@ def require_version(state: ServerState, params: Mapping[str, str]) -> str:
 
 
 class Description:
-    """What HTTP and gRPC tell about the server and its models."""
+    """Metadata of the server and its models, for HTTP and gRPC."""
 
     def __init__(self, state: ServerState) -> None:
         self.state = state

@@ -1,7 +1,7 @@
 """KServe's v2 protocol over gRPC, with streams of several responses to a request (extra `kserve`).
 
-Every front end listens on the same port, and the kernel gives each connection to one of them. A call goes the way of an HTTP
-request: it is counted, logged and bounded like one, and a client that cancels frees its blocks. Keys come as the metadata
+Every front end listens on the same port, and the kernel gives each connection to one of them. A call is handled like an HTTP
+request: it is counted, logged and bounded, and a client that cancels frees its blocks. Keys come as the metadata
 `authorization: Bearer KEY`.
 
 A stream of calls answers each request in turn. The last response of a request has the parameter `triton_final_response`.
@@ -67,7 +67,7 @@ MOST_DETAILS = 2000
 """Characters of an error's text: it travels in the trailers, for which clients take 8 KiB."""
 
 KEEPALIVE_MS, IDLE_MS = 60_000, 3_600_000
-"""When a silent peer is asked whether it is there, and when a connection without calls is closed."""
+"""After how long a silent peer gets a ping, and a connection without calls is closed."""
 
 _CONFIG_TYPES = {"TYPE_BOOL": 1, "TYPE_UINT32": 4, "TYPE_STRING": 13}
 
@@ -98,8 +98,8 @@ def response(asked: GrpcInference, model: str | None, outputs: Mapping[str, list
     return bytes(MESSAGES["ModelStreamInferResponse"](infer_response=made).SerializeToString())
 
 
-class Door:
-    """The gRPC server of a front end. A fleet's door has its own `name_of`, `is_ready` and `responses`."""
+class Gateway:
+    """The gRPC server of a front end. A fleet's gateway has its own `name_of`, `is_ready` and `responses`."""
 
     def __init__(self, state: ServerState, about: Description | None = None) -> None:
         self.state, self.about = state, about or Description(state)

@@ -1,5 +1,5 @@
-"""What keeps one client from hurting the rest: bodies of bounded size and time, a bounded number in flight, and an
-`Exchange` that frees the engine at once when a client goes away or the server gives up waiting.
+"""Limits that protect clients from each other: bodies of bounded size and time, a bounded number of requests in flight, and an
+`Exchange` that cancels the engine's work at once when a client disconnects or a time is over.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ async def read_body(scope: Scope, receive: Receive, settings: ServerSettings) ->
 
 
 def own_receive(body: bytes, then: Receive | None = None) -> Receive:
-    """The `receive` of a request that the server sends itself: the body, and after it what `then` says. Without `then` nothing
-    comes: whoever sent the request cancels it."""
+    """The `receive` of a request that the server sends itself: the body, and after it the result of `then`. Without `then`
+    nothing follows: the sender cancels the request."""
     given = False
 
     async def receive() -> Message:

@@ -1,6 +1,6 @@
-"""How many requests and connections a server has, over all its front ends, and who takes the next connection.
+"""Counts the requests and connections of all front ends, and decides which front end takes the next connection.
 
-Front ends share one listening socket, so that a connection which nobody has taken waits for any of them.
+Front ends share one listening socket, so a connection that is not accepted yet waits for any of them.
 """
 
 from __future__ import annotations

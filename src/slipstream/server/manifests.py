@@ -1,7 +1,7 @@
-"""What runs a server in containers: a Dockerfile, a file for Docker Compose, and Kubernetes' objects. No torch.
+"""Files for running a server in containers: a Dockerfile, a file for Docker Compose, and Kubernetes' objects. No torch.
 
-All three start `slipstream serve` with the same words and stop it as it wants to be stopped: SIGTERM, then as many seconds as
-it has for the requests in flight. Probes are the server's own: `/live`, and `/ready`, which answers 503 while it drains.
+All three start `slipstream serve` with the same arguments, and stop it by SIGTERM with as many seconds as it needs for the
+requests in flight. Probes are the server's own: `/live`, and `/ready`, which answers 503 while it drains.
 
 A replica keeps a volume of its own at its home folder: models that it fetched, packed weights, compiled kernels. The rest of
 its file system is read-only.
@@ -26,7 +26,7 @@ GRACE_S = 15
 """Beside the time for requests in flight: to end the processes."""
 
 LEAVE_S = 5
-"""Kubernetes tells a replica to end and its services to leave it out at the same moment. So long it still answers."""
+"""Kubernetes stops a replica and removes it from its services at the same time. So a replica still answers for so long."""
 
 READY = ["python", "-c", f"import urllib.request as u; u.urlopen('http://127.0.0.1:{PORT}/ready')"]
 

@@ -1,7 +1,7 @@
 """Pictures of a request: from data URIs, or fetched from hosts that the server's settings name. Nothing else is fetched.
 
-A fetch follows no redirect, asks no proxy, takes no more than a picture's bytes and FETCH_S seconds in all, and its errors say
-nothing of what answered.
+A fetch follows no redirect and uses no proxy. It is bounded by a picture's bytes and by FETCH_S seconds. Its errors reveal
+nothing about the host that answered.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def _read(state: ServerState, part: PicturePart) -> PreparedPicture:
 
 
 def check_host(url: str, allowed: Sequence[str], path: str) -> None:
-    """A 400 if the URL's host is none of those that may be asked. A host without a port stands for its scheme's own."""
+    """A 400 if the URL's host is not an allowed one. A host without a port stands for its scheme's own."""
     try:
         parts = urlsplit(url)
         port, host = parts.port, (parts.hostname or "").lower()

@@ -163,7 +163,7 @@ class Metrics(Collector):
         self.histograms = (self.ttft, self.itl, self.tpot, self.e2e, self.prompt_length, self.answer_length)
         self.stalls = Stalls()
         self.others_stall_s = 0.0  # of other front ends
-        self.findings: Mapping[tuple[str, str], int] | None = None  # that last, by model and cause; None: nobody looks for any
+        self.findings: Mapping[tuple[str, str], int] | None = None  # that last, by model and cause; None: without a detector
         self.finished: Counter[str] = Counter()  # choices, by finish reason
         self.responses: Counter[tuple[str, str, int]] = Counter()  # by method, route, status
         self.limited: Counter[str] = Counter()  # refusals by limits of keys

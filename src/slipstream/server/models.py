@@ -33,7 +33,7 @@ def served_model(state: ServerState, name: str | None, *, adapters: bool = True)
 
 
 def anthropic_card(name: str, created: float, max_model_len: int) -> dict[str, Any]:
-    """A model in the shape that Anthropic's client reads; it asks the same routes."""
+    """A model in the format that Anthropic's client reads. It uses the same routes."""
     card = {"type": "model", "id": name, "display_name": name, "created_at": utc_time(created)}
     return {**card, "max_input_tokens": max_model_len, "max_tokens": max_model_len}
 

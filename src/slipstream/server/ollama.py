@@ -1,7 +1,6 @@
-"""Ollama's routes, for programs that speak to it: /api/chat, /api/generate, /api/embed, /api/tags, /api/ps, /api/show,
-/api/version.
+"""Ollama's routes, for its clients: /api/chat, /api/generate, /api/embed, /api/tags, /api/ps, /api/show, /api/version.
 
-A body becomes one of ours (a chat, a completion, an embedding), so everything holds that holds there. What differs:
+A body becomes a chat, a completion or an embedding of this server, and works as one. The differences:
 
 1. A stream is lines of JSON, and the default. An error is {"error": "text"}.
 2. A name may end with ":latest".

@@ -241,7 +241,7 @@ class ImagePart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image
 
 
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A chat message. The fields after `name` are what an assistant's answer carries when a client sends it back."""
+    """A chat message. The fields after `name` are those of an assistant's answer that a client sends back."""
 
     role: str
     content: str | list[dict[str, Raw]] | None = None

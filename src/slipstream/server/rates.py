@@ -1,4 +1,4 @@
-"""How much a key may ask for, over all front ends of a server: requests and tokens a minute, tokens a day, requests at once.
+"""Rate limits of a key, over all front ends of a server: requests and tokens a minute, tokens a day, requests at once.
 
 1. A minute is any 60 s: counts stand in seconds, and those of the last 60 and the current one are added up. So the limit holds
    in every window, however the requests fall, and a request is counted in the second in which it was admitted.

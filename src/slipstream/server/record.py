@@ -27,11 +27,11 @@ logger = logging.getLogger("slipstream.access")
 errors = logging.getLogger("slipstream.server")
 
 TOKENS_HEADER = b"x-slipstream-tokens"
-"""For a fleet's door (`server.fleet`)."""
+"""For a fleet's gateway (`server.fleet`)."""
 
 _TRACE = (b"traceparent", b"tracestate")
 _PROBES = {"/ping", "/live", "/ready", "/health", "/metrics", "/status.json", "/v2/health/live", "/v2/health/ready"}
-_QUIET = frozenset(_PROBES)  # asked for every few seconds; logged when they fail
+_QUIET = frozenset(_PROBES)  # requested every few seconds; logged when they fail
 ROUTES = _QUIET | {
     "/v1/completions",
     "/v1/chat/completions",
@@ -97,7 +97,7 @@ class RequestRecord:
     ttft_s: float | None = None
     error: str | None = None
     param: str | None = None  # the field that was refused
-    key: Key | None = None  # that asked
+    key: Key | None = None  # of the request
     grant: Grant | None = None  # of a key with limits
     model: str | None = None  # as it is served
     answer: Answer | None = None
@@ -108,7 +108,7 @@ class RequestRecord:
 
     @property
     def owner(self) -> str:
-        """The key that asked, here or at a fleet's door; without keys empty."""
+        """The key that asked, here or at a fleet's gateway; without keys empty."""
         return "" if self.key is None else self.key.id
 
     @property
@@ -119,7 +119,7 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class Observers:
-    """What is told of requests."""
+    """The records that requests leave: metrics, audit log, telemetry."""
 
     metrics: Metrics
     audit: AuditLog | None = None

@@ -1,4 +1,4 @@
-"""What several routes write alike: whole answers of JSON, pages of a list, times."""
+"""Response formats that several routes share: JSON answers, pages of a list, times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 
 def greeting(names: Iterable[str]) -> str:
-    """What `/` says to who is no browser."""
+    """The answer of `/` to a client that is no browser."""
     return f"Slipstream {__version__} serves {', '.join(names)}: OpenAI's API at /v1, all of it at /docs\n"
 
 

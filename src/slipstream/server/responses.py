@@ -1,10 +1,11 @@
 """OpenAI's /v1/responses: one answer, streamed or whole, and kept so that a later request can go on from it.
 
-A body becomes a chat (`responses_body`), so everything holds that holds there. What differs:
+A body becomes a chat (`responses_body`), and works as one. The differences:
 
-1. The output is a list of items: reasoning, a message, calls. A stream tells each from its beginning to its end.
-2. An answer is kept with the items that asked for it, unless the body says store=false or the server keeps none. It is kept
-   before the client is told that it is complete.
+1. The output is a list of items: reasoning, a message, calls. A stream sends each item from its beginning to its end before the
+   next.
+2. An answer is kept with the items that asked for it, unless the body says store=false or the server keeps none. It is stored
+   before the client gets its last event.
 3. `previous_response_id` puts the conversation up to that answer before the input. Instructions are not taken over.
 """
 
@@ -14,6 +15,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -252,7 +254,7 @@ async def _history(state: ServerState, owner: str, previous: str | None) -> list
     return found
 
 
-def _past(history: Sequence[Stored]) -> list[Message]:
+def _past(history: Sequence[Stored]) -> list[tuple[Message, str]]:
     path = "previous_response_id"
     past = [item for stored in history for item in (*stored.items, *stored.answer["output"])]
     if len(past) > MAX_ITEMS:
@@ -260,25 +262,34 @@ def _past(history: Sequence[Stored]) -> list[Message]:
     return as_messages(read_items(past, path), path, kept=True)
 
 
-async def _as_chat(state: ServerState, body: ResponseInput, owner: str) -> tuple[ChatRequest, list[Item]]:
-    """The chat, and the items that the body adds to the conversation."""
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """What a body becomes. `items`: those that it adds to the conversation; `places`: where it has each of the messages."""
+
+    body: ChatRequest
+    items: list[Item]
+    places: list[str]
+
+
+async def _as_chat(state: ServerState, body: ResponseInput, owner: str) -> _Chat:
     history = await _history(state, owner, body.previous_response_id)
-    messages = [Message(role="system", content=body.instructions)] if body.instructions else []
+    messages = [(Message(role="system", content=body.instructions), "instructions")] if body.instructions else []
     messages += await asyncio.to_thread(_past, history)
     items = read_items(body.input, "input")
-    made = body.chat(messages + as_messages(items, "input"))
-    with renamed(body):
+    messages += as_messages(items, "input")
+    made = body.chat([message for message, _ in messages])
+    with renamed(body.param):
         made.check()
-    return made, items
+    return _Chat(made, items, [place for _, place in messages])
 
 
 async def prepare(state: ServerState, body: ResponsesRequest, record: RequestRecord) -> Answer:
     if body.store and state.responses is None:
         raise bad_request("this server keeps no answers (--max-stored-responses 0); leave store out", "store")
-    made, items = await _as_chat(state, body, record.owner)
-    given = _with_ids(decode_raw(encode(items), "input"), record.id)
-    with renamed(body):
-        return await chat.prepare(state, made, record, answer=partial(ResponseAnswer, body, given, record.owner))
+    made = await _as_chat(state, body, record.owner)
+    given = _with_ids(decode_raw(encode(made.items), "input"), record.id)
+    with renamed(partial(body.param, places=made.places)):
+        return await chat.prepare(state, made.body, record, answer=partial(ResponseAnswer, body, given, record.owner))
 
 
 # --- Routes -----------------------------------------------------------------------------------------------------------
@@ -294,9 +305,9 @@ class Responses:
         body.check()
         body.model = served_model(state, body.model)
         async with in_flight(state, request.receive):
-            made, _ = await _as_chat(state, body, request.scope["record"].owner)
-            with renamed(body):
-                prompt = await chat.prompt_of(state, made)
+            made = await _as_chat(state, body, request.scope["record"].owner)
+            with renamed(partial(body.param, places=made.places)):
+                prompt = await chat.prompt_of(state, made.body)
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
     async def get(self, request: Request) -> Response:

@@ -112,10 +112,14 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True):
             missing = "schema" if form.name else "name"
             raise bad_request("json_schema needs a name and a schema", f"text.format.{missing}")
 
-    def param(self, field: str | None) -> str | None:
-        """This body's own name for a field of a chat."""
+    def param(self, field: str | None, places: Sequence[str] = ()) -> str | None:
+        """This body's own name for a field of a chat. `places`: where it has the chat's messages."""
         if field is None:
             return None
+        if places and (match := re.fullmatch(r"messages\[(\d+)](\.content\[\d+])(\.image_url(\.\w+)?)?", field)):
+            place = places[int(match[1])]
+            own = ".detail" if match[4] == ".detail" else match[3] and ".image_url"
+            return f"{place}{match[2]}{own or ''}" if place.startswith("input[") else place
         if field.startswith("messages"):
             return "input"
         if field.startswith("tools["):
@@ -240,7 +244,7 @@ def _function(tool: ResponseTool) -> FunctionSpec:
 
 
 class ItemText(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A part of a message. `annotations` and `logprobs` are what an answer carries when a client sends it back."""
+    """A part of a message. `annotations` and `logprobs` are fields of an answer that a client sends back."""
 
     type: Literal["input_text", "output_text", "summary_text", "reasoning_text"]
     text: str
@@ -319,26 +323,26 @@ def read_items(given: str | Sequence[Mapping[str, Any]], path: str) -> list[Item
     return found
 
 
-def as_messages(items: Sequence[Item], path: str, *, kept: bool = False) -> list[Message]:
-    """The messages of a chat. A 400 names the item that can't be one. `kept`: the items are of answers that this server keeps,
-    whose calls have what the model wrote, JSON or not."""
-    found: list[Message] = []
+def as_messages(items: Sequence[Item], path: str, *, kept: bool = False) -> list[tuple[Message, str]]:
+    """The messages of a chat, each with the place of its first item. A 400 names the item that can't be one. `kept`: the items
+    are of answers that this server keeps, whose calls have what the model wrote, JSON or not."""
+    found: list[tuple[Message, str]] = []
     own: Message | None = None  # of the assistant, which the next item may belong to
     for i, item in enumerate(items):
         where = f"{path}[{i}]"
         if isinstance(item, FunctionOutputItem):
             text = _text(item.output, f"{where}.output")
-            found.append(Message(role="tool", content=text, tool_call_id=item.call_id))
+            found.append((Message(role="tool", content=text, tool_call_id=item.call_id), where))
             own = None
             continue
         if isinstance(item, MessageItem) and item.role != "assistant":
-            found.append(Message(role=item.role, content=_parts(item.content, f"{where}.content")))
+            found.append((Message(role=item.role, content=_parts(item.content, f"{where}.content")), where))
             own = None
             continue
         starts = isinstance(item, ReasoningItem) or (isinstance(item, MessageItem) and own is not None and bool(own.content))
         if own is None or (starts and (own.content or own.tool_calls)):
             own = Message(role="assistant", content="")
-            found.append(own)
+            found.append((own, where))
         if isinstance(item, ReasoningItem):
             summary = _text(item.summary, f"{where}.summary")
             thought = _text(item.content, f"{where}.content") if item.content else summary

@@ -33,7 +33,7 @@ from slipstream.server.record import LogFormatter
 from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener, Watch
 
 if TYPE_CHECKING:
-    from slipstream.server.kserve_grpc import Door
+    from slipstream.server.kserve_grpc import Gateway
 
 logger = logging.getLogger("slipstream.server")
 
@@ -42,7 +42,7 @@ KEEP_ALIVE_S = 75  # longer than load balancers usually keep idle connections, s
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but a signal begins to drain instead of closing the door."""
+    """uvicorn, but a signal begins to drain instead of closing the gateway."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState, room: Room) -> None:
         """`room` is where lines of batches run."""
@@ -54,7 +54,7 @@ class Server(uvicorn.Server):
         self._renewing: asyncio.Task[None] | None = None
         self._batches: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self.grpc: Door | None = None
+        self.grpc: Gateway | None = None
 
     def stop(self) -> None:
         """Begin to drain; called a second time, do not wait any longer."""
@@ -129,10 +129,10 @@ class Server(uvicorn.Server):
             self.servers.append(acceptor)  # type: ignore[arg-type]
 
 
-def _grpc_door(state: ServerState) -> Door:
+def _grpc_gateway(state: ServerState) -> Gateway:
     with needs_grpc():
-        from slipstream.server.kserve_grpc import Door
-    return Door(state)
+        from slipstream.server.kserve_grpc import Gateway
+    return Gateway(state)
 
 
 @contextmanager
@@ -193,7 +193,7 @@ def url(settings: ServerSettings, listener: socket.socket) -> str:
 
 
 def uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
-    """Of a server, and of a fleet's door."""
+    """Of a server, and of a fleet's gateway."""
     return uvicorn.Config(
         app,
         http=Connection,
@@ -220,7 +220,7 @@ def make_server(
     state.watch = watch
     made = Server(uvicorn_config(app, settings), state, EngineRoom(state))
     if settings.grpc_port is not None:
-        made.grpc = _grpc_door(state)
+        made.grpc = _grpc_gateway(state)
     return made
 
 
@@ -236,7 +236,7 @@ async def serve(
     """Serve until a signal; the engine is shut down at the end."""
     try:
         server = make_server(engine, settings, shortener, watch)
-        listener.listen(BACKLOG)  # so that whoever reads that we are ready can connect at once
+        listener.listen(BACKLOG)  # so that a client that sees us ready can connect at once
         on_ready()
         with stop_signals(server.stop):
             await server.serve(sockets=[listener])

@@ -1,6 +1,6 @@
-"""POST /sleep and /wake_up, GET /is_sleeping, as vLLM has them: the model's memory is given back while nobody needs it.
+"""POST /sleep and /wake_up, GET /is_sleeping, as vLLM has them: the model's memory is freed while no request needs it.
 
-Whoever reaches these routes can stop the service, so they are off unless the server was started with --enable-sleep-mode.
+A client of these routes can stop the service. So they are off without --enable-sleep-mode.
 """
 
 from __future__ import annotations

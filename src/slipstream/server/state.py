@@ -1,4 +1,4 @@
-"""What the server shares between its parts: the engine it speaks to, its settings, and what is in flight.
+"""The state that the server's parts share: the engine, the settings, and the requests in flight.
 
 `Engine` is the part of `AsyncLLM` that the server uses; anything with these members can be served. One `ServerState`
 belongs to one app; nothing here is global. All of it lives on one event loop, so plain attributes need no locks.
@@ -177,7 +177,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: a free one
     served_model_names: tuple[str, ...] = ()  # empty: the engine's own
-    api_keys: tuple[str, ...] = ()  # empty: no key is asked for, unless there is a keys_file
+    api_keys: tuple[str, ...] = ()  # empty: no key is needed, unless there is a keys_file
     keys_file: str | None = None  # of `slipstream keys`
     max_concurrent_requests: int = 4096  # beyond it: 429; the engine's own queue limit is EngineArgs.max_queue
     max_choices_per_request: int = 2048  # prompts times n, or texts to embed or to rerank
@@ -187,7 +187,7 @@ class ServerSettings:
     enable_sleep_mode: bool = False  # whether /sleep and /wake_up do anything
     lora_folder: str | None = None  # whose adapters may be loaded over HTTP; None: none
     allowed_media_hosts: tuple[str, ...] = ()  # from which pictures are fetched, as HOST or HOST:PORT; empty: from none
-    cors_origins: tuple[str, ...] = ()  # whose pages may ask from a browser; "*": any
+    cors_origins: tuple[str, ...] = ()  # whose pages may send requests from a browser; "*": any
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     log_format: Literal["text", "json"] = "text"
@@ -198,7 +198,7 @@ class ServerSettings:
     state_dir: str | None = None  # where answers are kept beyond the server's life
     max_stored_responses: int = 1000  # 0: none are kept
     max_stored_bytes: int = 256 * 2**20
-    fleet_key: str | None = None  # only who has it may ask: the door of a fleet (`server.fleet`)
+    fleet_key: str | None = None  # only requests with it are answered: those of a fleet's gateway (`server.fleet`)
     ssl_ca_certs: str | None = None  # clients must show a certificate that one of these signed
     files_dir: str | None = None  # where files and batches are; None: there are none
     max_files_bytes: int = 2**30  # of all files together
@@ -286,7 +286,7 @@ class ServerState:
     files: FileStore | None = None
     batches: BatchStore | None = None
     totals: Callable[[Counts], Awaitable[list[Counts]]] | None = None  # of all front ends, given this one's; None: it is alone
-    watch: Watch | None = None  # None: nobody looks for trouble
+    watch: Watch | None = None  # None: without a detector
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -1,7 +1,7 @@
 """/status and /chat, pages that need nothing from elsewhere; /status.json, which the first shows; /findings.
 
 The pages hold nothing of the server, so they are open; what they then ask for needs a key like everything else
-(`server/auth.py`). A fleet's door answers /status.json in the same shape, with a replica for each of its own.
+(`server/auth.py`). A fleet's gateway answers /status.json in the same shape, with a replica for each of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     """Totals are since the replica's start; None: it does not say."""
 
     name: str
-    state: str  # ready, draining, sleeping, down; of a door also starting
+    state: str  # ready, draining, sleeping, down; of a gateway also starting
     num_running: int | None = None
     num_waiting: int | None = None
     kv_cache_usage: float | None = None
@@ -58,7 +58,7 @@ class Latency(msgspec.Struct, kw_only=True):
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """`findings`: None if nobody looks for any. `responses` by status, since the start. `autoscale`: by pool, of a door whose
+    """`findings`: None without a detector. `responses` by status, since the start. `autoscale`: by pool, of a gateway whose
     replicas come and go by themselves."""
 
     version: str
@@ -93,7 +93,7 @@ def replica_status(name: str, state: str, stats: EngineStats | None, **more: Any
 
 
 def shared_fields(state: ServerState, metrics: Metrics, *, itl: Histogram) -> dict[str, Any]:
-    """The fields of a Status that a server and a fleet's door tell alike. `itl`: the times between tokens."""
+    """The fields of a Status that a server and a fleet's gateway share. `itl`: the times between tokens."""
     responses: dict[str, int] = {}
     for (_, _, status), count in metrics.responses.items():
         responses[str(status)] = responses.get(str(status), 0) + count
@@ -144,7 +144,7 @@ Told = Callable[[], Coroutine[Any, Any, Status]]
 
 
 def status_route(told: Told) -> Route:
-    """/status.json, of what `told` gives."""
+    """/status.json, from the result of `told`."""
 
     async def show(request: Request) -> Response:
         return json_response(await told())

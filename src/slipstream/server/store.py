@@ -2,10 +2,11 @@
 
 1. It lies in `--state-dir`. Without that it is in memory, or with several front ends in the supervisor's own folder, and ends
    with the server.
-2. It holds at most `max_stored_responses` and `max_stored_bytes`. When it is full, the owner who holds most loses what was not
-   used for longest, so nobody pushes out those who keep little. Going on from an answer is a use of the whole conversation.
+2. It holds at most `max_stored_responses` and `max_stored_bytes`. When it is full, the owner with the most bytes loses its
+   least recently used answer. So an owner with many answers can't evict those of others. Going on from an answer is a use of
+   the whole conversation.
 3. A row belongs to the key that asked for it. For another key it is not there.
-4. One thread speaks to the database, so that the event loop waits for no disk.
+4. One thread uses the database, so that the event loop never waits for a disk.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ insert into uses select 0 where not exists (select 1 from uses);
 
 
 class Stored(Struct):
-    """One answer: what OpenAI's API tells of it, with its output. `items` are what the request added to the conversation."""
+    """One answer: its fields in OpenAI's API, with its output. `items` are what the request added to the conversation."""
 
     id: str
     previous: str | None
@@ -51,7 +52,7 @@ class Stored(Struct):
 
 
 class Database:
-    """An SQLite file, or one in memory, and the thread that speaks to it."""
+    """An SQLite file, or one in memory, and the thread that uses it."""
 
     def __init__(self, path: Path | None, schema: str, *, field: str = "state_dir") -> None:
         self.path, self._remedy = path, "; send store=false" if field == "state_dir" else ""

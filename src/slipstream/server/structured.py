@@ -1,5 +1,5 @@
-"""What an answer must look like, as bodies say it: OpenAI's `response_format`, vLLM's `structured_outputs`, and the
-`guided_*` of its older versions. At most one of them."""
+"""The fields of a body that constrain the answer's format: OpenAI's `response_format`, vLLM's `structured_outputs`, and the
+`guided_*` of its older versions. A body may have at most one of them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _GUIDED = ("json", "regex", "choice", "grammar")
 
 
 def structured(body: Structured) -> StructuredOutputsParams | None:
-    """What the body asks for. A 400 if it asks twice."""
+    """The constraint of a body. A 400 if it has more than one."""
     name = _name(body)
     if name is None:
         if body.guided_whitespace_pattern is not None:

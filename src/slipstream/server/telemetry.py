@@ -2,15 +2,17 @@
 
 Off by default: then nothing of it is imported, and a request pays one comparison. On, a request's span is made when it has
 ended, from what its record holds, so the token path does nothing more either way. Spans and metrics leave in threads of the
-SDK's, in batches, as OTLP over HTTP with protobuf. A collector that can't be reached holds nobody up: spans are dropped, and
+SDK's, in batches, as OTLP over HTTP with protobuf. A collector that can't be reached delays no request: spans are dropped, and
 the SDK logs it.
 
-A span goes on from the client's `traceparent`, and is left out if the client said that its trace is not sampled. It has no text
-of a prompt or an answer.
+A span continues the client's `traceparent`, and is left out if that says that the trace is not sampled. It has no text of a
+prompt or an answer.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -48,7 +50,7 @@ OPERATIONS = {
     "/v1/embeddings": "embeddings",
     "/api/embed": "embeddings",
 }
-"""Routes that ask the model. Others have no span."""
+"""Routes that run the model. Others have no span."""
 
 # Buckets as the conventions advise them.
 _DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -56,6 +58,9 @@ _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 
 _TPOT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _TIMEOUT_S = 5.0
 _METRICS_EVERY_S = 10.0
+CLOSE_S = 2.0
+
+_logger = logging.getLogger("slipstream.server")
 
 
 class Telemetry:
@@ -144,6 +149,14 @@ class Telemetry:
         return {**found, "gen_ai.response.finish_reasons": reasons} if reasons else found
 
     def close(self) -> None:
-        """Send what waits; some seconds at most."""
-        self._traces.shutdown()
-        self._meters.shutdown(_TIMEOUT_S * 1e3)
+        """Send what waits, within CLOSE_S. The SDK itself tries a collector that is gone for longer than its limits say."""
+        done = threading.Event()
+
+        def send() -> None:
+            self._traces.shutdown()
+            self._meters.shutdown(_TIMEOUT_S * 1e3)
+            done.set()
+
+        threading.Thread(target=send, daemon=True).start()  # which ends with the process
+        if not done.wait(CLOSE_S):
+            _logger.warning("the OTLP collector took nothing for %g s: the last spans and metrics are lost", CLOSE_S)

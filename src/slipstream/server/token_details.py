@@ -1,4 +1,4 @@
-"""What an answer says of single tokens, in vLLM's shape: ids, the prompt's log-probabilities, and names by id."""
+"""The details of single tokens in an answer, in vLLM's format: ids, the prompt's log-probabilities, and names by id."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.server.protocol import Generation
 
 
 def prompt_details(body: Generation, info: PromptInfo) -> dict[str, Any]:
-    """What was asked of the prompt: its tokens, and for each of them the log-probabilities by token id."""
+    """The requested details of the prompt: its tokens, and the log-probabilities of each by token id."""
     found: dict[str, Any] = {"prompt_token_ids": info.token_ids} if body.return_token_ids else {}
     if (num_best := body.prompt_logprobs) is not None:
         found["prompt_logprobs"] = [

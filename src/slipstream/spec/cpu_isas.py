@@ -1,4 +1,4 @@
-"""What the CPU's instruction sets have, as data. A kernel asks for a feature here, never for a name."""
+"""The features of CPU instruction sets, as data. A kernel tests for a feature here, never for a name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model on disk is, read from its config or its GGUF header. No torch, no weights."""
+"""The description of a model on disk, read from its config or its GGUF header. No torch, no weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a draft head *is*, as data: a small part that guesses tokens from the states of the model it was trained for. No torch.
+"""Draft heads as data: small parts that propose tokens from the states of the model that they were trained for. No torch.
 
     EAGLE-1, 2   one layer over what `fc` makes of a token's embedding and the last state before it (Li et al. 2024)
     EAGLE-3      one layer over the embedding of a token and what `fc` makes of three layers' states (Li et al. 2025)

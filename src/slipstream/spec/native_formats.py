@@ -1,5 +1,5 @@
-"""Which quantised weights of a checkpoint stay in their stored format when they are loaded. The loader and the memory ledger
-both ask here. No torch."""
+"""Decides which quantised weights of a checkpoint stay in their stored format when they are loaded, for both the loader and the
+memory ledger. No torch."""
 
 from __future__ import annotations
 

@@ -48,6 +48,10 @@ VOCAB_MULTIPLE = 16
 """A rank's share of the vocabulary is a multiple of this, as 8-bit products need their rows. Rows beyond the last token are
 zeros."""
 
+COPIED_SUMS_FROM = 2048
+"""Tokens of the smallest step whose sums two GPUs copy to each other beside the products. Those of short pieces lose more than
+is gained."""
+
 INNER_MULTIPLE = 16
 """So is a share of an inner dimension that has to end in zeros."""
 

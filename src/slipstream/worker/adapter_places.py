@@ -1,4 +1,4 @@
-"""Which adapters have a place in the host's memory, and which gives way to another. No torch."""
+"""Decides which adapters are in the host's memory, and which is evicted for another. No torch."""
 
 from __future__ import annotations
 

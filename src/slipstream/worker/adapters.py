@@ -1,6 +1,6 @@
 """The adapters that a worker has: those on the device in slots, and beside them more on the host. Both are bounded.
 
-1. `load` reads an adapter into the host's memory; the least recently used one that nobody needs gives way.
+1. `load` reads an adapter into the host's memory; it may evict the least recently used one that no request needs.
 2. `place` brings adapters that a step needs into slots; the least recently used slots give way. Copies are queued before the
    step, on its stream. (Pinned memory is torch's: it is used anew once its copies have ended.)
 3. Products that no adapter so far has weights for run as without adapters, and such parts of products are left out (`parts`).
@@ -16,9 +16,10 @@ import torch
 
 from slipstream.config import LoRASettings
 from slipstream.kernels.adapters import LoRAWeights
-from slipstream.model.adapters import ALONE, HostAdapter, Layout
+from slipstream.model.adapters import HostAdapter, Layout
 from slipstream.model.decoder import Decoder
 from slipstream.platform import platform_of
+from slipstream.spec.adapter_slots import ALONE
 from slipstream.spec.adapters import CONFIG_NAME, WEIGHTS_NAME
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.parallel import Shard
@@ -96,7 +97,7 @@ class Adapters:
         return found
 
     def _evict(self, in_use: Collection[int]) -> int:
-        """A slot that nobody uses, the least recently used."""
+        """The least recently used slot of those that no request uses."""
         victim = next(i for i, slot in self._placed.items() if slot not in in_use)
         return self._placed.pop(victim)
 
@@ -110,7 +111,7 @@ class Adapters:
 
 
 def _version(folder: Path) -> str:
-    """Another one, as far as the file system tells, for files that were written anew."""
+    """A value that changes when the files are written again, by the file system's times and sizes."""
     try:
         found = [(folder / name).stat() for name in (CONFIG_NAME, WEIGHTS_NAME)]
     except OSError:

@@ -45,6 +45,8 @@ class Executor(ABC):
     """Seconds of each phase of the start."""
     store: BlockStore | None = None
     """The tiers below the device's cache; None: there are none."""
+    processes: tuple[int, ...] = ()
+    """The ids of the ranks' processes on this host."""
     canary: CanaryResult | None
     """The result of the checkpoint's canary at the start."""
 
@@ -90,6 +92,17 @@ class Executor(ABC):
     @abstractmethod
     def adapter_stats(self) -> AdapterStats | None:
         """None: adapters are not enabled."""
+
+    @property
+    @abstractmethod
+    def release_unused(self) -> Callable[[], None] | None:
+        """Gives back the device memory that this process holds and no longer uses. It outlives the executor. None: this process
+        holds none."""
+
+    @abstractmethod
+    def sleep(self, level: int) -> Callable[[], Executor] | None:
+        """End what this executor started, and keep the weights at level 1, nothing at level 2. Returns what makes an executor
+        of the weights that are kept. No other call comes after it."""
 
     @abstractmethod
     def shutdown(self) -> None:

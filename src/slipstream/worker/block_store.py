@@ -101,7 +101,7 @@ class BlockStore:
             self._note(*found)
 
     def _note(self, copy: BlockCopy, era: int | None) -> None:
-        """Write, or read if there is no `era`. Whatever happens, the copy is told as done: a request may wait for it."""
+        """Write, or read if there is no `era`. The copy is reported as done in any case: a request may wait for it."""
         assert self.disk is not None
         ok = False
         try:

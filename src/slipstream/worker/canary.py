@@ -1,4 +1,5 @@
-"""A canary: a few dozen tokens stored with a checkpoint, with the model's log-probabilities where the checkpoint was made.
+"""A canary: a few dozen tokens stored with a checkpoint, and the log-probabilities that the model had on the machine that made
+it.
 
 At a start it tests whether the checkpoint, with this machine's kernels and this cache type, still gives these.
 

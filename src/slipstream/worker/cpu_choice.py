@@ -1,6 +1,6 @@
 """Finds the fastest instruction set, type and number of threads of this machine's CPU, and keeps the answer.
 
-Hosts hide, emulate or slow down instructions, and share cores, so only a measurement tells.
+Hosts hide, emulate or slow down instructions, and share cores. So the choice is by measurement.
 
 1. A small decoder of random weights, larger than the caches, runs one token and a prompt with the kernels that will serve.
 2. The candidates take turns, and the best time of each counts, since other load only adds time. A choice that is not the

@@ -1,7 +1,7 @@
 """Copies of KV blocks between a GPU's cache and pinned memory of the host, beside the steps.
 
-1. Copies run on a stream of their own, behind all steps that were launched before the order. The engine hears of a block when
-   the event behind its copy is reached, and no step is launched that reads it before.
+1. Copies run on a stream of their own, behind all steps that were launched before the order. A copy is reported to the engine
+   when the event behind it is reached. No step that reads the block is launched before.
 2. A block's numbers lie in many tensors, some ten kilobytes in each. One kernel brings a batch of blocks together in a
    staging buffer, and those with neighbouring slots then cross the bus in one piece.
 3. Blocks go on from the host's memory to files, and come back, as on a CPU (`BlockStore`).

@@ -46,7 +46,7 @@ PAUSE_S = 10.0
 """After the disk has refused, nothing is written for so long."""
 
 LOOK_EVERY_S = 5.0
-"""Who only reads looks so often for new files, and whether it may write."""
+"""How often a reader looks for new files, and for whether it may become the writer."""
 
 MOST_PIECES = 1000
 """Pieces of memory that one call of the system reads or writes (IOV_MAX is 1,024)."""
@@ -170,7 +170,7 @@ class DiskTier:
                     self._unlink(file)
 
     def look(self) -> None:
-        """Who only reads: find new files, and write from now on if nobody else does."""
+        """As a reader: find new files, and become the writer if there is none."""
         if time.monotonic() - self._looked >= LOOK_EVERY_S:
             with contextlib.suppress(OSError):
                 self._look()
@@ -190,7 +190,7 @@ class DiskTier:
             self._make_room(0)
 
     def _scan(self) -> Iterator[tuple[float, str, str, int]]:
-        """(time of the last use, identity, key, bytes) of each file. Who writes removes what another left unfinished."""
+        """(time of the last use, identity, key, bytes) of each file. The writer removes unfinished files of an earlier one."""
         for identity in os.scandir(self.path):
             if not _FOLDER.fullmatch(identity.name) or not identity.is_dir(follow_symlinks=False):
                 continue

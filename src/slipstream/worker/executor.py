@@ -20,7 +20,14 @@ from slipstream.errors import AdapterError, CheckpointError, ConfigError, ModelE
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
 from slipstream.model.layers import Partition
 from slipstream.plan.fit import check_weights_fit
-from slipstream.plan.memory import MemoryLedger, block_bytes, size_cache, staged_blocks
+from slipstream.plan.memory import (
+    MemoryLedger,
+    block_bytes,
+    peer_copy_bytes,
+    peer_copy_tokens,
+    size_cache,
+    staged_blocks,
+)
 from slipstream.spec.autotune_table import NO_TILES, TileTable, load_tiles
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.draft_heads import HeadDescription, HeadMethod
@@ -83,9 +90,9 @@ class LocalExecutor(Executor):
         ranks: Ranks | None = None,
         device: DeviceInfo | None = None,
     ) -> LocalExecutor:
-        """Find the model and the device, resolve the settings, load. `progress` is told each phase as it begins. A CPU runs the
-        model without torch where it can (`host_runner.host_refusal`), unless `by_torch`. With `ranks` this is one rank's
-        executor: it loads its part. `device`: see `load_runner`."""
+        """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins. A CPU
+        runs the model without torch where it can (`host_runner.host_refusal`), unless `by_torch`. With `ranks` this is one
+        rank's executor: it loads its part. `device`: see `load_runner`."""
         description, runner, tiles = load_runner(args, progress=progress, by_torch=by_torch, ranks=ranks, device=device)
         progress("cache")
         executor = cls(runner.config, description, runner, tiles)
@@ -138,6 +145,15 @@ class LocalExecutor(Executor):
     def adapter_stats(self) -> AdapterStats | None:
         return None if self.runner.adapters is None else self.runner.adapters.stats()
 
+    @property
+    def release_unused(self) -> Callable[[], None] | None:
+        return self.runner.platform.release_unused
+
+    def sleep(self, level: int) -> Callable[[], Executor] | None:
+        self.shutdown()
+        self.runner.release()
+        return partial(_woken, self.runner, self.canary) if level == 1 else None
+
     def shutdown(self) -> None:
         """This process's memory goes with it; only the tiers have threads."""
         if self.store is not None:
@@ -176,6 +192,13 @@ class LocalExecutor(Executor):
         if wanted == "refuse" and not result.ok:
             raise ModelError(f"{result.describe()}; take other kernels or another kv_cache_dtype, or canary='warn'")
         return result
+
+
+def _woken(runner: Runner, canary: CanaryResult | None) -> LocalExecutor:
+    """Of a runner that has given its cache back."""
+    executor = LocalExecutor(runner.config, runner.model.description, runner)
+    executor.canary = canary
+    return executor
 
 
 def load_runner(
@@ -241,7 +264,7 @@ def load_runner(
 def _host_runner(
     config: EngineConfig, description: ModelDescription, kept: Path, load_draft: Callable[[HostRunner], None]
 ) -> HostRunner | None:
-    """The runner without torch. None, and the log says why, if it does not cover the model, its drafts or a setting."""
+    """The runner without torch. None, with the reason in the log, if it does not cover the model, its drafts or a setting."""
     reason = host_refusal(config, description)
     if reason is None:
         try:
@@ -271,12 +294,9 @@ def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition
         from slipstream.kernels.triton.rank_sums import try_rank_sums
 
         try_rank_sums(group, spec.hidden_size * DTYPE_BYTES[config.model.dtype])
-        reads_sums = config.speculation is not None and config.speculation.by_head  # and each is read once
-        plain = any(x.is_plain for x in spec.all_layers)
-        if config.parallel.tensor > 1 and not config.parallel.sequence and plain and not reads_sums:
-            padded = config.scheduling.max_num_batched_tokens + config.scheduling.max_num_seqs
+        if tokens := peer_copy_tokens(config, spec):
             dtype, is_mixture = getattr(torch, config.model.dtype), any(isinstance(x.mlp, MoESpec) for x in spec.layers)
-            try_peer_copies(group, platform, padded, spec.hidden_size, dtype, is_mixture)
+            try_peer_copies(group, platform, tokens, spec.hidden_size, dtype, is_mixture)
     return Partition(config.parallel.shard(ranks.rank), group, pipe, every, config.parallel.sequence)
 
 
@@ -292,8 +312,6 @@ def _fit(config: EngineConfig, runner: Runner, activation_bytes: int) -> tuple[E
     spec, ranks = runner.model.spec, runner.partition
     one_block = block_bytes(spec, config.cache.block_size, DTYPE_BYTES[config.cache.dtype])
     weights, rows = runner.model.weights_bytes, 0 if spec.is_encoder else rows_bytes(config)
-    if runner.adapters is not None:
-        weights += runner.adapters.num_bytes
     if runner.draft is not None:
         one_block += runner.draft.block_bytes
         weights += runner.draft.weights_bytes
@@ -312,6 +330,8 @@ def _fit(config: EngineConfig, runner: Runner, activation_bytes: int) -> tuple[E
         graph_bytes=graphs,
         rows_bytes=rows,
         taken_bytes=activation_bytes + graphs + rows,
+        adapter_bytes=0 if runner.adapters is None else runner.adapters.num_bytes,
+        peer_copy_bytes=0 if ranks is None or ranks.group.beside is None else peer_copy_bytes(config, spec),
         forms=runner.model.forms,
         agree=(lambda blocks: blocks) if ranks is None else lambda blocks: ranks.all_ranks.least(blocks)[0],
     )

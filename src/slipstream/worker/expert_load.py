@@ -1,4 +1,4 @@
-"""How many tokens each expert was chosen for."""
+"""Counts the tokens that each expert was chosen for."""
 
 from __future__ import annotations
 

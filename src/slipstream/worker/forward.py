@@ -463,5 +463,5 @@ class Forwards:
 
     @property
     def token_bytes(self) -> int | None:
-        """Bytes that a step takes for each of its tokens; None where only a measurement tells."""
+        """Bytes that a step takes for each of its tokens; None where they must be measured."""
         return self.base.program.token_bytes if isinstance(self.base, Program) else None

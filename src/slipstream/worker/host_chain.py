@@ -46,7 +46,7 @@ def check_num_drafts(config: EngineConfig, description: HeadDescription) -> None
 def head_scheme(
     config: EngineConfig, description: HeadDescription, default: str | None, *, rows: int = 1
 ) -> Scheme | None:
-    """What a head's products are rounded by. If nobody says, by `default` where that fits: a pass takes as long as its weights
+    """The scheme of a head's products. Without a setting it is `default`, where that fits: a pass takes as long as its weights
     take to be read, and 8 bits cost a head hardly a right guess. An MTP layer is as it came. 8-bit products must have outputs
     in multiples of `rows`. ConfigError if what was chosen does not fit."""
     assert config.speculation is not None

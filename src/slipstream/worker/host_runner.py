@@ -89,7 +89,7 @@ def _model_refusal(description: ModelDescription, load_format: str) -> Reason | 
 
 
 class HostPlatform:
-    """What `ModelRunner.platform` is asked for on a CPU."""
+    """The part of `ModelRunner.platform` that is used on a CPU."""
 
     is_asynchronous = False
 

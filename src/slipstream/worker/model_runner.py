@@ -31,7 +31,6 @@ from slipstream.kernels.blocks import BlockRows
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import LayerKV, SamplingTensors
 from slipstream.kernels.select import select_ops
-from slipstream.model.adapters import ALONE
 from slipstream.model.device_stream import DeviceStream
 from slipstream.model.encoder import pool
 from slipstream.model.layers import Partition
@@ -39,6 +38,7 @@ from slipstream.model.loaded import LoadedModel
 from slipstream.model.loader import load_model
 from slipstream.plan.graph_sizes import CHAIN_DEPTHS, GRAPH_BYTES, graph_bytes
 from slipstream.platform import platform_of
+from slipstream.spec.adapter_slots import ALONE
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.draft_heads import HeadDescription
@@ -72,6 +72,13 @@ _logger = logging.getLogger("slipstream.engine")
 
 PROBE_TOKENS = 64
 """Tokens of the measured step where the bytes of most activations are known beforehand."""
+
+MOST_PROBED = 512
+"""At most so many on a CPU where they are not known, since 2,048 take half a minute. More take memory as these do; but a prompt
+that is computed whole is."""
+
+LOGITS_PROBED = 2**24
+"""At most so many numbers of logits are sampled there: 64 MiB."""
 
 FEW_ROWS = 8
 """Rows that this step samples. Each takes as much as the next. 64 rows of SmolLM2's vocabulary take 95 MB, which the process
@@ -204,11 +211,16 @@ class ModelRunner:
             scheduling, size = self.config.scheduling, self.config.cache.block_size
             num_tokens, per_token = scheduling.max_num_batched_tokens, self.forwards.token_bytes
             num_rows = few_rows = self.config.max_num_sampled
-            known = 0
+            known, scale = 0, 1.0
             if per_token is not None:  # a short step shows the rest, and the process keeps little of its memory
                 known = num_tokens * (per_token + (0 if self.draft is None else self.draft.token_bytes))
                 num_tokens = min(num_tokens, PROBE_TOKENS)
                 few_rows = min(num_rows, FEW_ROWS)
+            elif not self.platform.is_asynchronous:  # else a step of a million sequences would take all memory, and minutes
+                whole = 0 if scheduling.enable_chunked_prefill else self.config.model.max_model_len
+                num_tokens = min(num_tokens, max(MOST_PROBED, whole))
+                scale = scheduling.max_num_batched_tokens / num_tokens
+                few_rows = min(num_rows, max(FEW_ROWS, LOGITS_PROBED // self.model.spec.vocab_size))
             if self.images is not None:
                 before = self.platform.start_peak()
                 passes = self.images.probe()
@@ -225,12 +237,12 @@ class ModelRunner:
                 self.draft.probe(tokens, meta)
             hidden = self.forwards.hidden(tokens, kv, meta)
             if not self.model.spec.has_last:
-                return known + max(0, self.platform.peak() - before)
+                return known + int(scale * max(0, self.platform.peak() - before))
             if not self.model.spec.generates:
                 pool(self.ops, hidden, meta.query_start_loc, "mean")
-                return known + max(0, self.platform.peak() - before)
-            if few_rows < num_rows:
-                known += max(0, self.platform.peak() - before)
+                return known + int(scale * max(0, self.platform.peak() - before))
+            if few_rows < num_rows or scale > 1.0:
+                known += int(scale * max(0, self.platform.peak() - before))
                 before = self.platform.start_peak()
             logits = self.forwards.logits(hidden[torch.arange(few_rows, device=self.device) % num_tokens])
             self.ops.sample(logits, dummy_sampling(few_rows, self.device))
@@ -313,8 +325,7 @@ class ModelRunner:
             numbers = sum(most_texts(self.config, n) for n in sizes) * spec.hidden_size
             return 2 * activation_bytes + 4 * numbers + len(sizes) * GRAPH_BYTES
         drafts = 0 if self.draft is None else self.draft.graph_bytes(self.config)
-        of_steps = graph_bytes(self.config, spec, size)
-        return (of_steps if self.adapters is None else 2 * of_steps) + drafts
+        return graph_bytes(self.config, spec, size) + drafts
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -444,7 +455,7 @@ class ModelRunner:
         )
 
     def _passed_on(self, plan: StepPlan, output: Output) -> InFlightStep:
-        """A step that the next stage goes on with. `take_sampled` will be told what the last has drawn."""
+        """A step that the next stage continues. `take_sampled` is called later with the tokens that the last stage drew."""
         assert self.rows is not None
         sampled = output.sampled
         if sampled is not None and sampled.requests and self.model.spec.has_first:
@@ -558,8 +569,7 @@ class ModelRunner:
 
     @property
     def warms_up(self) -> bool:
-        """Whether steps are run that no one asked for: on a GPU, whose kernels compile, and on a CPU that sends a GPU its
-        part of them."""
+        """Whether warm-up steps are run: on a GPU, whose kernels compile, and on a CPU that sends a GPU its part of them."""
         pipe = None if self.partition is None else self.partition.pipe
         return self.platform.is_asynchronous or (pipe is not None and pipe.through_host)
 

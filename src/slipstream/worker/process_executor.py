@@ -101,7 +101,7 @@ consequence."""
 REASONS_S = 0.6
 
 END_S = 5.0
-"""How long ranks have to end when they are told to."""
+"""How long ranks have to end after the message to end."""
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class Rank:
 
 @dataclass(slots=True)
 class RemoteStep:
-    """A step that the ranks were told to launch."""
+    """A step that was sent to the ranks."""
 
     executor: ProcessExecutor
     plan: Plan
@@ -157,6 +157,7 @@ class ProcessExecutor(Executor):
         self._ranks += [Rank(own + i, None, link, at) for i, (link, _, at) in enumerate(joined)]
         self._host = "127.0.0.1" if args.rank_address is None else parse_address(args.rank_address)[0]
         self._mail = Mailbox(self._ranks)
+        self.processes = tuple(process.pid for process in self._group.all)
         self._group.watch()
         try:
             self._start(args, progress)
@@ -166,7 +167,8 @@ class ProcessExecutor(Executor):
 
     @classmethod
     def build(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> ProcessExecutor:
-        """Start the ranks, and load. `progress` is told each phase as it begins. Errors are those of `LocalExecutor.build`."""
+        """Start the ranks, and load. `progress` is called with each phase as it begins. Errors are those of
+        `LocalExecutor.build`."""
         return cls(args, progress)
 
     def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
@@ -246,8 +248,8 @@ class ProcessExecutor(Executor):
         return tuple(sorted(layer for answer in self._ask(GetExpertLoad()) for layer in answer.expert_load))
 
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:
-        """Every rank reads its part of it. They are asked only about one that they don't have, and told which one gives way.
-        Each refuses the same, but for files that one of them can't read; then no rank has it."""
+        """Every rank reads its part of the adapter. They get a message only for one that they don't have, with the one to
+        evict. Each refuses the same, but for files that one of them can't read; then no rank has it."""
         if self._adapters is None:
             raise AdapterError("adapters are off; start with enable_lora", field="enable_lora")
         if (known := self._adapters.use(request)) is not None:
@@ -272,6 +274,15 @@ class ProcessExecutor(Executor):
     def adapter_stats(self) -> AdapterStats | None:
         return None if self._adapters is None else self._ask(GetAdapterStats())[0].adapters
 
+    @property
+    def release_unused(self) -> Callable[[], None] | None:
+        return None  # the ranks hold it
+
+    def sleep(self, level: int) -> Callable[[], Executor] | None:
+        assert level == 2, "the ranks' weights are in their processes"
+        self.shutdown()
+        return None
+
     def shutdown(self) -> None:
         """End the ranks, and wait until they have."""
         self._dead = self._dead or EngineError("the ranks were shut down")
@@ -288,7 +299,7 @@ class ProcessExecutor(Executor):
             rank.link.close()
 
     def result_of(self, step_id: int) -> StepResult:
-        """Wait for a step's result. A pipeline's first stage is told what was drawn."""
+        """Wait for a step's result. A pipeline's first stage gets the drawn tokens."""
         result = self._await(lambda: self._mail.results.pop(step_id, None))
         if self._parallel.num_stages > 1 and result.token_ids:
             num_tokens = None if result.num_tokens is None else list(result.num_tokens)
@@ -346,7 +357,7 @@ class ProcessExecutor(Executor):
             self._die()
 
     def _die(self) -> NoReturn:
-        """A rank has ended, or is about to: end all, and say why."""
+        """A rank has ended, or is about to: end all, and raise with the reason."""
         self._group.wait(REASONS_S)
         self._group.kill()
         for rank in self._ranks:
@@ -415,7 +426,7 @@ def _beside_a_gpu(args: EngineArgs, description: ModelDescription, config: Engin
 
 
 class Mailbox:
-    """What the ranks have sent and nobody has taken yet. A thread reads their links until all are closed."""
+    """Messages of the ranks that were not taken yet. A thread reads their links until all are closed."""
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self.results: dict[int, StepResult] = {}

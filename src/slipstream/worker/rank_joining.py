@@ -27,7 +27,7 @@ JOIN_S = 60.0
 """So long ranks are waited for, and so long a rank tries to reach the executor."""
 
 HELLO_S = 5.0
-"""A connection that says nothing for so long is closed."""
+"""A connection without a message for so long is closed."""
 
 
 def parse_address(text: str, field: str = "rank_address") -> tuple[str, int]:
@@ -103,7 +103,7 @@ def _greet(connection: socket.socket, size: int) -> tuple[Link, Join] | None:
 
 
 def join(address: str, greeting: Join, *, wait_s: float = JOIN_S, clock: Callable[[], float] = time.monotonic) -> Link:
-    """The link to the executor at `address`, from a rank. EngineError: nobody has answered there in time."""
+    """The link to the executor at `address`, from a rank. EngineError if no executor answers there in time."""
     host, port = parse_address(address, "--join")
     end, why = clock() + wait_s, ""
     while clock() < end:

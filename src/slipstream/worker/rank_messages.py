@@ -1,4 +1,4 @@
-"""What an executor and its ranks say to each other: msgpack over a Unix socket pair to each rank. No torch.
+"""The messages between an executor and its ranks: msgpack over a Unix socket pair to each rank. No torch.
 
 To a rank: Begin, what a step needs, questions, UnloadAdapter, End. From rank 0: Meeting, Phase. From the first rank of each
 stage: Answer; to LoadAdapter from all ranks. From the first of the last stage: Result. From any rank: Started, RankFailed.
@@ -35,7 +35,7 @@ from slipstream.worker.start_messages import Failed, Phase, Started
 
 
 class Begin(msgspec.Struct, tag=True):
-    """`port`: where rank 0 listens for the others. Rank 0 is given 0, chooses one and says it (Meeting). `device`: the CPU of
+    """`port`: where rank 0 listens for the others. Rank 0 gets 0, chooses a port and reports it (Meeting). `device`: the CPU of
     all ranks, whose type and kernels were chosen once. None: a GPU each, which the ranks look up. `mixed`: the first of two
     ranks has the CPU, the second a GPU."""
 

@@ -74,7 +74,7 @@ class RankProcess:
         self._newest: InFlightStep | AwaitingMask | None = None
 
     def run(self) -> int:
-        """Serve until told to end. Returns the exit code: 0, or 1 after a failure that was reported."""
+        """Serve until the message to end. Returns the exit code: 0, or 1 after a failure that was reported."""
         try:
             begin = self._link.receive()
             if isinstance(begin, Refused):

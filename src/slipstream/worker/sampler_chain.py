@@ -1,4 +1,4 @@
-"""Draws tokens of requests that ask for more than the batch's sampler has (`SamplingParams.by_chain`), row by row. No torch.
+"""Draws tokens of requests with parameters that the batch's sampler lacks (`SamplingParams.by_chain`), row by row. No torch.
 
 The slower path: it works on the host, with NumPy, some milliseconds a row and a hundred thousand tokens of vocabulary. On a GPU
 the logits of these rows are copied to the host first, and the launch waits for that; other rows of the step are drawn on the
@@ -37,7 +37,7 @@ XTC_SALT = 0x5851F42D4C957F2D
 
 
 class Chained(NamedTuple):
-    """Tokens [M] of some of a step's positions, and what is to be told of their requests."""
+    """Tokens [M] of some of a step's positions, and the details to report for their requests."""
 
     tokens: Longs
     extras: list[Extra]

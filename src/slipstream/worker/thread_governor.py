@@ -1,4 +1,4 @@
-"""How many of a CPU's threads compute steps, changed while running.
+"""Chooses how many of a CPU's threads compute steps, while the engine runs.
 
 A step ends when its slowest thread does. Where another program takes a core, the thread that shares it holds the others up, and
 one thread fewer can be faster. So decode steps are timed. A step counts by its time over the least of steps with as many

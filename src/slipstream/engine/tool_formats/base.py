@@ -1,10 +1,10 @@
-"""What the formats of tool calls share: the parser of streams, and the writing of grammars.
+"""The common part of the formats of tool calls: the parser of streams, and the writing of grammars.
 
-A format says with one class how a family of models writes its calls: `call` is the grammar of one, `between` and `whole` say
-how several are written, and `script` reads them. A script is a generator. It asks for text by `yield from parser.until(…)`,
-`parser.char()` and others, which wait for more when there is none, and says what it found by `parser.content(…)`,
-`parser.begin_call(…)` and `parser.arguments(…)`. So what it finds depends on the text alone, and not on how the text was cut
-into pieces.
+A format is one class for the way in which a family of models writes its calls. `call` is the grammar of one call, `between` and
+`whole` are those of several, and `script` parses them. A script is a generator. It reads text by `yield from parser.until(…)`,
+`parser.char()` and others, which wait for more text if necessary. It reports its findings by `parser.content(…)`,
+`parser.begin_call(…)` and `parser.arguments(…)`. So the findings depend on the text alone, and not on how the text was cut into
+pieces.
 
 Whitespace around calls and reasoning is no content.
 """

@@ -1,1 +1,1 @@
-"""What goes wrong on replicas: observations in, findings with a cause and a remedy out."""
+"""Detects faults of replicas: observations in, findings with a cause and a remedy out."""

@@ -1,10 +1,10 @@
-"""Alerts of findings, as JSON by HTTP POST to addresses that the operator gave; nothing else is ever asked.
+"""Alerts of findings, as JSON by HTTP POST to addresses that the operator configured, and to no others.
 
     {"event": "began" | "changed" | "ended", "finding": {…}, "source": "…"}
 
-An address that does not answer 2xx is asked again `RETRIES` times, ever later; then the alert is given up and the log says so.
-At most `MOST_WAITING` wait for an address; the oldest goes first. Redirects are not followed, and no proxy of the environment
-is used. Delivery to one address does not wait for another.
+If an address does not answer 2xx, the alert is sent again up to `RETRIES` times, with growing pauses. After that it is dropped
+and logged. At most `MOST_WAITING` alerts wait for an address; beyond that the oldest is dropped. Redirects are not followed,
+and no proxy of the environment is used. Delivery to one address does not wait for another.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Webhook:
 
 
 class Alerts:
-    """All addresses. `tell` says what is new of findings; each finding's first news is that it began."""
+    """All addresses. `tell` sends changes of findings; the first of a finding is that it began."""
 
     def __init__(self, urls: Sequence[str], source: str) -> None:
         self.hooks = [Webhook(url, source) for url in urls]

@@ -1,4 +1,4 @@
-"""From the series that changed to a likely cause, and what to do about it.
+"""Finds a likely cause for the series that changed, and a remedy.
 
 A cause explains series: those that follow from it. A series that an open finding's cause explains joins that finding, and
 makes no other.
@@ -16,8 +16,8 @@ from slipstream.fleet.detection.observation import Observation
 Severity = Literal["warning", "critical"]
 
 UNSTEADY = 0.08
-"""The standard deviation of how slow steps are (as a logarithm) beyond which it is a neighbour, who comes and goes. A low clock
-makes all steps slower alike."""
+"""The standard deviation of the logarithm of steps' slowness beyond which the cause is another program on the machine, whose
+load varies. A low clock makes all steps slower alike."""
 
 FULL = 0.9
 """A cache so full gives up prefixes for want of blocks."""

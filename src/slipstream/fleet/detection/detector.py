@@ -1,8 +1,8 @@
 """The detector: observations of replicas in, findings out, online and in bounded memory.
 
 A finding has a beginning and an end. Series that change together are one finding (`causes.py`). For the first `SETTLE_S` its
-cause may still become another, as more series tell more; who hears of findings (`take_news`) hears of it when they agree or
-when that time is over. A finding ends when each of its series is as before.
+cause may still change, as more series change. `take_news` returns a finding when its series agree on a cause, or when that time
+is over. A finding ends when each of its series is as before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_ENDED = 256
 """Findings that ended and are kept."""
 
 SILENT_S = 60.0
-"""A replica's findings end when it told nothing for so long: it is gone."""
+"""A replica's findings end when it has not reported for so long: it is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class Detector:
                 self._end(replica, finding, seen.at)
 
     def forget_silent(self, now: float) -> None:
-        """End the findings of replicas that told nothing for `SILENT_S`, and forget them."""
+        """End the findings of replicas that have not reported for `SILENT_S`, and forget these replicas."""
         for name in [n for n, r in self._replicas.items() if now - r.last_at > SILENT_S]:
             self._end_all(self._replicas.pop(name), now)
 

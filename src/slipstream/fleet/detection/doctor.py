@@ -42,7 +42,7 @@ class Complaint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """What a server told. `error`: why it told nothing. `findings` is None without a detector."""
+    """A server's report. `error`: why there is none. `findings` is None without a detector."""
 
     url: str
     error: str | None = None

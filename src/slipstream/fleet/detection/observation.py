@@ -1,4 +1,4 @@
-"""What a replica tells of itself every few seconds, and what steps of its kind have taken so far."""
+"""A replica's report every few seconds, and the expected time of its steps, learned from earlier ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The series that are watched, and how a change of one is told from its noise.
+"""The series that are watched, and the test that separates a change from noise.
 
 Each series becomes a residual in units of its own noise, z:
 

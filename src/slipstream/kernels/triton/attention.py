@@ -18,7 +18,6 @@ The split depends on the lengths of a step's sequences and on the launch, never 
 from __future__ import annotations
 
 import functools
-import importlib
 from types import ModuleType
 
 import torch
@@ -499,4 +498,6 @@ def _hopper(device: torch.device) -> ModuleType | None:
         return None
     if not HOPPER_TRITON[0] <= version <= HOPPER_TRITON[1]:
         return None
-    return importlib.import_module("slipstream.kernels.triton.hopper")
+    from slipstream.kernels.triton import hopper  # late: other versions of Triton can't import it
+
+    return hopper

@@ -1,5 +1,5 @@
-"""Sums over ranks in one kernel, through memory that all of them read and write, with the norm that follows. `rank_sums.cu`
-says how; this file says for which tensors, and tests it at the start."""
+"""Sums over ranks in one kernel, through memory that all of them read and write, with the norm that follows. The kernel is
+`rank_sums.cu`. This file decides for which tensors it runs, and tests it at the start."""
 
 from __future__ import annotations
 

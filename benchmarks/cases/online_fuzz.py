@@ -1,6 +1,6 @@
 """Hostile requests over raw sockets against `slipstream serve` with several front ends.
 
-    python benchmarks/fuzz_server.py --requests 100000
+    python benchmarks/online.py --study fuzz --requests 100000
 
 Bodies of every route with fields dropped, of wrong types, huge, deep or cut off, bytes that are not UTF-8, wrong lengths,
 methods and headers; pipelined, half-closed, left in the middle, read a byte at a time. No answer may be 5xx, every request that
@@ -13,14 +13,15 @@ five seconds; Ctrl-C or SIGTERM ends the run early and writes the record. With `
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import copy
 import json
 import os
 import random
 import socket
+from collections.abc import Callable
 
-import common
 import hammer
 import httptools
 
@@ -255,13 +256,13 @@ async def users(number: int, quota: int, args, address: tuple, tally: hammer.Tal
     await asyncio.gather(*(user(rng, shared, args, address, tally) for rng in rngs))
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "fuzz_server")
+RECORD = "fuzz_server"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     hammer.add_arguments(parser)
     parser.set_defaults(requests=100_000, most_growth=0.5)  # grammars of the hostile kind are kept, up to a number
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     hammer.run(__doc__, "fuzz_server", args, users, lambda what: what.startswith("WRONG"), ("/v1/chat/completions", CHAT))
-
-
-if __name__ == "__main__":
-    main()

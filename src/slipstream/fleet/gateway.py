@@ -1,7 +1,7 @@
-"""The door: an ASGI app that answers what is asked of the fleet, and has `forward` see all other requests through at replicas.
+"""The gateway: an ASGI app that answers requests about the fleet itself, and forwards all others to replicas (`forward`).
 
-It holds keys to their limits, for all replicas: a request is counted once, and its tokens are reserved before any replica is
-asked. What it used is what the replica that answered says. It runs in uvicorn with the server's own connections, log and keys.
+It holds keys to their limits, for all replicas: a request is counted once, and its tokens are reserved before it is sent to a
+replica. The replica that answered reports how many it used. It runs in uvicorn with the server's own connections, log and keys.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _OFF = {
 
 
 class _Peek(msgspec.Struct):
-    """What the door reads of any body."""
+    """What the gateway reads of any body."""
 
     model: str | None = None
     stream: bool | None = None
@@ -86,19 +86,19 @@ _peek = msgspec.json.Decoder(_Peek)
 
 
 class FleetDescription(Description):
-    """What KServe's protocol tells of a fleet."""
+    """A fleet's metadata in KServe's protocol."""
 
-    def __init__(self, door: Door) -> None:
-        self.door = door
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
 
     def index(self) -> list[dict[str, str]]:
-        return [{"name": name, "version": VERSION, "state": "READY"} for name in self.door.members.models]
+        return [{"name": name, "version": VERSION, "state": "READY"} for name in self.gateway.members.models]
 
     def require_ready(self) -> None:
-        self.door.require_ready()
+        self.gateway.require_ready()
 
 
-class Door:
+class Gateway:
     """`state` is that of the uvicorn server around it (`server.run.Server`)."""
 
     def __init__(self, members: Members, state: ServerState, metrics: Metrics) -> None:
@@ -126,7 +126,7 @@ class Door:
                 raise
             await response_to(scope, noted(scope, told))(scope, receive, send)
 
-    # --- What the door answers itself ---------------------------------------------------------------------------------
+    # --- What the gateway answers itself ---------------------------------------------------------------------------------
 
     async def _own(self, scope: Scope, receive: Receive, send: Send) -> bool:
         path = scope["path"]
@@ -175,7 +175,7 @@ class Door:
         return True
 
     def require_ready(self, *, also_draining: bool = False) -> None:
-        """ApiError (503) if a model has nobody who answers, or new requests are not welcome."""
+        """ApiError (503) if a model has no replica that answers, or if new requests are refused."""
         if self.state.draining and not also_draining:
             raise shutting_down()
         models = self.members.models.items()
@@ -183,7 +183,7 @@ class Door:
             raise unavailable(f"no replica serves {', '.join(down)}", "no_replica")
 
     async def _keep(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Routes of what is kept at the door, and on no replica."""
+        """Routes of what is kept at the gateway, and on no replica."""
         off = next((off for begin, off in _OFF.items() if scope["path"].startswith(begin)), None)
         if off is not None and getattr(self.state.settings, off[0]) is None:
             raise ApiError(403, f"{off[1]}: give the fleet's file {off[0]}", code=f"{off[2]}_disabled")
@@ -207,7 +207,7 @@ class Door:
         return self.metrics.render_all(of_engines(self.members))
 
     def _models(self, *, is_anthropic: bool) -> dict[str, object]:
-        """What /v1/models of a server says, of all models and adapters of the fleet."""
+        """/v1/models, with all models and adapters of the fleet."""
         cards: list[dict[str, object]] = []
         for name, versions in self.members.models.items():
             context = max(v.prompts.max_model_len for v in versions)
@@ -223,7 +223,7 @@ class Door:
         return {"object": "list", "data": cards}
 
     def _sleeps(self) -> bool:
-        """No model has a replica: to ask for their names wakes none."""
+        """No model has a replica: a request for the models' names starts none."""
         return all(v.is_asleep for versions in self.members.models.values() for v in versions)
 
     def status(self) -> dict[str, object]:
@@ -285,7 +285,7 @@ class Door:
         tally.ended(record, time.monotonic() - record.start, failed=False)
 
     def _model_of(self, path: str, raw: bytes) -> tuple[str, str | None, _Peek]:
-        """The model that is asked for, the adapter that is, and the rest of what the body says."""
+        """The model and the adapter that a body names, and its other fields."""
         models, peek = self.members.models, _Peek()
         if (kserve := _KSERVE.fullmatch(path)) is not None:
             peek.model = kserve[1]

@@ -1,7 +1,7 @@
 """In-flight batching on a CPU: its speed beside static batching and transformers, and the KV memory that it wastes.
 
-    python benchmarks/batching.py                      # speed; record batching.json
-    python benchmarks/batching.py --measure memory     # record batching_memory.json
+    python benchmarks/engine.py --study batching                      # speed; record batching.json
+    python benchmarks/engine.py --study batching --measure memory     # record batching_memory.json
 
 Speed: SmolLM2-135M-Instruct, 32 requests with ShareGPT's lengths and random tokens, all there at the start, greedy, no
 end-of-sequence, the same type and threads and at most `--batch-size` requests in a step for all. There are two static
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,10 +167,12 @@ async def memory(args: argparse.Namespace) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+RECORD = "batching"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", choices=("speed", "memory"), default="speed")
-    parser.add_argument("--output", type=Path)
+    parser.set_defaults(output=None)
     parser.add_argument("--num-requests", type=int, help="(default: 32; of memory 256)")
     parser.add_argument("--lengths-file", type=Path, default=common.SHAREGPT)
     parser.add_argument("--model", default="smollm2", help="speed: (default: smollm2)")
@@ -178,12 +180,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="speed: (default: 3)")
     parser.add_argument("--dtype", default="bfloat16", help="speed: (default: bfloat16)")
     parser.add_argument("--num-tokens", type=int, default=16384, help="memory: that the cache holds (default: 16384)")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     if args.measure == "speed":
         speed(args)
     else:
         asyncio.run(memory(args))
-
-
-if __name__ == "__main__":
-    main()

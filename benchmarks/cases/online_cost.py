@@ -1,6 +1,6 @@
 """What the server takes of each token and request, in microseconds of the processor, stage by stage, without a model.
 
-    python benchmarks/serving_cost.py [--model smollm2] [--streams 64,256,1024]
+    python benchmarks/online.py --study cost [--model smollm2] [--streams 64,256,1024]
 
 Each of so many streamed chats gets one token a step. The server is the real one, on a loopback socket, and its clients are a
 process of their own that reads all it gets; the engine's messages are made beforehand. The processor's time of this process is
@@ -25,13 +25,12 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import uvloop
-from common import median, parser, save, with_source
+from common import HERE, median, with_source
 
 from slipstream.config import EngineArgs, resolve
 from slipstream.engine.async_llm import AsyncLLM
@@ -48,7 +47,7 @@ from slipstream.server.state import ServerSettings
 from slipstream.spec.description import read_spec
 from slipstream.types import FinishReason, SamplingParams, TokenOutput
 
-TEXT = (Path(__file__).parents[1] / "docs" / "server.md").read_text("utf-8")
+TEXT = (HERE.parent / "docs" / "server.md").read_text("utf-8")
 RUNS = 5
 
 
@@ -256,7 +255,7 @@ def client(port: int, num_streams: int, request: bytes) -> None:
 
 
 def start_client(port: int, num_streams: int, request: bytes) -> subprocess.Popen[bytes]:
-    command = [sys.executable, __file__, "--client", str(port), "--streams", str(num_streams)]
+    command = [sys.executable, str(HERE / "online.py"), "--study", "cost", "--client", str(port), "--streams", str(num_streams)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=with_source())
     assert process.stdin is not None
     process.stdin.write(request)
@@ -337,12 +336,16 @@ def floor_of_writes(num_streams: int, steps: int, size: int) -> float:
     return median(times) / num_streams * 1e6
 
 
-def main() -> None:
-    asked = parser(__doc__, "serving_cost")
-    asked.add_argument("--model", default="smollm2")
-    asked.add_argument("--streams", default="64,256,1024", help="numbers of streams")
-    asked.add_argument("--client", type=int, help=argparse.SUPPRESS)
-    args = asked.parse_args()
+RECORD = "serving_cost"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--streams", default="64,256,1024", help="numbers of streams")
+    parser.add_argument("--client", type=int, help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     if args.client is not None:
         client(args.client, int(args.streams), sys.stdin.buffer.read())
         return
@@ -366,8 +369,4 @@ def main() -> None:
             print(f"{name:30} {row['us']:8.2f} {row['floor_us']:7.2f}")
         print(f"a request's arrival {together['arrival']:.0f} us, its end {together['end']:.0f} us")
         results[str(num_streams)] = {"stages": found, "arrival": together["arrival"], "end": together["end"]}
-    save(args.output, "serving_cost", units="microseconds of the processor", results=results)
-
-
-if __name__ == "__main__":
-    main()
+    save(units="microseconds of the processor", results=results)

@@ -1,6 +1,6 @@
 r"""Pictures a second: slipstream against transformers, in one run.
 
-    python benchmarks/vision.py --study pictures [--shape tiny|smolvlm-256m|qwen2.5-vl-3b] [--device cpu|cuda] [--pictures 16]
+    python benchmarks/features.py --study pictures [--shape tiny|smolvlm-256m|qwen2.5-vl-3b] [--device cpu|cuda] [--pictures 16]
 
 Weights are random, of the true shapes. Each request has one picture of its own, drawn at random, and an answer of a fixed
 length. Both engines do everything from the PIL image on: scaling, encoding, prefill, decoding. transformers gets its requests

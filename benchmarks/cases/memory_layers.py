@@ -1,8 +1,8 @@
 """A decoder with a bound on the weights that it keeps in memory: tokens a second beside what reading alone allows.
 
-    python benchmarks/offload.py --study layers                    # random weights of TinyLlama 1.1B's shape, half of them kept
-    python benchmarks/offload.py --study layers --share 0.3 --batches 1,16
-    python benchmarks/offload.py --study layers --device cuda      # a GPU: OPT-30B's shape in bfloat16, of which it has 16 GiB
+    python benchmarks/memory.py --study layers                    # random weights of TinyLlama 1.1B's shape, half of them kept
+    python benchmarks/memory.py --study layers --share 0.3 --batches 1,16
+    python benchmarks/memory.py --study layers --device cuda      # a GPU: OPT-30B's shape in bfloat16, of which it has 16 GiB
 
 On a CPU:
 

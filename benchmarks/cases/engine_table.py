@@ -1,7 +1,7 @@
 """One GPU, one model shape, one scheme: start, decode of one sequence, time to first token, throughput of several loads.
 
-    python benchmarks/llama_table.py [--quantization fp8] [--kv-cache-dtype fp8] [--loads 128/128x1024,…] [--profile]
-    python benchmarks/llama_table.py --engine transformers --loads 128/128x1,128/128x512
+    python benchmarks/engine.py --study table [--quantization fp8] [--kv-cache-dtype fp8] [--loads 128/128x1024,…] [--profile]
+    python benchmarks/engine.py --study table --engine transformers --loads 128/128x1,128/128x512
 
 Random weights and token ids, greedy, no end-of-sequence, no prefix cache, all requests of a load submitted at once. A load
 is IN/OUTxREQUESTS or sharegptxREQUESTS, with *TIMES behind it where that is not `--repeat`. Each figure is printed and
@@ -131,8 +131,10 @@ class Transformers:
         return time.perf_counter() - begin
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "llama_table")
+RECORD = "llama_table"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=("slipstream", "transformers"), default="slipstream")
     parser.add_argument("--config", default="llama-3-8b")
     parser.add_argument("--device", default="auto")
@@ -146,14 +148,16 @@ def main() -> None:
     parser.add_argument("--loads", default="128/128x1024")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--profile", action="store_true")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     engine = Slipstream(args) if args.engine == "slipstream" else Transformers(args)
     found: dict[str, Any] = {"engine": args.engine, **engine.start}
 
     def note(name: str, value: Any) -> None:
         found[name] = value
         print(f"{name}: {json.dumps(value)}", flush=True)
-        common.save(args.output, "llama_table", **found)
+        save(**found)
 
     if isinstance(engine, Slipstream) and args.single:
         ((n_in, n_out),) = lengths_of(f"{args.single}x1")
@@ -166,7 +170,3 @@ def main() -> None:
         note(name, {"output_tokens_per_s": [tokens / s for s in seconds], "seconds": seconds})
     if args.profile and isinstance(engine, Slipstream):
         engine.profile(note, args.seqs)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 r"""A prompt found in a tier below the device's cache over computing it, and what a miss costs.
 
-    python benchmarks/cache.py --study tiers [MODEL] [--prompt-tokens 32768] [--host-bytes 24GiB] [--disk-bytes 32GiB]
+    python benchmarks/memory.py --study tiers [MODEL] [--prompt-tokens 32768] [--host-bytes 24GiB] [--disk-bytes 32GiB]
 
 Two engines of one process take turns: one without tiers ("off"), one with them ("on"). Each round has prompts that neither has
 seen: "off" computes one, "on" computes another of the same length and stores it (a miss), then its device forgets all prompts,

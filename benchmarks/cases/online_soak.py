@@ -1,7 +1,7 @@
 """A million mixed requests over HTTP against `slipstream serve` with a tiny model, while its engine is killed again and again.
 
-    python benchmarks/soak.py --requests 1000000 --kill-every 300
-    python benchmarks/soak.py --requests 1000000 --seconds 520 --servers 12 --kill-every 60     # a machine of 16 cores
+    python benchmarks/online.py --study soak --requests 1000000 --kill-every 300
+    python benchmarks/online.py --study soak --requests 1000000 --seconds 520 --servers 12 --kill-every 60     # on 16 cores
 
 Completions and chats, streamed and whole, n up to 3, log-probabilities, stops, seeds, penalties, shared prefixes, token-id
 prompts; one in five is left in the middle, one in twenty is a bad request that must be a 400. Every request must end with a
@@ -20,14 +20,15 @@ record is written every five seconds; Ctrl-C or SIGTERM ends the run early and w
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 
-import common
 import hammer
 import httptools
 
@@ -162,12 +163,12 @@ async def users(number: int, quota: int, args, address: tuple[str, int], tally: 
     await asyncio.gather(*(user(rng, shared, address, tally) for rng in rngs))
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "soak")
+RECORD = "soak"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     hammer.add_arguments(parser)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     hammer.run(__doc__, "soak", args, users, lambda what: what.startswith("LOST"), ("/v1/chat/completions", CHAT))
-
-
-if __name__ == "__main__":
-    main()

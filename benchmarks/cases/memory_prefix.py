@@ -1,6 +1,6 @@
 """What reuse of a shared prefix does to the time to first token, on a CPU.
 
-    python benchmarks/cache.py --study prefix
+    python benchmarks/memory.py --study prefix
 
 SmolLM2-135M-Instruct, 32 requests that share a 400-token system prompt and have 32 tokens of their own, 32 tokens out:
 once all at the same moment, once by 4 users who take turns. Engines with and without prefix caching take turns. Each round

@@ -1,4 +1,4 @@
-"""What GPU architectures have, as data. A kernel asks for a feature here, never for a version.
+"""The features of GPU architectures, as data. A kernel, or a setting, tests for a feature here, never for a version.
 
 A GPU architecture that is not in the table takes the newest older one's row. No torch.
 """
@@ -37,6 +37,7 @@ GPU_ARCHS: Mapping[tuple[int, int], GpuArch] = {
 
 INTERPRETER = GpuArch(name="Triton's interpreter", fp8=True, tma=True)
 """Kernels that run on a CPU to be tested."""
+
 HOPPER_SHARED_BYTES = 227 * 1024
 
 
@@ -44,3 +45,8 @@ def gpu_arch(capability: tuple[int, int]) -> GpuArch:
     """The row of a compute capability."""
     known = [c for c in GPU_ARCHS if c <= capability]
     return GPU_ARCHS[max(known) if known else min(GPU_ARCHS)]
+
+
+def least_with_fp8() -> tuple[int, int]:
+    """The lowest compute capability that multiplies FP8."""
+    return min(capability for capability, arch in GPU_ARCHS.items() if arch.fp8)

@@ -1,6 +1,6 @@
 """Trains a small model that sees, and says how often it is right about pictures that it was not trained on, over HTTP.
 
-    python benchmarks/vision.py --study training --out DIR [--minutes 5] [--threads 2]
+    python benchmarks/features.py --study picture-training --out DIR [--minutes 5] [--threads 2]
 
 1. Pictures are drawn by this script: a shape (circle, square, triangle, cross) or a digit, in one of six colours, of any size
    and at any place, on a background with noise. The question is always the same; the answer is two words ("red circle").

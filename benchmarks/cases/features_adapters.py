@@ -1,6 +1,7 @@
 r"""Adapters beside none: engines of one process take turns at the same decodes.
 
-    python benchmarks/lora.py --study decode [CONFIG] [--num-seqs 64] [--num-adapters 64] [--rank 16] [--targets q_proj v_proj]
+    python benchmarks/features.py --study adapters [CONFIG] [--num-seqs 64] [--num-adapters 64] [--rank 16]
+                                                   [--targets q_proj v_proj]
 
 Three ways to run the same prompts: an engine without adapters ("off"), one with adapters enabled and requests without any
 ("unused"), and the same with a different adapter for each request ("used"). Weights and adapters are random. Each round runs

@@ -1,8 +1,8 @@
 """Encoders and encoder-decoders against transformers, in one process, taking turns.
 
-    python benchmarks/encoders.py                         # a CPU: minilm, flan-t5-small with random weights
-    python benchmarks/encoders.py --device cuda --encoder benchmarks/configs/minilm --t5 benchmarks/configs/t5-large \
-        --num-texts 4096 --num-prompts 256
+    python benchmarks/engine.py --study encoders             # a CPU: minilm, flan-t5-small with random weights
+    python benchmarks/engine.py --study encoders --device cuda --encoder benchmarks/configs/minilm \
+        --t5 benchmarks/configs/t5-large --num-texts 4096 --num-prompts 256
 
 Embeddings: texts of random tokens, 8 to 256 of them (lengths log-uniform, seeded), all given at once. transformers does as
 sentence-transformers does: sorted by length, padded batches, the mean, length 1; of its batch sizes the best counts. Input
@@ -16,6 +16,7 @@ The same type and threads for both, medians over the rounds.
 
 from __future__ import annotations
 
+import argparse
 import random
 import shutil
 import tempfile
@@ -33,7 +34,7 @@ from slipstream.hub import resolve_model
 from slipstream.plan.hardware import available_cores
 from slipstream.spec.description import read_spec
 
-CONFIG = Path(__file__).parent / "configs" / "flan-t5-small"
+CONFIG = common.CONFIGS / "flan-t5-small"
 CLS, SEP = 101, 102
 
 
@@ -101,8 +102,10 @@ def compare(runs: dict[str, Callable[[], Any]], num_tokens: int, rounds: int) ->
     return {name: common.median(values) for name, values in speeds.items()}
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "encoders")
+RECORD = "encoders"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--encoder", default="minilm")
     parser.add_argument("--t5", default=str(CONFIG), help="a folder; without weights they are random")
     parser.add_argument("--device", default="cpu")
@@ -112,7 +115,9 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     import transformers
 
     on_cpu, dtype = args.device == "cpu", getattr(torch, args.dtype)
@@ -142,7 +147,7 @@ def main() -> None:
             "transformers, one at a time": lambda: embed(theirs, given[:32], 1, args.device),
         }
         results["embed_one"] = compare(runs, sum(map(len, given[:32])), args.rounds)
-        note(args, settings, results)
+        note(args, save, settings, results)
     del theirs
     folder.cleanup()
 
@@ -172,10 +177,12 @@ def main() -> None:
             "transformers, one": lambda: write(theirs, given[:1], 1, args.output_len, args.device),
         }
         results["t5_one"] = compare(runs, args.output_len, args.rounds)
-    note(args, settings, results)
+    note(args, save, settings, results)
 
 
-def note(args: Any, settings: dict[str, Any], results: dict[str, dict[str, float]]) -> None:
+def note(
+    args: argparse.Namespace, save: Callable[..., None], settings: dict[str, Any], results: dict[str, dict[str, float]]
+) -> None:
     """Print and write what there is so far."""
     ratios = {}
     for part, speeds in results.items():
@@ -183,15 +190,9 @@ def note(args: Any, settings: dict[str, Any], results: dict[str, dict[str, float
         ratios[part] = ours / max(peers)
         rows = [(name, f"{speed:,.0f}", f"{ours / speed:.2f} ×") for name, speed in speeds.items()]
         print_table(part, ("", "tok/s", "slipstream is"), rows)
-    common.save(
-        args.output,
-        "encoders",
+    save(
         settings={**settings, "output_len": args.output_len},
         workload={"encoder": args.encoder, "num_texts": args.num_texts, "t5": args.t5, "num_prompts": args.num_prompts},
         results=results,
         over_the_best_of_transformers=ratios,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@ r"""JSON schemas that are enforced, those that are refused, and whether what is 
 
     git clone https://github.com/guidance-ai/jsonschemabench          # MaskBench, in maskbench/data
     git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite
-    python benchmarks/structured.py --study schemas --maskbench jsonschemabench/maskbench/data \
+    python benchmarks/features.py --study schemas --maskbench jsonschemabench/maskbench/data \
         --suite JSON-Schema-Test-Suite [--every 10]
 
 Each schema comes with instances that are valid and others that are not. An engine takes the schema or refuses it. Of one that

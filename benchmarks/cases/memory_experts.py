@@ -1,7 +1,7 @@
 """A mixture whose experts the host computes beside a GPU: tokens a second beside what the memories allow.
 
-    python benchmarks/offload.py --study experts                                    # the shape of Qwen3 30B-A3B, int8
-    python benchmarks/offload.py --study experts --quantization int4 --layers 12
+    python benchmarks/memory.py --study experts                                    # the shape of Qwen3 30B-A3B, int8
+    python benchmarks/memory.py --study experts --quantization int4 --layers 12
 
 For each number of sequences:
 

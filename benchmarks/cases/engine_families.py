@@ -1,6 +1,6 @@
 """Every family on one GPU, with random weights: decode of one sequence and 128/128 throughput, as shares of their bounds.
 
-    python benchmarks/families.py [--models gpt-j-6b,mixtral-8x7b:fp8,…] [--profile]
+    python benchmarks/engine.py --study families [--models gpt-j-6b,mixtral-8x7b:fp8,…] [--profile]
 
 Each model runs in a process of its own, after one that measures the ceilings: bytes a second of a reduction, and FLOPs of a
 large product in 16 and in 8 bits. A process imports while the one before it measures, and waits for its turn. With
@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common import CONFIGS, kernels_of, median, parser, save
+from common import CONFIGS, HERE, kernels_of, median
 
 from slipstream.config import DTYPE_BYTES
 from slipstream.plan.memory import weights_bytes
@@ -234,19 +234,23 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    p = parser(__doc__, "families")
-    p.add_argument("--models", default=MODELS, help="names of configs, each with :SCHEME and =REQUESTS if wanted")
-    p.add_argument("--configs", type=Path, default=CONFIGS)
-    p.add_argument("--requests", type=int, default=1024)
-    p.add_argument("--repeat", type=int, default=2, help="measured runs of the load, after one that is not")
-    p.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens")
-    p.add_argument("--device", default="auto")
-    p.add_argument("--profile", action="store_true")
-    p.add_argument("--compile-first", action="store_true")
-    p.add_argument("--one", help=argparse.SUPPRESS)
-    p.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
-    args = p.parse_args()
+RECORD = "families"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", default=MODELS, help="names of configs, each with :SCHEME and =REQUESTS if wanted")
+    parser.add_argument("--configs", type=Path, default=CONFIGS)
+    parser.add_argument("--requests", type=int, default=1024)
+    parser.add_argument("--repeat", type=int, default=2, help="measured runs of the load, after one that is not")
+    parser.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--compile-first", action="store_true")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     if args.one == "ceilings":
         import torch  # noqa: F401
 
@@ -263,7 +267,8 @@ def main() -> None:
     def child(model: str, *more: str, **pipes: Any) -> subprocess.Popen[str]:
         """`model`: a config's name, with :SCHEME and =REQUESTS if wanted."""
         name, _, requests = model.partition("=")
-        command = [sys.executable, __file__, "--one", name, "--requests", requests or str(args.requests), *passed_on, *more]
+        command = [sys.executable, str(HERE / "engine.py"), "--study", "families", "--one", name]
+        command += ["--requests", requests or str(args.requests), *passed_on, *more]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **pipes)
 
     models = args.models.split(",")
@@ -292,9 +297,5 @@ def main() -> None:
             f"{row['throughput_share']:5.0%} of the bound",
             flush=True,
         )
-        save(args.output, "families", targets=TARGETS, rows=rows)
-    save(args.output, "families", targets=TARGETS, rows=rows)
-
-
-if __name__ == "__main__":
-    main()
+        save(targets=TARGETS, rows=rows)
+    save(targets=TARGETS, rows=rows)

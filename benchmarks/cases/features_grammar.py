@@ -1,8 +1,8 @@
 """What a grammar costs: the time a token of a batch with and without JSON schemas, and how soon a new schema has its mask.
 
-    python benchmarks/structured.py --study cost --device cpu --num-requests 8
-    python benchmarks/structured.py --study cost --model benchmarks/configs/llama-3-8b --load-format dummy --made-vocabulary
-    python benchmarks/structured.py --study cost --masks-only --steps 200
+    python benchmarks/features.py --study grammar --device cpu --num-requests 8
+    python benchmarks/features.py --study grammar --model benchmarks/configs/llama-3-8b --load-format dummy --made-vocabulary
+    python benchmarks/features.py --study grammar --masks-only --steps 200
 
 Requests with random prompts draw at temperature 1 and end at `--tokens`: with a schema whose answers are never complete, and
 without one. Both take turns; medians over the rounds. `--made-vocabulary` makes a tokenizer as large as the model's

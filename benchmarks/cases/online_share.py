@@ -1,6 +1,6 @@
 """What is left over HTTP of the speed that an engine has in process, on the same cores, and what each process takes of a token.
 
-    python benchmarks/http_share.py [--users 16,64] [--rounds 3]
+    python benchmarks/online.py --study share [--users 16,64] [--rounds 3]
 
 A server and an engine of this process take turns, and change who is first: a closed loop of users, random prompts, greedy
 answers of full length, no prefix cache. The server's client is that of `slipstream bench serve`, and runs on the same cores.
@@ -14,11 +14,12 @@ serving takes, while the share says nothing.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
-import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,10 @@ async def measure(args: Any, url: str, vocab_size: int) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "http_share")
+RECORD = "http_share"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--users", type=lambda text: [int(n) for n in text.split(",")], default=[16, 64])
     parser.add_argument("--rounds", type=int, default=3)
@@ -119,7 +122,9 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float)
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=128)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     args.context = args.input_len + args.output_len
     words = [args.model, "--served-model-name", "m", "--no-enable-prefix-caching", "--max-model-len", str(args.context)]
     words += ["--max-num-seqs", str(max(args.users))]
@@ -142,8 +147,4 @@ def main() -> None:
         rows.append((f"{users} users, HTTP over in process", f"{results[str(users)]['share']:.3f}", ""))
     print_table("medians of the rounds", ("", "tok/s", "us of the processor a token"), rows)
     settings = {key: value for key, value in vars(args).items() if key != "output"}
-    common.save(args.output, "http_share", settings=settings, load=os.getloadavg()[0], results=results, rounds=rounds)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    save(settings=settings, load=os.getloadavg()[0], results=results, rounds=rounds)

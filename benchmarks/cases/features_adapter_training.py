@@ -1,6 +1,6 @@
 r"""Trains an adapter on a small text, as `slipstream compress --recipe lora` does, and keeps its receipt.
 
-    python benchmarks/lora.py --study training [MODEL] [--minutes 5] [--rank 8] [--output FILE]
+    python benchmarks/features.py --study adapter-training [MODEL] [--minutes 5] [--rank 8] [--output FILE]
 
 The text is made here: 160 conversations in which a harbour master converts units, in one manner. So what is learned can be
 seen in an answer, which is recorded before and after. The time has the training alone; reading the model and the two

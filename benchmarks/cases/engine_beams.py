@@ -1,6 +1,6 @@
 r"""Beam search of many prompts at once: summaries a second, and where a step's time goes.
 
-    python benchmarks/beams.py [--config gpt-j-6b] [--requests 128] [--beams 4] [--prompt 1919] [--answer 128]
+    python benchmarks/engine.py --study beams [--config gpt-j-6b] [--requests 128] [--beams 4] [--prompt 1919] [--answer 128]
                                [--quantization fp8] [--kv-cache-dtype fp8] [--no-share] [--profile] [--output FILE]
 
 Random weights of the true shape and prompts of random tokens; answers end at `--answer` tokens. The same load runs once with
@@ -182,8 +182,10 @@ def profiled(steps: Steps, kind: str, search: Callable[[int], Any]) -> list[dict
     return sorted((row for row in rows if row["ms"] > 0.005), key=lambda row: -row["ms"])[:24]
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "beams")
+RECORD = "beams"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="gpt-j-6b")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--requests", type=int, default=128)
@@ -196,7 +198,9 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--no-share", action="store_true", help="read the prompt's keys once a beam")
     parser.add_argument("--profile", action="store_true")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     began = time.perf_counter()
     llm = LLM(
         str(common.CONFIGS / args.config), load_format="dummy", skip_tokenizer_init=True, device=args.device,
@@ -255,8 +259,4 @@ def main() -> None:
             for row in rows:
                 print(f"  {row['ms']:7.3f}  {row['calls']:5.1f} ×  {row['kernel']}")
     settings = {k: str(v) for k, v in vars(args).items() if k != "output"}
-    common.save(args.output, "beams", settings=settings, started_s=started, **found)
-
-
-if __name__ == "__main__":
-    main()
+    save(settings=settings, started_s=started, **found)

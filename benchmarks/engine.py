@@ -1,0 +1,15 @@
+"""Whole engines on one device, in process.
+
+    python benchmarks/engine.py --study table       # one GPU, model shape and scheme: start, latency, loads
+    python benchmarks/engine.py --study families    # every family on a GPU, as shares of its bounds
+    python benchmarks/engine.py --study encoders    # embeddings and T5 beside transformers
+    python benchmarks/engine.py --study beams       # beam search of many prompts (GPU)
+    python benchmarks/engine.py --study batching    # in-flight beside static batching on a CPU, and wasted KV memory
+
+`--help` behind a study prints what it does and its options.
+"""
+
+import common
+
+if __name__ == "__main__":
+    common.run_case(__doc__, "engine", "study")

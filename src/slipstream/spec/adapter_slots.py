@@ -1,0 +1,94 @@
+"""The layout of an adapter's slot: where each product's numbers are, and how many bytes a slot takes. No torch.
+
+A slot is one flat piece of memory with room for all products that can have an adapter. A rank of several has of an adapter what
+its products need: rows of `up` where their outputs are shared out, columns of `down` where their inputs are.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from slipstream.spec.description import ModelDescription
+from slipstream.spec.parallel import Cut, Range, Shard, cuts, split_shapes
+from slipstream.spec.parameters import Placement, Shape, parameters
+
+ALONE = Shard(0, 1, tensor=False)
+_LAYER = re.compile(r"layers\.\d+\.(.+)\.weight")
+_STEMS = frozenset(
+    (
+        *("attention.qkv", "attention.q_latent", "attention.q", "attention.latent", "attention.out", "mlp.up", "mlp.down"),
+        *("router", "shared_weight", "shared.up", "shared.down"),
+    )
+)
+"""Of products that can have an adapter."""
+
+
+def adapted_stem(name: str) -> str:
+    """Of a product of a layer that can have an adapter: its name there. Empty: it is none."""
+    match = _LAYER.fullmatch(name)
+    return match[1] if match is not None and match[1] in _STEMS else ""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """What a rank has of a part of a product: its rows from `start` on, which are `rows` of the whole part, and `columns` of
+    its inputs. None: all."""
+
+    start: int
+    rows: tuple[Range, ...] | None
+    columns: tuple[Range, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlace:
+    """Where a product's numbers stand in a slot. `starts` are its parts' first rows, and `numbers` say which of the whole
+    product's parts they are."""
+
+    stem: str  # of the product in its layer
+    inner: int
+    out: int
+    starts: tuple[int, ...]
+    numbers: tuple[int, ...]
+    begin: int  # of `down` in the slot; `up` follows it
+
+
+class SlotLayout:
+    """The places of all products in a slot, for adapters of up to `max_rank` ranks a part: of the whole model, or of the
+    `shard`'s part of it."""
+
+    def __init__(self, description: ModelDescription, max_rank: int, shard: Shard = ALONE) -> None:
+        self.names = description.family.names(description.spec)
+        self.whole = parameters(description.spec)
+        shapes, cut = split_shapes(description.spec, shard), cuts(description.spec, shard)
+        self.own = {
+            place: own
+            for place in self.names.values()
+            if place.target in shapes and (own := _part_of(place, cut.get(place.target), self.whole)) is not None
+        }
+        starts = dict[str, set[int]]()
+        for place in self.names.values():
+            starts.setdefault(place.target, set()).add(place.start)
+        self.numbers = {
+            (target, start): number for target, found in starts.items() for number, start in enumerate(sorted(found))
+        }
+        parts = dict[str, dict[int, int]]()  # numbers by the first rows here
+        for place, own in self.own.items():
+            parts.setdefault(place.target, {})[own.start] = self.numbers[place.target, place.start]
+        self.places: dict[str, SlotPlace] = {}
+        self.size = 0
+        for name, (out, inner) in ((name, shape) for name, shape in shapes.items() if adapted_stem(name)):
+            if name not in parts:  # this rank has nothing of it but zeros
+                continue
+            own_starts, numbers = zip(*sorted(parts[name].items()), strict=True)
+            self.places[name] = SlotPlace(adapted_stem(name), inner, out, own_starts, numbers, self.size)
+            # Triton reads 16 bytes at a time only where 16 divides the distance of slots.
+            self.size += -(-(len(own_starts) * inner + out) * max_rank // 16) * 16
+
+
+def _part_of(place: Placement, cut: Cut | None, whole: dict[str, Shape]) -> OwnPart | None:
+    """A rank's of a part of a product; None: it has nothing of it."""
+    if cut is None:
+        return OwnPart(place.start, None, None)
+    found = cut.placed(place, whole[place.target][0])
+    return None if found is None else OwnPart(found[0].start, found[1], cut.columns)
