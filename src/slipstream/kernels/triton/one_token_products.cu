@@ -374,7 +374,6 @@ struct Product {
         const u32 mine = (lane / 4) * ROW_STRIDE + lane % 4 * 16;
         float* factors = (float*)(memory + FACTORS_AT);
         int passed = 0;  // matrices whose stages are behind the ring's position
-        const u32 eight = FORM_ == MXFP4 ? 8 + (u32)(row[UP_FACTOR] >> 32) : 8;  // those bits are 0
         for (int tile = begin(cta) + group() % TILES_IN_TURN; tile < end; tile += TILES_IN_TURN) {
             const Epilogue now = ahead;
             ahead = load_epilogue(tile + TILES_IN_TURN, end, row, scales, out, experts, ranks);
@@ -403,7 +402,7 @@ struct Product {
                     constexpr int TAIL = BYTES_OF_ROW % STEP_BYTES;
                     const int bytes = TAIL && k_step == K_STEPS - 1 ? TAIL : STEP_BYTES;
                     barrier_wait(full, ring.parity);
-                    if constexpr (FORM_ == MXFP4) mma_chunks(sum, stage, from, memory, k_step, bytes, eight);
+                    if constexpr (FORM_ == MXFP4) mma_chunks(sum, stage, from, memory, k_step, bytes);
                     else
 #pragma unroll SUMS_OF
                     for (int turn = 0; turn < TURNS; turn++) {
@@ -504,23 +503,23 @@ struct Product {
         }
     }
     // Multiply the first `bytes` of a stage of MXFP4: this warp's chunks of 128 inputs, two at a time so that they don't wait for
-    // one another's results. Integers' shifts and masks take the most time, so shifts to the left are multiplications by `eight`,
-    // whose value the compiler does not know. A lane's 8 words have a code of each quarter, whose bits become a bfloat16's by a shift and a mask
+    // one another's results. A lane's 8 words have a code of each quarter, whose bits become a bfloat16's by a shift and a mask
     // (`Mxfp4Linear`), 2^126 too small. Inputs are RAISED, so that sums are not too small for a float32. A quarter is a group:
     // its sums times its power of two are those of the weight / `factor`, RAISED.
-    static DEVICE void mma_chunks(float (&sum)[2][4], u32 stage, u32 input, const u8* memory, int k_step, int bytes, u32 eight) {
+    static DEVICE void mma_chunks(float (&sum)[2][4], u32 stage, u32 input, const u8* memory, int k_step, int bytes) {
         const int warp = threadIdx.x / 32 % GROUP_WARPS, lane = threadIdx.x % 32;
         const u32 own = stage + lane * 16, scales_at = stage - smem_address(memory) + 2 * SLAB + lane / 4 * 4;
         for (int column = warp * 64; column < bytes; column += 2 * GROUP_WARPS * 64) {
-            const bool has_two = column + GROUP_WARPS * 64 < bytes;
-            u32 words[2][8], inputs[2];
-            const u8* exponents[2];
+            u32 words[2][8], scales[2][2], inputs[2];
             bool has_end[2];  // the chunk at the row's end, which may have fewer than 128 inputs
 #pragma unroll
             for (int n = 0; n < 2; n++) {
-                const int at = n == 0 || has_two ? column + n * GROUP_WARPS * 64 : column;
+                const bool is_there = n == 0 || column + GROUP_WARPS * 64 < bytes;
+                const int at = is_there ? column + n * GROUP_WARPS * 64 : column;  // what isn't there has scales 0
                 const uint4 low = load_smem16(own + at * 8), high = load_smem16(own + SLAB + at * 8);
-                exponents[n] = memory + scales_at + at / 2;
+                const u32* exponents = (const u32*)(memory + scales_at + at / 2);
+                scales[n][0] = is_there ? exponents[0] : 0;
+                scales[n][1] = is_there ? exponents[SLAB / 64] : 0;
                 const u32 all[8] = {low.x, high.x, low.y, high.y, low.z, high.z, low.w, high.w};
 #pragma unroll
                 for (int i = 0; i < 8; i++) words[n][i] = all[i];
@@ -529,8 +528,7 @@ struct Product {
                 has_end[n] = chunk == K / 128;
             }
 #pragma unroll
-            for (int turn = 0; turn < 4; turn++) {
-                const int quarter = (turn + 3) % 4;  // the last one first, before words are multiplied
+            for (int quarter = 0; quarter < 4; quarter++) {
                 uint4 x[2];
                 float c[2][4] = {};
                 u32 a[2][8];
@@ -543,10 +541,9 @@ struct Product {
                 for (int n = 0; n < 2; n++)
 #pragma unroll
                     for (int i = 0; i < 8; i++) {
-                        u32& w = words[n][i];
-                        if (quarter == 1 || quarter == 2) w *= eight;
+                        const u32 w = words[n][i];
                         a[n][i] = quarter < 3
-                                      ? w & 0x81c081c0u
+                                      ? w << 3 * quarter & 0x81c081c0u
                                       : and_or(w << 1, 0x80008000u, and_or(w >> 3, 0x01800180u, w >> 7 & 0x00400040u));
                     }
 #pragma unroll
@@ -556,13 +553,16 @@ struct Product {
                         mma(c[n], a[n][4 * half], a[n][4 * half + 1], a[n][4 * half + 2], a[n][4 * half + 3],
                             half ? x[n].z : x[n].x, half ? x[n].w : x[n].y);
 #pragma unroll
-                for (int n = 0; n < 2; n++)
-                    if (n == 0 || has_two) {
-                        sum[n][0] += c[n][0] * __uint_as_float((u32)exponents[n][quarter] << 23);
-                        sum[n][2] += c[n][2] * __uint_as_float((u32)exponents[n][SLAB / 16 + quarter] << 23);
-                    }
+                for (int n = 0; n < 2; n++) {
+                    sum[n][0] += c[n][0] * power_of_two(scales[n][0], quarter);
+                    sum[n][2] += c[n][2] * power_of_two(scales[n][1], quarter);
+                }
             }
         }
+    }
+    // A byte of a word as the exponent of a float32.
+    static DEVICE float power_of_two(u32 word, int byte) {
+        return __uint_as_float((byte == 3 ? word >> 1 : word << (23 - 8 * byte)) & 0x7f800000u);
     }
 };
 
