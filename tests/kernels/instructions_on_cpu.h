@@ -244,10 +244,6 @@ inline u32 low_half2(u32 codes) { return to_half(of_e4m3(codes & 255)) | (u32)to
 inline u32 high_half2(u32 codes) { return low_half2(codes >> 16); }
 inline void unpack_half2(u32 x, float& low, float& high) { low = of_half((u16)x), high = of_half((u16)(x >> 16)); }
 inline float exp2_fast(float x) { return exp2f(x); }
-inline u32 mul_bfloat2(u32 x, u32 y) {
-    auto half = [](float a, float b) { const u32 z = bits_of(a * b); return (z + 0x7fff + (z >> 16 & 1)) >> 16; };
-    return half(of_bfloat((u16)x), of_bfloat((u16)y)) | half(of_bfloat((u16)(x >> 16)), of_bfloat((u16)(y >> 16))) << 16;
-}
 
 // --- memory
 #define SHARED_MEMORY(name) u8* name = now->block->base()

@@ -51,11 +51,6 @@ DEVICE u32 and_or(u32 x, u32 mask, u32 more) {  // x & mask | more in one instru
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(more));
     return y;
 }
-DEVICE u32 mul_bfloat2(u32 x, u32 y) {  // pairs of bfloat16, those below 2^-126 too
-    u32 z;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-    return z;
-}
 
 // --- memory
 #define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]
