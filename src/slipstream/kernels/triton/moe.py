@@ -22,10 +22,10 @@ from slipstream.kernels.triton import grouped_gemm
 from slipstream.kernels.triton.experts import expert_gemm
 from slipstream.kernels.triton.moe_permute import sort_pairs, unsorted_pairs
 from slipstream.kernels.triton.moe_small_batch import moe_small_batch
-from slipstream.kernels.triton.mxfp4 import Mxfp4Linear, mxfp4_mlp
+from slipstream.kernels.triton.mxfp4 import mxfp4_mlp
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import activation, quantize
-from slipstream.kernels.weights import Activations, Linear
+from slipstream.kernels.weights import Activations, Linear, Mxfp4Linear
 from slipstream.spec.model import MoESpec
 
 SERIAL_TOKENS = 512

@@ -51,30 +51,30 @@ DEVICE void merge_splits(const SplitPlan& plan, int cta, const u64* row, const f
     if (threadIdx.x == 0) *is_last = fetch_add(counters + SPLITS_OF + plan.group_of(cta)) == splits - 1;
     sync_consumers();
     if (!*is_last) return;
-    constexpr int TOGETHER = 8;  // splits whose loads are in flight
+    constexpr int IN_FLIGHT = 8;  // splits whose loads are in flight
     const int numbers = plan.heads * G * D, begin = plan.group_of(cta) * numbers;
     for (int at = begin + threadIdx.x * 4; at < begin + numbers; at += THREADS * 4) {
         const int head = at / D;
         float top = -1e30f, total = 0.0f, y[4] = {};
         if (SINKED) top = 1.4426950408889634f * to_float(((const u16*)row[SINKS])[head]), total = 1.0f;
-        for (int from = 0; from < plan.splits; from += TOGETHER) {
-            uint4 part[TOGETHER];
-            float maxima[TOGETHER], totals[TOGETHER], highest = top;
+        for (int from = 0; from < plan.splits; from += IN_FLIGHT) {
+            uint4 part[IN_FLIGHT];
+            float maxima[IN_FLIGHT], totals[IN_FLIGHT], highest = top;
 #pragma unroll
-            for (int i = 0; i < TOGETHER; i++) {
+            for (int i = 0; i < IN_FLIGHT; i++) {
                 const int split = min(from + i, plan.splits - 1);
                 part[i] = load_cg16(partials + (long long)split * Q + at);
                 maxima[i] = load_cg4(softmax + (split * H + head) * 2);
                 totals[i] = load_cg4(softmax + (split * H + head) * 2 + 1);
             }
 #pragma unroll
-            for (int i = 0; i < TOGETHER; i++) highest = fmaxf(highest, from + i < plan.splits ? maxima[i] : highest);
+            for (int i = 0; i < IN_FLIGHT; i++) highest = fmaxf(highest, from + i < plan.splits ? maxima[i] : highest);
             const float rescale = exp2_fast(top - highest);
             total *= rescale;
 #pragma unroll
             for (int j = 0; j < 4; j++) y[j] *= rescale;
 #pragma unroll
-            for (int i = 0; i < TOGETHER; i++) {
+            for (int i = 0; i < IN_FLIGHT; i++) {
                 const float w = from + i < plan.splits ? exp2_fast(maxima[i] - highest) : 0.0f;
                 const u32 words[4] = {part[i].x, part[i].y, part[i].z, part[i].w};
                 total += w * totals[i];
