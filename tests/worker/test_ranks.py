@@ -16,6 +16,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.types import StructuredOutputsParams
+from slipstream.worker import process_executor
 from tests import forked_ranks, tiny_models
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -236,3 +237,20 @@ def test_what_a_rank_refuses_is_raised_as_it_is(tiny_model):
     with pytest.raises(ConfigError, match="of 2 ranks has a part") as error:
         LLM(str(tiny_model), tensor_parallel_size=2, quantization="int4", **SETTINGS)
     assert error.value.field == "quantization"
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_links_stay_open_until_the_message_to_end_is_sent(tiny_model, monkeypatch):
+    """A link's number may be another engine's as soon as it is closed."""
+    with LLM(str(tiny_model), tensor_parallel_size=2, **SETTINGS) as llm:
+        executor, sent_to = llm.core.executor, []
+        send = process_executor._tell_end
+
+        def late(ranks):
+            time.sleep(0.3)  # until all have ended
+            sent_to.extend(rank.link._connection.closed for rank in ranks)
+            send(ranks)
+
+        monkeypatch.setattr(process_executor, "_tell_end", late)
+        executor._group.kill()
+    assert sent_to == [False, False]

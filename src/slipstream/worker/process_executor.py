@@ -287,11 +287,16 @@ class ProcessExecutor(Executor):
         """End the ranks, and wait until they have."""
         self._dead = self._dead or EngineError("the ranks were shut down")
         # By a thread: a rank that hangs reads nothing, and would hold us up.
-        threading.Thread(target=_tell_end, args=(self._ranks,), daemon=True).start()
+        sending = threading.Thread(target=_tell_end, args=(self._ranks,), daemon=True)
+        sending.start()
         self._group.wait(END_S)
         self._finalizer()
         self._group.wait(END_S)
         self._mail.last_words()  # it has read all, so that the links can be closed
+        sending.join(END_S)
+        for rank in self._ranks:
+            rank.link.cut()
+        sending.join()  # else it could send to a link that another engine has opened since, under the same number
         for rank in self._ranks:
             if rank.process is not None:
                 assert rank.process.stdin is not None
