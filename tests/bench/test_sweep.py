@@ -142,6 +142,8 @@ def test_parquet_gives_back_what_went_in(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "other.parquet")
     with pytest.raises(ConfigError, match="no result"):
         read_parquet(tmp_path / "other.parquet")
+    with pytest.raises(ConfigError, match="there is no file"):
+        read_parquet(tmp_path / "missing.parquet")
 
 
 def sweep(capsys, *words, code=0):

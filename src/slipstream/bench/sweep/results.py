@@ -123,6 +123,8 @@ def write_parquet(rows: Iterable[Row], path: Path, meta: Mapping[str, Any]) -> N
 def read_parquet(path: Path) -> tuple[list[Row], dict[str, Any]]:
     """Rows without their nulls, and what they have in common. ConfigError if it is no result of a sweep."""
     arrow = pyarrow()
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}", field="file")
     try:
         table = arrow.parquet.read_table(path)
     except (OSError, arrow.ArrowInvalid) as error:
