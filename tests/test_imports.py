@@ -160,23 +160,31 @@ def test_a_module_imports_only_what_it_may():
     assert not [pair for pair in wrong if exception(*pair) is None]
 
 
-OWN_CUDA = {"bench.adapters.transformers": "it measures another engine, and has only torch for it"}
+OWN_TORCH = {
+    "bench.adapters.transformers": {"cuda": "it measures another engine, and has only torch for it"},
+    "cli.doctor": {"version": "it shows what torch was built for"},
+    "kernels.cpu_torch": {"backends": "it asks for the library that it calls, on a CPU"},
+    "kernels.triton.cuda": {"version": "which NVRTC came with torch"},
+}
+"""Attributes of torch that say what a device can do, or the build, and why a module reads them."""
 
 
-def is_torch_cuda(node: ast.Attribute) -> bool:
-    return node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch"
+def read_of_torch(file: Path) -> set[str]:
+    nodes = (n for n in ast.walk(parsed(file)) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name))
+    return {n.attr for n in nodes if n.value.id == "torch"} & {"cuda", "version", "backends"}
 
 
 def test_only_the_platform_asks_torch_about_a_gpu():
     """DESIGN §10: one object a device kind has streams, events, graphs, memory and capabilities."""
-    found = set()
+    found: dict[str, set[str]] = {}
     for module, file in FILES.items():
-        own = module.removeprefix("slipstream.")
-        nodes = ast.walk(parsed(file)) if "cuda" in file.read_text(encoding="utf-8") else ()  # few files' nodes take a while
-        asks = any(isinstance(n, ast.Attribute) and is_torch_cuda(n) for n in nodes)
-        if not is_in(own, ("platform",)) and (asks or "torch.cuda" in imported(file)):
-            found.add(own)
-    assert found == OWN_CUDA.keys()
+        own, text = module.removeprefix("slipstream."), file.read_text(encoding="utf-8")
+        if is_in(own, ("platform",)) or not any(f"torch.{name}" in text for name in ("cuda", "version", "backends")):
+            continue  # all files' nodes would take a while
+        read = read_of_torch(file) | {name for name in ("cuda", "backends") if f"torch.{name}" in imported(file)}
+        if read:
+            found[own] = read
+    assert found == {own: set(why) for own, why in OWN_TORCH.items()}
 
 
 def test_the_engine_asks_an_executor_and_not_what_is_behind_it():

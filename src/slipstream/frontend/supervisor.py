@@ -1,9 +1,9 @@
 """The process that was started: it binds the port, starts the engine and the front ends, and replaces what dies.
 
-1. A front end that dies is replaced. The engine cancels its requests, and its share of the limits is free. 2. An engine that
-   dies is started again by the rules of `core_client`. Front ends get a message, and wait for it. 3. SIGTERM or SIGINT: the
-   front ends drain (`server.run`). When they have ended, the engine does. A second signal does not wait. 4. If the supervisor
-   dies, all its processes end, since their standard inputs close.
+1. A front end that dies is replaced. The engine cancels its requests, and its share of the limits is free.
+2. An engine that dies is started again by the rules of `core_client`. Front ends get a message, and wait for it.
+3. SIGTERM or SIGINT: the front ends drain (`server.run`). When they have ended, the engine does. A second signal does not wait.
+4. If the supervisor dies, all its processes end, since their standard inputs close.
 """
 
 from __future__ import annotations

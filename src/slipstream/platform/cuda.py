@@ -51,6 +51,11 @@ class CudaPlatform(Platform):
     def shared_bytes(self) -> int:  # type: ignore[override]
         return int(self.properties.shared_memory_per_block_optin)
 
+    @property
+    def has_sparse_products(self) -> bool:
+        """2:4 sparse weights, through cuSPARSELt."""
+        return torch.backends.cusparselt.is_available()
+
     # --- Memory -------------------------------------------------------------------------------------------------------
 
     def memory(self) -> tuple[int, int]:

@@ -10,7 +10,7 @@
 //
 // A layer runs in phases. At each bar all CTAs wait at a grid barrier: a counter in memory that each of them increments.
 //
-//     norm → q, k, v | rope, cache, attention | merge splits → output, into the residual | norm → up, activation | down
+//     norm → q, k, v | rope, cache, attention, merge of splits | output, into the residual | norm → up, activation | down
 //
 // A parallel layer computes up in the phase of q, k, v, and down in the phase of output; it has three barriers. A mixture
 // of experts takes the place of up and down, and has one barrier more. Every CTA computes the whole input row of a

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 from slipstream.kernels.triton.pointwise import quantize
 from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear, SparseCopy
+from slipstream.platform import platform_of
+from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.autotune_table import NEVER, TileTable
 
 FROM_TOKENS = {torch.int8: 256}
@@ -54,7 +56,8 @@ def with_sparse_copy(w: Linear, tiles: TileTable) -> Linear:
 
 def available(weight: Tensor) -> bool:
     """Whether the library is there and has the weight's dtype."""
-    return weight.is_cuda and torch.backends.cusparselt.is_available() and weight.dtype.itemsize <= 2
+    platform = platform_of(weight.device)
+    return isinstance(platform, CudaPlatform) and platform.has_sparse_products and weight.dtype.itemsize <= 2
 
 
 def sparse24_linear(x: Activations, w: Linear) -> Tensor:
