@@ -24,7 +24,7 @@ from cases.kernels_cpu_isas import FORMS, own_cores
 from slipstream.config import EngineArgs
 from slipstream.kernels import native
 from slipstream.worker.cpu_choice import CpuChoice
-from slipstream.worker.executor import LocalExecutor
+from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.roofline import Roofline, measure_roofline
 

@@ -46,7 +46,7 @@ from slipstream.plan.simulate import simulate
 from slipstream.plan.step_cost import HostCost, MeasuredStep, StepTable, fit_steps, read_table
 from slipstream.plan.traffic import of_lengths, parse_workload
 from slipstream.spec.description import read_spec
-from slipstream.worker.executor import LocalExecutor
+from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.step_costs import grid, measure_steps
 
 TARGETS = {"tpot": 0.08, "ttft": 0.15, "throughput": 0.08}

@@ -33,7 +33,7 @@ from slipstream.plan.engines import plan_engine, this_hardware
 from slipstream.plan.step_cost import HostCost, StepShape, StepTable, fit_steps, non_negative_least_squares
 from slipstream.plan.traffic import Traffic, of_lengths
 from slipstream.types import EngineRequest, SamplingParams, TokenOutput
-from slipstream.worker.executor import LocalExecutor
+from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.step_costs import grid, measure_steps
 
 CAPACITY = 200.0  # tokens a second of one thread, about

@@ -21,7 +21,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.layers import run_layers
-from slipstream.worker.executor import load_runner
+from slipstream.worker.local_executor import load_runner
 
 QUESTIONS = (
     "Why do ships of iron float?",

@@ -46,7 +46,7 @@ def test_a_later_engine_finds_the_blocks(made, tmp_path, monkeypatch, torchless)
     if torchless and not native.has_cpu_kernels():
         pytest.skip("the C++ kernels are not built")
     if not torchless:
-        monkeypatch.setattr("slipstream.worker.executor._host_runner", lambda *_: None)
+        monkeypatch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
     with LLM(str(made), **SIZES) as llm:
         expected = answers(llm)
     for expected_hits in (0, 32 + 96 + 128):

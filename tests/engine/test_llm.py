@@ -595,7 +595,7 @@ def test_a_shutdown_releases_what_nobody_holds_any_more(path, monkeypatch, kerne
     llm = make(path, kernels=kernels)
     llm.generate(PROMPTS[:2], GREEDY)
     runner, unused = weakref.ref(llm.core.executor.runner), []
-    monkeypatch.setattr(EngineCore, "release_gpu", property(lambda core: lambda: unused.append(runner() is None)))
+    monkeypatch.setattr(EngineCore, "release_unused", property(lambda core: lambda: unused.append(runner() is None)))
     llm.shutdown()
     assert unused == [True]
 

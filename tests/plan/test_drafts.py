@@ -23,7 +23,7 @@ from slipstream.plan.step_cost import MeasuredStep, StepShape, fit_steps, read_t
 from slipstream.plan.traffic import of_lengths
 from slipstream.spec.description import read_spec
 from slipstream.types import FROM_MODEL, EngineRequest, SamplingParams, ScheduledRequest
-from slipstream.worker.executor import LocalExecutor
+from slipstream.worker.local_executor import LocalExecutor
 from tests.plan.test_simulate import Linear, engine, traffic
 from tests.tiny_models import build
 

@@ -25,7 +25,6 @@ from slipstream.spec.description import read_spec
 from slipstream.spec.model import CacheGroup
 from slipstream.types import NewRequest, ScheduledRequest, StepPlan, TableUpdate
 from slipstream.worker import graphs as module
-from slipstream.worker.executor import LocalExecutor
 from slipstream.worker.forward import NO_PLAN, InputBatch
 from slipstream.worker.graphs import (
     LONGER,
@@ -35,6 +34,7 @@ from slipstream.worker.graphs import (
     StepGraphs,
 )
 from slipstream.worker.input_batch import _gather_inputs_after_upload, _gather_inputs_on_host, _upload_together
+from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.mixed_inputs import MixedInputs, mixed_inputs
 from slipstream.worker.model_runner import GRAPH_BYTES, ModelRunner
 from slipstream.worker.rows import RowTable

@@ -17,13 +17,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
-from slipstream.cli.info import torch_free
 from slipstream.config import EngineArgs
 from slipstream.errors import CheckpointError
 from slipstream.kernels import native
 from slipstream.model.checkpoint import dummy_arrays
 from slipstream.plan.estimate import estimate
 from slipstream.spec.description import read_spec
+from slipstream.worker.forward_paths import torch_reason
 from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.thread_governor import ThreadGovernor
@@ -59,7 +59,7 @@ def compared(model, monkeypatch, runner=HostRunner, samplings=SAMPLINGS, **setti
         ours = answers(llm, samplings)
         stats = llm.stats()
     with monkeypatch.context() as patch:
-        patch.setattr("slipstream.worker.executor._host_runner", lambda *_: None)
+        patch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
         with LLM(str(model), **settings) as llm:
             assert type(llm.core.executor.runner) is ModelRunner
             theirs = answers(llm, samplings)
@@ -124,7 +124,7 @@ def test_drafts_are_torchs(tmp_path, monkeypatch, kind, block_size):
     for runner in ("ours", "torchs"):
         with monkeypatch.context() as patch:
             if runner == "torchs":
-                patch.setattr("slipstream.worker.executor._host_runner", lambda *_: None)
+                patch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
                 patch.setattr(HostRunner, "launch", None)
             with LLM(str(model), skip_tokenizer_init=True, **{**SIZES, **settings}) as llm:
                 assert type(llm.core.executor.runner) is (HostRunner if runner == "ours" else ModelRunner)
@@ -158,7 +158,7 @@ def test_settings_that_torch_is_needed_for_are_named(tmp_path, caplog, settings,
         assert type(llm.core.executor.runner) is ModelRunner
     assert any(why in m for m in caplog.messages)
     config = estimate(EngineArgs(model=str(tmp_path), **{**SIZES, **settings}), read_spec(tmp_path))[0]
-    assert why in str(torch_free(config, read_spec(tmp_path)))
+    assert why in str(torch_reason(config, read_spec(tmp_path)))
 
 
 def test_random_weights(config_only):
@@ -310,7 +310,7 @@ def test_encoders_give_torchs_vectors(tmp_path, monkeypatch, family, pooling):
     settings = {"dtype": "float32", "max_num_batched_tokens": 64, "max_num_seqs": 4}  # several steps
     ours = vectors(tmp_path, HostRunner, embedded, **settings)
     rounded = vectors(tmp_path, HostRunner, embedded, dtype="bfloat16")
-    monkeypatch.setattr("slipstream.worker.executor._host_runner", lambda *_: None)
+    monkeypatch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
     theirs = vectors(tmp_path, ModelRunner, embedded, **settings)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
     np.testing.assert_allclose(rounded, theirs, rtol=0, atol=0.02)
@@ -328,7 +328,7 @@ def test_cross_encoders_give_torchs_scores(tmp_path, monkeypatch, family):
             return [o.score for o in llm.score("hello world", ["a b c", "hello", "what is this world"])]
 
     ours = scores(HostRunner)
-    monkeypatch.setattr("slipstream.worker.executor._host_runner", lambda *_: None)
+    monkeypatch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
     np.testing.assert_allclose(ours, scores(ModelRunner), rtol=0, atol=1e-5)
     assert len(set(ours)) == 3
 
@@ -378,7 +378,7 @@ def test_prefixes_grammars_and_choices(tmp_path, monkeypatch):
     for by_torch in (False, True):
         with monkeypatch.context() as patch:
             if by_torch:
-                patch.setattr("slipstream.worker.executor._host_runner", lambda *_: None)
+                patch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
             with LLM(str(tmp_path), block_size=4, **SIZES) as llm:
                 text = "hello hello hello hello hello"
                 outputs = [llm.generate(text, s, progress=False)[0] for s in (GREEDY, grammar, several, GREEDY)]

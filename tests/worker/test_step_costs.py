@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from slipstream.config import EngineArgs
-from slipstream.worker.executor import LocalExecutor
 from slipstream.worker.host_runner import HostRunner
+from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.step_costs import Step, measure_steps
 

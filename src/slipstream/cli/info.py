@@ -15,7 +15,7 @@ from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_op
 from slipstream.config import DTYPE_BYTES, EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
-from slipstream.plan.estimate import by_cpu_kernels, bytes_by_part, estimate, host_expert_bytes
+from slipstream.plan.estimate import bytes_by_part, estimate, host_expert_bytes
 from slipstream.plan.hardware import host_memory
 from slipstream.plan.offload import copy_rate, estimate_offload, read_rate
 from slipstream.spec.host_experts import mixtures
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.engine.folder import settled
     from slipstream.hub import resolve_model
     from slipstream.spec.description import read_spec
+    from slipstream.worker.forward_paths import fast_paths, torch_reason
 
     settings = settled(engine_args(args))
     path = resolve_model(settings.model, download_dir=settings.download_dir)
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     spec, dtype, scheme = description.spec, config.model.dtype, config.model.quantization
     element = DTYPE_BYTES[config.cache.dtype]
     offload = estimate_offload(config, description)
-    parts, fast, without = bytes_by_part(config, description), fast_ways(config, spec), torch_free(config, description)
+    parts, fast, without = bytes_by_part(config, description), fast_paths(config, spec), torch_reason(config, description)
     recipe, made_by = None, ""
     try:
         if (recipe := recipe_of(path)) is not None:
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         *([("split", text) for text in describe_split(config, spec)]),
         *([("read", text) for text in describe_offload(offload, config, path)]),
         *([("experts", text) for text in describe_host_experts(config, description)]),
-        *(("steps", describe_way(name, reason)) for name, reason in fast.items()),
+        *(("steps", describe_path(name, reason)) for name, reason in fast.items()),
         ("torch", "not needed" if without is None else f"needed: {without}"),
         ("KV cache", f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block" + kept),
     ]
@@ -124,31 +125,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def fast_ways(config: EngineConfig, spec: ModelSpec) -> dict[str, Reason | None]:
-    """The fast ways to run a step that the kernels here have: None, or why they don't cover the model."""
-    from slipstream.model.trace import HOST_EXPERTS, SPLIT, STREAMED, covered
-
-    if config.model.host_experts:
-        return {"one-token": HOST_EXPERTS}
-
-    if config.model.weights_bytes is not None:
-        return {"program" if by_cpu_kernels(config) else "one-token": STREAMED}
-    if config.parallel.num_ranks > 1:
-        return {"program" if by_cpu_kernels(config) else "one-token": SPLIT}
-    if by_cpu_kernels(config):
-        return covered(spec, kernels="cpu")
-    return covered(spec, kernels="triton") if config.device.info.is_cuda and config.device.kernels != "reference" else {}
-
-
-def torch_free(config: EngineConfig, description: ModelDescription) -> Reason | None:
-    """Why an engine with these settings needs torch; None if it does not."""
-    from slipstream.worker.host_runner import host_refusal
-
-    reason = host_refusal(config, description)
-    return reason if reason is not None else fast_ways(config, description.spec).get("program")
-
-
-def describe_way(name: str, reason: Reason | None) -> str:
+def describe_path(name: str, reason: Reason | None) -> str:
     what = {"program": "one C++ program", "one-token": "one kernel for a step of one token"}[name]
     return what if reason is None else f"op by op, not {what}: {reason}"
 

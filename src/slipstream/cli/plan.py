@@ -245,7 +245,7 @@ def measure_table(
     from slipstream.plan.step_cost import HostCost, fit_steps
     from slipstream.plan.tables import identity
     from slipstream.worker.ceilings import device_ceilings
-    from slipstream.worker.executor import LocalExecutor
+    from slipstream.worker.local_executor import LocalExecutor
     from slipstream.worker.step_costs import ROUNDS, grid, measure_steps
 
     start = dataclasses.replace(settings, skip_tokenizer_init=True, enable_prefix_caching=False)

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from slipstream.config import EngineArgs, num_ranks
+from slipstream.config import EngineArgs
 from slipstream.core.pooled import Steps, TextScheduler, TextSequences
 from slipstream.core.prefix_cache import KEY_BYTES
 from slipstream.core.scheduler import MOST_OVERTAKES, MOST_PASSED_BY, Scheduler
@@ -48,8 +48,7 @@ from slipstream.types import (
     TokenOutput,
     tokens_of,
 )
-from slipstream.worker.base import Executor, Launched
-from slipstream.worker.executor import LocalExecutor
+from slipstream.worker.executor import Executor, Launched, build_executor
 
 COMPILING_S = 0.001
 """How often to look whether a grammar is compiled while there is nothing else to do."""
@@ -107,18 +106,7 @@ class EngineCore:
     @classmethod
     def build(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> EngineCore:
         """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins."""
-        executor: Executor
-        if args.cpu_layers is not None:
-            from slipstream.worker.process_executor import settled
-
-            args = settled(args)
-        if num_ranks(args) > 1:
-            from slipstream.worker.process_executor import ProcessExecutor
-
-            executor = ProcessExecutor.build(args, progress=progress)
-        else:
-            executor = LocalExecutor.build(args, progress=progress)
-        return cls.of(executor, args)
+        return cls.of(build_executor(args, progress=progress), args)
 
     @classmethod
     def of(cls, executor: Executor, args: EngineArgs) -> EngineCore:
@@ -430,9 +418,9 @@ class EngineCore:
         self.executor.shutdown()
 
     @property
-    def release_gpu(self) -> Callable[[], None] | None:
-        """Gives back what this process holds of a GPU and no longer uses, if its model is on one."""
-        return self.executor.release_unused if self.config.device.info.is_cuda else None
+    def release_unused(self) -> Callable[[], None] | None:
+        """`Executor.release_unused`"""
+        return self.executor.release_unused
 
     @property
     def can_step(self) -> bool:
@@ -494,12 +482,8 @@ class Asleep:
         """RequestError if the level can't be had."""
         if level not in (1, 2):
             raise RequestError(f"level must be 1 (the KV cache) or 2 (the weights, too), got {level!r}", field="level")
-        if level == 1 and core.config.parallel.num_ranks > 1:
-            message = "level 1 keeps weights in this process, and the ranks' are in theirs; use level=2"
-            raise RequestError(message, field="level")
-        if level == 1 and core.config.device.info.is_cuda:
-            message = "level 1 keeps weights in the host's memory, which is not done for a GPU; level=2 reads them again"
-            raise RequestError(message, field="level")
+        if level == 1 and (reason := core.executor.keeps_no_weights) is not None:
+            raise RequestError(f"{reason}; level=2 reads them again", field="level")
 
     def free(self) -> None:
         collect_and_release(self._release)

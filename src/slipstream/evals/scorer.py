@@ -22,8 +22,8 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.spec.model import ModelSpec
 from slipstream.worker.canary import Canary, make_canary
-from slipstream.worker.executor import load_runner
 from slipstream.worker.forward import Forwards
+from slipstream.worker.local_executor import load_runner
 from slipstream.worker.model_runner import ModelRunner
 
 STEP_TOKENS = 2048

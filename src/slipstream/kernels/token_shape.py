@@ -77,6 +77,13 @@ def size_refusal(s: TokenShape, bits: int, rotary: int | None) -> Reason | None:
     return None
 
 
+def ranks_refusal(s: TokenShape) -> Reason | None:
+    """Why several ranks can't run such layers together; None if they can."""
+    if s.parallel or s.experts is not None or s.latent is not None:
+        return Reason("the one-token kernel of several ranks has no experts, no latents and no parallel blocks")
+    return None
+
+
 def _takes_experts(m: MoESpec, s: TokenShape) -> bool:
     top = m.num_experts_per_token
     return (
@@ -221,8 +228,8 @@ class Matcher:
             return LayerMatch(*own)
         if len(self.groups) < 2:
             raise Refused(LACKS["all_reduce"])
-        if parallel or shape.experts is not None or shape.latent is not None:
-            raise Refused("the one-token kernel of several ranks has no experts, no latents and no parallel blocks")
+        if (reason := ranks_refusal(shape)) is not None:
+            raise Refused(reason)
         return LayerMatch(*own, self.groups[0])
 
     # --- Parts ------------------------------------------------------------------------------------------------------

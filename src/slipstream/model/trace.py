@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from slipstream.kernels.cpu_lowering import Emitter, lower, refusal
 from slipstream.kernels.recording import TOKENS, NamedWeight, Op, RecordingOps, TracedKV, TracedMeta, Value
-from slipstream.kernels.token_shape import match_layers, size_refusal
+from slipstream.kernels.token_shape import match_layers, ranks_refusal, size_refusal
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Layer, finished, run_layers
 from slipstream.spec.model import ModelSpec
@@ -83,9 +83,9 @@ def named_decoder(spec: ModelSpec) -> Decoder:
     return Decoder(spec, named, cast("OpSet", RecordingOps()), max_model_len=spec.max_position)
 
 
-def covered(spec: ModelSpec, *, kernels: Literal["cpu", "triton"]) -> dict[str, Reason | None]:
-    """The fast ways to run a step that these kernels have, by name: None, or why not for this model with weights of 16 bits.
-    How weights are held, and the device, may still rule one out."""
+def covered(spec: ModelSpec, *, kernels: Literal["cpu", "triton"], num_ranks: int = 1) -> dict[str, Reason | None]:
+    """The fast ways to run a step that these kernels have, by name: None, or why not for this model with weights of 16 bits,
+    split over `num_ranks` by tensors. How weights are held, and the device, may still rule one out."""
     decoder = named_decoder(spec)
     if kernels == "cpu":
         return {"program": program_refusal(decoder)}
@@ -93,6 +93,8 @@ def covered(spec: ModelSpec, *, kernels: Literal["cpu", "triton"]) -> dict[str, 
     if isinstance(matched, Reason):
         return {"one-token": matched}
     shape, layers = matched
+    if num_ranks > 1 and (reason := ranks_refusal(shape)) is not None:
+        return {"one-token": reason}
     rotary = None if layers[0].cos_sin is None else layers[0].cos_sin.shape[1]
     return {"one-token": size_refusal(shape, 16, rotary)}
 

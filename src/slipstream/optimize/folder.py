@@ -26,7 +26,7 @@ from slipstream.errors import ConfigError
 from slipstream.files import writing
 from slipstream.hub import resolve_model
 from slipstream.plan.environment import versions
-from slipstream.worker.executor import LocalExecutor
+from slipstream.worker.local_executor import LocalExecutor
 
 KEPT_FILES = (".safetensors", ".gguf", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".html", ".md", ".vocab")
 """Endings of a checkpoint's files that are copied: no program and no pickle among them."""

@@ -70,6 +70,8 @@ class Platform(ABC):
     """Shared memory that one thread block may take."""
     is_asynchronous: bool
     """Whether a launch returns before the work is done."""
+    caches_memory: bool
+    """Whether memory that is freed stays with this process until `release_unused`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -26,6 +26,7 @@ class CpuPlatform(Platform):
     multiprocessors = 1
     shared_bytes = HOPPER_SHARED_BYTES
     is_asynchronous = False
+    caches_memory = False
 
     def memory(self) -> tuple[int, int]:
         total, free = host_memory()

@@ -24,6 +24,7 @@ class CudaPlatform(Platform):
     kind = "cuda"
     collectives = "nccl"
     is_asynchronous = True
+    caches_memory = True
 
     # --- Capabilities -------------------------------------------------------------------------------------------------
 

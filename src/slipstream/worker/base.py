@@ -96,8 +96,13 @@ class Executor(ABC):
     @property
     @abstractmethod
     def release_unused(self) -> Callable[[], None] | None:
-        """Gives back the device memory that this process holds and no longer uses. It outlives the executor. None: this process
-        holds none."""
+        """Gives back the device memory that this process holds and no longer uses. It outlives the executor. None: freed memory
+        goes back at once, or other processes hold it."""
+
+    @property
+    @abstractmethod
+    def keeps_no_weights(self) -> str | None:
+        """Why `sleep(1)` is not possible; None if it is."""
 
     @abstractmethod
     def sleep(self, level: int) -> Callable[[], Executor] | None:

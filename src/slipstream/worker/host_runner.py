@@ -1,7 +1,8 @@
 """Runs steps on a CPU without torch: `ModelRunner` for models whose step is one C++ program. Values are NumPy's arrays.
 
-`host_refusal` is the table of what it does not cover. The scheduler's rows, a step's inputs, the sampler's parameters and what
-a step gives are the code that `ModelRunner` runs, too (`rows.py`, `input_batch.py`, `sampler.py`, `in_flight.py`).
+`forward_paths.host_refusal` is the table of what it does not cover. The scheduler's rows, a step's inputs, the sampler's
+parameters and what a step gives are the code that `ModelRunner` runs, too (`rows.py`, `input_batch.py`, `sampler.py`,
+`in_flight.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from slipstream.kernels import sampling
 from slipstream.kernels.host_ops import HostOps
 from slipstream.kernels.host_texts import HostTextOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors, shared_caches
-from slipstream.kernels.native import CACHES, ThreadPool, has_cpu_kernels
+from slipstream.kernels.native import ThreadPool
 from slipstream.kernels.programs import Argmax
 from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import pool
@@ -42,6 +43,7 @@ from slipstream.worker.block_store import BlockStore, block_arrays
 from slipstream.worker.constrained import AwaitingMask, mask_bits
 from slipstream.worker.disk_tier import DiskTier
 from slipstream.worker.draws import Sampler, completed_prompts, draw, prompt_logprobs
+from slipstream.worker.forward_paths import load_refusal
 from slipstream.worker.in_flight import RUN_AHEAD, InFlightStep
 from slipstream.worker.input_batch import GatheredInputs, SampledRows, encoder_batch, gather, text_batch
 from slipstream.worker.rows import RowTable
@@ -57,41 +59,12 @@ CALIBRATION_TOKENS = 1024
 """Random tokens whose keys and values set the scales of an int8 cache."""
 
 
-def host_refusal(config: EngineConfig, description: ModelDescription) -> Reason | None:
-    """Why torch is needed to run this model with these settings; None if it is not. What the program lacks for a model is only
-    known when it is compiled (`model.trace.covered`)."""
-    device, kept = config.device, config.cache.dtype
-    table: tuple[tuple[bool, str], ...] = (
-        (device.info.is_cuda, "the device is a GPU"),
-        (device.kernels not in ("auto", "cpu"), f"kernels={device.kernels!r} are torch's"),
-        (not has_cpu_kernels(), "the C++ kernels are not built"),
-        (config.parallel.num_ranks > 1, "several ranks sum up their parts by torch"),
-        (device.deterministic, "deterministic=True is for GPUs"),
-        (kept not in CACHES, f"kv_cache_dtype: the C++ program has no cache of {kept}"),
-        (config.model.weights_bytes is not None, "weights_bytes: layers that are read as they are needed run op by op"),
-        (config.lora is not None, "enable_lora: adapters are run by torch"),
-    )
-    found = next((Reason(text) for refused, text in table if refused), None)
-    return found or _model_refusal(description, config.model.load_format)
-
-
-def _model_refusal(description: ModelDescription, load_format: str) -> Reason | None:
-    """Why torch is needed to load a model, or to run its prompts."""
-    spec, stored = description.spec, description.quantization
-    table: tuple[tuple[bool, str], ...] = (
-        (spec.vision is not None, "the model has an image encoder, which torch runs (max_images=0 leaves it out)"),
-        (
-            stored is not None and stored.method == "mxfp4" and load_format != "dummy",
-            "quantization_config: experts in mxfp4 are put together by torch (a GGUF file's need none)",
-        ),
-    )
-    return next((Reason(text) for refused, text in table if refused), None)
-
-
 class HostPlatform:
     """The part of `ModelRunner.platform` that is used on a CPU."""
 
+    kind: Literal["cpu"] = "cpu"
     is_asynchronous = False
+    caches_memory = False
 
     def memory(self) -> tuple[int, int]:
         """(free, all) bytes"""
@@ -103,7 +76,8 @@ class HostPlatform:
 
 
 class HostForward:
-    """The model's steps."""
+    """The model's steps: the program, the only path here. A model that it does not cover is `ModelRunner`'s, so there is no
+    table to choose from (`forward.Forwards`)."""
 
     def __init__(self, decoder: Decoder, program: StepProgram, pool: ThreadPool) -> None:
         self.program = program
@@ -204,7 +178,7 @@ class HostRunner:
 
     def load_draft(self, description: ModelDescription, weights_folder: Path) -> None:
         """`ModelRunner.load_draft`"""
-        if (reason := _model_refusal(description, self.config.model.load_format)) is not None:
+        if (reason := load_refusal(description, self.config.model.load_format)) is not None:
             raise NotCovered(reason)
         from slipstream.worker.host_drafter import HostDraftModel
 

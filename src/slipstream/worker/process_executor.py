@@ -278,6 +278,10 @@ class ProcessExecutor(Executor):
     def release_unused(self) -> Callable[[], None] | None:
         return None  # the ranks hold it
 
+    @property
+    def keeps_no_weights(self) -> str | None:
+        return "level 1 keeps weights in this process, and the ranks' are in theirs"
+
     def sleep(self, level: int) -> Callable[[], Executor] | None:
         assert level == 2, "the ranks' weights are in their processes"
         self.shutdown()

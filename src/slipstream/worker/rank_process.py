@@ -31,9 +31,9 @@ from slipstream.platform import Rendezvous
 from slipstream.types import StepPlan, StepResult, TextsPlan, TokenMask
 from slipstream.worker.constrained import AwaitingMask
 from slipstream.worker.device import detect
-from slipstream.worker.executor import LocalExecutor
 from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.in_flight import InFlightStep
+from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.rank_joining import JOIN_S, join
 from slipstream.worker.rank_messages import (
     Answer,

@@ -22,7 +22,8 @@ from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.plan.step_cost import MeasuredStep, StepShape
 from slipstream.types import NewRequest, SamplingParams, ScheduledRequest, StepPlan, TableUpdate
-from slipstream.worker.executor import Launched, LocalExecutor
+from slipstream.worker.base import Launched
+from slipstream.worker.local_executor import LocalExecutor
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 ROUNDS = 5

@@ -1,0 +1,69 @@
+"""What settings and a spec say about the ways to run a step, before a model is loaded. No torch.
+
+`fast_paths` is for `slipstream info`. An engine asks the loaded model instead (`forward.Forwards`), whose weights and device
+may rule a path out, too. `torch_reason` says which of the two runners an engine has: without a reason it is `HostRunner`,
+whose only path is the program.
+"""
+
+from __future__ import annotations
+
+from slipstream.config import EngineConfig
+from slipstream.kernels.native import CACHES, has_cpu_kernels
+from slipstream.model.trace import HOST_EXPERTS, SPLIT, STREAMED, covered
+from slipstream.plan.estimate import by_cpu_kernels
+from slipstream.spec.description import ModelDescription
+from slipstream.spec.model import ModelSpec
+from slipstream.spec.reason import Reason
+
+
+def fast_paths(config: EngineConfig, spec: ModelSpec) -> dict[str, Reason | None]:
+    """The fast ways to run a step that the kernels here have, by name: None, or why they don't cover the model. Empty: these
+    kernels have none."""
+    model, parallel, on_cpu = config.model, config.parallel, by_cpu_kernels(config)
+    if not on_cpu and (not config.device.info.is_cuda or config.device.kernels == "reference"):
+        return {}
+    name = "program" if on_cpu else "one-token"
+    if model.host_experts:
+        return {name: HOST_EXPERTS}
+    if model.weights_bytes is not None:
+        return {name: STREAMED}
+    if parallel.num_ranks > 1 and (on_cpu or parallel.stages or parallel.sequence):
+        return {name: SPLIT}
+    return covered(spec, kernels="cpu" if on_cpu else "triton", num_ranks=parallel.num_ranks)
+
+
+def torch_reason(config: EngineConfig, description: ModelDescription) -> Reason | None:
+    """Why an engine with these settings needs torch; None if it does not."""
+    reason = host_refusal(config, description)
+    return reason if reason is not None else fast_paths(config, description.spec).get("program")
+
+
+def host_refusal(config: EngineConfig, description: ModelDescription) -> Reason | None:
+    """Why torch is needed with these settings, or to load this model; None if it is not. It does not trace the model: what the
+    program lacks for it shows when it is compiled."""
+    device, kept = config.device, config.cache.dtype
+    table: tuple[tuple[bool, str], ...] = (
+        (device.info.is_cuda, "the device is a GPU"),
+        (device.kernels not in ("auto", "cpu"), f"kernels={device.kernels!r} are torch's"),
+        (not has_cpu_kernels(), "the C++ kernels are not built"),
+        (config.parallel.num_ranks > 1, "several ranks sum up their parts by torch"),
+        (device.deterministic, "deterministic=True is for GPUs"),
+        (kept not in CACHES, f"kv_cache_dtype: the C++ program has no cache of {kept}"),
+        (config.model.weights_bytes is not None, "weights_bytes: layers that are read as they are needed run op by op"),
+        (config.lora is not None, "enable_lora: adapters are run by torch"),
+    )
+    found = next((Reason(text) for refused, text in table if refused), None)
+    return found or load_refusal(description, config.model.load_format)
+
+
+def load_refusal(description: ModelDescription, load_format: str) -> Reason | None:
+    """Why torch is needed to load a model, or to run its prompts."""
+    spec, stored = description.spec, description.quantization
+    table: tuple[tuple[bool, str], ...] = (
+        (spec.vision is not None, "the model has an image encoder, which torch runs (max_images=0 leaves it out)"),
+        (
+            stored is not None and stored.method == "mxfp4" and load_format != "dummy",
+            "quantization_config: experts in mxfp4 are put together by torch (a GGUF file's need none)",
+        ),
+    )
+    return next((Reason(text) for refused, text in table if refused), None)

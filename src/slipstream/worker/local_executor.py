@@ -1,0 +1,346 @@
+"""The executor that runs the model in this process: plain values go in, plain values and handles of steps come out.
+
+`load_runner` chooses the runner: `HostRunner`, which needs no torch, for what one C++ program on a CPU covers; else
+`ModelRunner`, whose table of forward paths is in `forward.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+
+from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig, num_ranks, resolve, split_setting
+from slipstream.config.engine_folder import packed_folder
+from slipstream.errors import AdapterError, CheckpointError, ConfigError, ModelError, UnsupportedModelError
+from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
+from slipstream.model.layers import Partition
+from slipstream.plan.fit import check_weights_fit
+from slipstream.plan.memory import (
+    MemoryLedger,
+    block_bytes,
+    peer_copy_bytes,
+    peer_copy_tokens,
+    size_cache,
+    staged_blocks,
+)
+from slipstream.spec.autotune_table import NO_TILES, TileTable, load_tiles
+from slipstream.spec.description import ModelDescription, read_spec
+from slipstream.spec.draft_heads import HeadDescription, HeadMethod
+from slipstream.spec.head_readers import read_head
+from slipstream.spec.model import ModelSpec, MoESpec
+from slipstream.spec.reason import NotCovered
+from slipstream.stats import AdapterStats, CanaryResult, ExpertTokens
+from slipstream.types import LoRARequest, Plan, StepTime, TokenMask
+from slipstream.worker.base import Executor, Launched
+from slipstream.worker.canary import CANARY_NAME, log_no_canary, read_canary, run_canary
+from slipstream.worker.constrained import AwaitingMask
+from slipstream.worker.device import detect
+from slipstream.worker.forward_paths import host_refusal
+from slipstream.worker.host_runner import HostRunner
+from slipstream.worker.rows import rows_bytes
+from slipstream.worker.tiers import open_tiers
+
+if TYPE_CHECKING:
+    import torch
+
+    from slipstream.platform import Group
+    from slipstream.worker.model_runner import ModelRunner
+
+    Runner: TypeAlias = ModelRunner | HostRunner
+
+_logger = logging.getLogger("slipstream.engine")
+
+
+class Ranks(Protocol):
+    """The processes that compute a model together, seen by one of them."""
+
+    rank: int
+    size: int
+    local_rank: int  # among the `local_size` of this host
+    local_size: int
+    mixed: bool  # some have a CPU and some a GPU
+
+    def join(self, backend: str, device: torch.device) -> Group:
+        """Meet the others."""
+
+
+class LocalExecutor(Executor):
+    def __init__(
+        self, config: EngineConfig, description: ModelDescription, runner: Runner, tiles: TileTable = NO_TILES
+    ) -> None:
+        """Measure activations, size the cache, allocate it. `build` does what comes before."""
+        self.description, self.runner, self.phases = description, runner, runner.phases
+        self.tiles = tiles.describe() if config.device.info.is_cuda else ""
+        self.config, self.ledger = _fit(config, runner, runner.profile())
+        self.store = open_tiers(self.config, description, runner, self.ledger.block_bytes)
+        self.canary = None
+
+    @classmethod
+    def build(
+        cls,
+        args: EngineArgs,
+        *,
+        progress: Callable[[str], None] = lambda phase: None,
+        by_torch: bool = False,
+        ranks: Ranks | None = None,
+        device: DeviceInfo | None = None,
+    ) -> LocalExecutor:
+        """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins. A CPU
+        runs the model without torch where it can (`forward_paths.host_refusal`), unless `by_torch`. With `ranks` this is one
+        rank's executor: it loads its part. `device`: see `load_runner`."""
+        description, runner, tiles = load_runner(args, progress=progress, by_torch=by_torch, ranks=ranks, device=device)
+        progress("cache")
+        executor = cls(runner.config, description, runner, tiles)
+        executor.canary = executor._run_canary(args.canary)
+        return executor
+
+    def launch(self, plan: Plan) -> Launched:
+        return self.runner.launch(plan)
+
+    def constrain(self, step: Launched, mask: TokenMask) -> None:
+        assert isinstance(step, AwaitingMask)
+        step.constrain(mask)
+
+    def max_in_flight(self, plan: Plan) -> int:
+        return self.runner.max_in_flight(plan)
+
+    def forget(self) -> None:
+        self.runner.forget_rows()
+
+    def warm_up(self) -> Sequence[StepTime]:
+        if not self.runner.warms_up:
+            return ()
+        from slipstream.worker.draft_costs import measure_draft_costs
+        from slipstream.worker.warm_up import warm_up
+
+        runner = cast("ModelRunner", self.runner)
+        with runner.without_copies():
+            warm_up(runner)
+        begin = time.perf_counter()
+        found = measure_draft_costs(runner, self.ledger.num_blocks)
+        if found:
+            self.phases["steps with drafts"] = time.perf_counter() - begin
+        return found
+
+    def capture_next(self) -> bool:
+        return self.runner.capture_next()
+
+    def expert_load(self) -> ExpertTokens:
+        return self.runner.expert_load()
+
+    def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:
+        if self.runner.adapters is None:
+            raise AdapterError("adapters are off; start with enable_lora", field="enable_lora")
+        return self.runner.adapters.load(request, keep)
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        if self.runner.adapters is not None:
+            self.runner.adapters.unload(adapter_id)
+
+    def adapter_stats(self) -> AdapterStats | None:
+        return None if self.runner.adapters is None else self.runner.adapters.stats()
+
+    @property
+    def release_unused(self) -> Callable[[], None] | None:
+        platform = self.runner.platform
+        return platform.release_unused if platform.caches_memory else None
+
+    @property
+    def keeps_no_weights(self) -> str | None:
+        if self.runner.platform.kind == "cpu":
+            return None
+        return "level 1 keeps weights in the host's memory, which is not done for a GPU"
+
+    def sleep(self, level: int) -> Callable[[], Executor] | None:
+        self.shutdown()
+        self.runner.release()
+        return partial(_woken, self.runner, self.canary) if level == 1 else None
+
+    def shutdown(self) -> None:
+        """This process's memory goes with it; only the tiers have threads."""
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+
+    def _run_canary(self, wanted: str) -> CanaryResult | None:
+        """Run the checkpoint's canary, where it has one. ModelError if it is to be refused. Only a decoder can have one."""
+        if wanted == "off" or self.config.model.load_format == "dummy":
+            return None
+        path, spec = self.description.path, self.description.spec
+        if spec.kind != "a decoder":
+            if wanted == "refuse":
+                raise ConfigError(
+                    f"canary='refuse', but {path} is {spec.kind}, for which no canary can tell anything; leave it at "
+                    "'warn', or set 'off'",
+                    field="canary",
+                )
+            log_no_canary(path, spec.kind)
+            return None
+        canary = read_canary(path, spec.vocab_size)
+        if canary is None:
+            if wanted == "refuse":
+                raise ConfigError(
+                    f"canary='refuse', but {path} has no {CANARY_NAME}; leave it at 'warn', or let `slipstream compress` "
+                    "write one",
+                    field="canary",
+                )
+            return None
+        begin = time.perf_counter()
+        result = run_canary(self.runner.forwards, self.runner.kv, canary, context=self.config.model.max_model_len)
+        self.runner.reset_expert_load()
+        self.phases["canary"] = time.perf_counter() - begin
+        if not self.runner.model.spec.has_last:
+            return None  # the last stage knows
+        if wanted == "refuse" and not result.ok:
+            raise ModelError(f"{result.describe()}; take other kernels or another kv_cache_dtype, or canary='warn'")
+        return result
+
+
+def _woken(runner: Runner, canary: CanaryResult | None) -> LocalExecutor:
+    """Of a runner that has given its cache back."""
+    executor = LocalExecutor(runner.config, runner.model.description, runner)
+    executor.canary = canary
+    return executor
+
+
+def load_runner(
+    args: EngineArgs,
+    *,
+    progress: Callable[[str], None] = lambda phase: None,
+    by_torch: bool = False,
+    ranks: Ranks | None = None,
+    device: DeviceInfo | None = None,
+) -> tuple[ModelDescription, Runner, TileTable]:
+    """The model that `args` describe (with `ranks`: one rank's part), loaded on its device, without a cache; its config is
+    `runner.config`. `by_torch`: see `LocalExecutor.build`. `device`: the one to use, if it was looked up and chosen already.
+    ConfigError if it is to be split and there are no `ranks`."""
+    size = 1 if ranks is None else ranks.size
+    rank, num_local = (0, 1) if ranks is None else (ranks.local_rank, ranks.local_size)
+    if size != num_ranks(args):
+        field = split_setting(args)
+        raise ConfigError(f"this works on one device: leave {field} at 1", field=field)
+    begin = time.perf_counter()
+    progress("model")
+    path = resolve_model(args.model, download_dir=args.download_dir)
+    description = read_spec(path).taking_images(args.max_images)
+    progress("device")
+    once = partial(progress, "how fast this CPU is, once a machine")
+    folder, threads = machine_folder(), args.num_threads
+    info = device or detect(args.device, folder, num_threads=threads, rank=rank, num_ranks=num_local, measuring=once)
+    config = resolve(args, description, info)
+    if ranks is None or (info.is_cuda and not ranks.mixed):  # who started the others has looked
+        check_weights_fit(config, description)
+    found = time.perf_counter() - begin
+    progress("weights")
+    kept = packed_folder(path) or weights_folder(args.download_dir)
+
+    def load_draft(runner: Runner) -> None:
+        if (speculation := config.speculation) is None or not speculation.by_model:
+            return
+        progress("draft model")
+        folder = path if speculation.model is None else resolve_model(speculation.model, download_dir=args.download_dir)
+        if speculation.method == "draft":
+            runner.load_draft(read_spec(folder), weights_folder(args.download_dir))
+        elif speculation.method != "ngram" and speculation.method != "suffix":
+            runner.load_head(_read_head(speculation.method, folder, description))
+
+    if not by_torch and (host := _host_runner(config, description, kept, load_draft)) is not None:
+        host.phases["resolve"] = found
+        return description, host, NO_TILES
+    try:
+        from slipstream.worker.model_runner import ModelRunner
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        reason = host_refusal(config, description) or "it does not run as one C++ program (`slipstream info` says why)"
+        raise ConfigError(f"{args.model}: {reason}; pip install 'slipstream[torch]'", field="model") from None
+
+    tiles = load_tiles(config.device.tile_table, config.device.info.name, tiles_folder())
+    partition = None if ranks is None else _partition(config, ranks, description.spec)
+    runner = ModelRunner(config, description, tiles, weights_folder=kept, partition=partition)
+    runner.phases["resolve"] = found
+    load_draft(runner)
+    return description, runner, tiles
+
+
+def _host_runner(
+    config: EngineConfig, description: ModelDescription, kept: Path, load_draft: Callable[[HostRunner], None]
+) -> HostRunner | None:
+    """The runner without torch. None, with the reason in the log, if it does not cover the model, its drafts or a setting."""
+    reason = host_refusal(config, description)
+    if reason is None:
+        try:
+            runner = HostRunner(config, description, weights_folder=kept)
+            load_draft(runner)
+            return runner
+        except NotCovered as refused:
+            reason = refused.reason
+    if not config.device.info.is_cuda:
+        _logger.info("torch runs the steps: %s", reason)
+    return None
+
+
+def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition:
+    """This rank's part, once it has met the others."""
+    import torch
+
+    from slipstream.platform import platform_of
+    from slipstream.platform.peer_copies import try_peer_copies
+
+    device = torch.device(config.device.info.device)
+    platform = platform_of(device)
+    platform.activate(config.device.num_threads)
+    every = ranks.join(platform.collectives, device)
+    group, pipe = every.stages(config.parallel.num_stages)
+    if device.type == "cuda" and group.size > 1:
+        from slipstream.kernels.triton.rank_sums import try_rank_sums
+
+        try_rank_sums(group, spec.hidden_size * DTYPE_BYTES[config.model.dtype])
+        if tokens := peer_copy_tokens(config, spec):
+            dtype, is_mixture = getattr(torch, config.model.dtype), any(isinstance(x.mlp, MoESpec) for x in spec.layers)
+            try_peer_copies(group, platform, tokens, spec.hidden_size, dtype, is_mixture)
+    return Partition(config.parallel.shard(ranks.rank), group, pipe, every, config.parallel.sequence)
+
+
+def _read_head(method: HeadMethod, folder: Path, target: ModelDescription) -> HeadDescription:
+    try:
+        return read_head(method, folder, target)
+    except (UnsupportedModelError, CheckpointError) as error:
+        raise ConfigError(f"speculative_config: {error}", field="speculative_config") from error
+
+
+def _fit(config: EngineConfig, runner: Runner, activation_bytes: int) -> tuple[EngineConfig, MemoryLedger]:
+    """Size the KV cache by what is left, allocate it, and account for all of it."""
+    spec, ranks = runner.model.spec, runner.partition
+    one_block = block_bytes(spec, config.cache.block_size, DTYPE_BYTES[config.cache.dtype])
+    weights, rows = runner.model.weights_bytes, 0 if spec.is_encoder else rows_bytes(config)
+    if runner.draft is not None:
+        one_block += runner.draft.block_bytes
+        weights += runner.draft.weights_bytes
+    rows += staged_blocks(config, one_block) * one_block
+    graphs = 0 if config.device.enforce_eager else runner.graph_reserve_bytes(activation_bytes)
+    runner.platform.release_unused()
+    free, total = runner.platform.memory()  # now, with the weights loaded
+    config, ledger = size_cache(
+        config,
+        spec,
+        one_block,
+        total_bytes=total,
+        free_bytes=free,
+        weights_bytes=weights,
+        activation_bytes=activation_bytes,
+        graph_bytes=graphs,
+        rows_bytes=rows,
+        taken_bytes=activation_bytes + graphs + rows,
+        adapter_bytes=0 if runner.adapters is None else runner.adapters.num_bytes,
+        peer_copy_bytes=0 if ranks is None or ranks.group.beside is None else peer_copy_bytes(config, spec),
+        forms=runner.model.forms,
+        agree=(lambda blocks: blocks) if ranks is None else lambda blocks: ranks.all_ranks.least(blocks)[0],
+    )
+    measured = runner.allocate(config, ledger.num_blocks)
+    return config, replace(ledger, graph_bytes=measured, host_expert_bytes=runner.model.host_bytes)
