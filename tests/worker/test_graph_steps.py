@@ -37,6 +37,7 @@ from slipstream.worker.input_batch import _gather_inputs_after_upload, _gather_i
 from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.mixed_inputs import MixedInputs, mixed_inputs
 from slipstream.worker.model_runner import GRAPH_BYTES, ModelRunner
+from slipstream.worker.packed_tables import PackedTables
 from slipstream.worker.rows import RowTable
 from tests import tiny_models
 from tests.model.parallel_ranks import Meeting, ThreadGroup, ThreadPipe
@@ -336,7 +337,7 @@ def test_sizes_that_are_ready_stand_in_for_others(tmp_path, monkeypatch):
     with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}) as llm:
         graphs = replay(llm.core.executor.runner)
         graphs.capture()
-        assert set(graphs._captured) == {*((n, 0) for n in (1, 2, 4, 8, 16, 32, 40)), (32, 192), (32, 128)}
+        assert set(graphs._captured) == {*((n, 0) for n in (1, 2, 4, 8, 16, 32, 40)), (32, 192), (32, 128), (0, 192), (0, 128)}
         assert next(iter(graphs._captured)) == (32, 192)  # the largest
         assert graphs._size_for(32) == 32
         assert graphs._size_for(30) == 32
@@ -418,6 +419,7 @@ def test_one_layer_of_each_kind_compiles(tmp_path):
 def test_a_mixed_size_is_captured_when_it_is_wanted_again(tmp_path, monkeypatch):
     """Until then its steps run op by op, and an idle moment captures it before all others."""
     monkeypatch.setattr(module, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(module, "FIRST_MIXED", ())
     tiny_models.write(tmp_path, "llama")
     with LLM(str(tmp_path), **SETTINGS, enable_prefix_caching=False) as llm:
         runner = llm.core.executor.runner
@@ -654,13 +656,13 @@ def test_what_beams_and_choices_share(tmp_path, monkeypatch, family, by_graphs):
 
 def test_of_two_updates_of_a_place_the_later_holds(monkeypatch):
     """A block that a beam takes over may be copied in the same step. A GPU writes to equal places in any order."""
-    table, put, places = RowTable(2, 64, 16, None, None, 0), RowTable._put, []
+    table, put, places = RowTable(2, 64, 16, None, None, 0), PackedTables.put, []
 
-    def spy(self, into, where, values):
+    def spy(self, name, where, values):
         places.append(where.tolist())
-        put(self, into, where, values)
+        put(self, name, where, values)
 
-    monkeypatch.setattr(RowTable, "_put", spy)
+    monkeypatch.setattr(PackedTables, "put", spy)
     updates = TableUpdate(0, 0, (5, 6)), TableUpdate(0, 1, (7,))
     new = NewRequest("a", tuple(range(30)), 30, SamplingParams(temperature=0))
     table.apply(StepPlan(1, (ScheduledRequest("a", 0, 30, 1, updates),), (new,)))

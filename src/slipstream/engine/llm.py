@@ -464,6 +464,7 @@ class LLM:
     ) -> None:
         self.shutdown()
 
+    @no_collections()
     def _run(
         self,
         prompts: Sequence[Prompt],
@@ -550,7 +551,7 @@ class LLM:
                 for request in requests:
                     self._output.add(request)
                     core.add(request.engine_requests)
-                with progress_bar(len(requests), shown=progress) as advance, no_collections():
+                with progress_bar(len(requests), shown=progress) as advance:
                     while self._output:
                         for delta in self._step(until_done=True):
                             done[delta.request_id] = merge(done.get(delta.request_id), raise_on_error(delta))

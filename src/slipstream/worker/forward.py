@@ -38,7 +38,8 @@ from slipstream.spec.reason import Reason
 from slipstream.types import StepPlan
 from slipstream.worker.images import ImageEncoder, ImageOps, step_images
 from slipstream.worker.input_batch import GatheredInputs, SampledRows, gather
-from slipstream.worker.rows import RowTable, upload
+from slipstream.worker.packed_tables import upload
+from slipstream.worker.rows import RowTable
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet

@@ -74,8 +74,9 @@ FIRST_DECODES = 64
 """All sizes of decodes up to it are captured at the start: a batch that ends passes through each. Of the larger ones powers of
 two are, the largest, and rows for drafts."""
 
-FIRST_MIXED = ((64, 1024), (64, 384), (64, 128))
-"""Mixed graphs of the start have room for so much at most. Many steps fit into them until their own is captured."""
+FIRST_MIXED = ((64, 1024), (64, 384), (64, 128), (0, 256), (0, 128))
+"""Mixed graphs of the start have room for so much at most. Many steps fit into them until their own is captured. Those without
+decodes are for a first request while nothing else runs: 64 decodes of padding take 1 ms."""
 
 FIRST_VERIFIED = ((8, 1024), (8, 768), (8, 512), (8, 256))
 """The same where drafts are verified, too: beside a prompt, sequences with drafts take the room of prompts, and few have none.

@@ -23,7 +23,8 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.vision import ImageTower
 from slipstream.spec.vision import GridPositionSpec, VisionSpec
 from slipstream.types import ImageSpan, StepPlan
-from slipstream.worker.rows import IntArray, LongArray, RowTable, upload
+from slipstream.worker.packed_tables import upload
+from slipstream.worker.rows import IntArray, LongArray, RowTable
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet

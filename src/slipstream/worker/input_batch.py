@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from slipstream.kernels.metadata import AttentionMetadata, SharedPrefixes
 from slipstream.types import ScheduledRequest, SharedPrefix, StepPlan, TextsPlan
-from slipstream.worker.rows import IntArray, LongArray, RowTable, upload
+from slipstream.worker.packed_tables import upload
+from slipstream.worker.rows import IntArray, LongArray, RowTable
 
 if TYPE_CHECKING:
     import torch

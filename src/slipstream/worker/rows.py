@@ -4,7 +4,8 @@ Each request has a row for as long as it runs. A row's tokens and block tables l
 compute which positions, so that a token sampled in step N feeds step N + 1 without ever visiting the host.
 
 1. Row `capacity` is the null row (token 0, block 0), which padding reads.
-2. The host writes a row's tokens once, when it is made. Every later token is written by the sampler on the device.
+2. The host writes a row's tokens once, when it is made. Every later token is written by the sampler on the device. All tables
+   lie in one array (`packed_tables.py`), so that what a step changes in them is one upload.
 3. Without a device (`device=None`) there is no torch: NumPy's arrays are in the place of tensors.
 """
 
@@ -24,6 +25,7 @@ from slipstream.kernels.metadata import NO_ADAPTER
 from slipstream.kernels.positions import sectioned_positions
 from slipstream.spec.model import CacheGroup
 from slipstream.types import FROM_MODEL, ImageSpan, NewRequest, SamplingParams, ScheduledRequest, StepPlan
+from slipstream.worker.packed_tables import PackedTables, upload
 
 if TYPE_CHECKING:
     import torch
@@ -125,14 +127,21 @@ class RowTable:
         self.num_own = len(groups) - (self.cross is not None)  # groups of the requests' own tokens, which come first
         max_blocks = -(-max_model_len // block_size)
         # One column more than the context: the last sampled token has a place though it is never computed.
-        self.tokens = self._zeros("int32", capacity + 1, max_model_len + 1)
-        self.block_tables = self._zeros("int32", len(groups), capacity + 1, max_blocks)
-        self.encoder_lens = self._zeros("int32", capacity + 1)
-        self.position_shifts = self._zeros("int64", capacity + 1) if sectioned else None  # behind a row's pictures
-        self.rows: dict[str, Row] = {}
+        tables: dict[str, tuple[str, tuple[int, ...]]] = {
+            "tokens": ("int32", (capacity + 1, max_model_len + 1)),
+            "block_tables": ("int32", (len(groups), capacity + 1, max_blocks)),
+            "encoder_lens": ("int32", (capacity + 1,)),
+            "position_shifts": ("int64", (capacity + 1,)),
+            "sampling_floats": ("float32", (6, capacity + 1)),
+            "sampling_ints": ("int64", (3, capacity + 1)),
+        }
+        self._tables = PackedTables(tables, device)
+        self.tokens, self.block_tables = self._tables["tokens"], self._tables["block_tables"]
+        self.encoder_lens = self._tables["encoder_lens"]
+        self.position_shifts = self._tables["position_shifts"] if sectioned else None  # behind a row's pictures
         # Of each row [C + 1]: temperature, top_p, min_p and the penalties; top_k, tokens of its prompt, seed.
-        self.sampling_floats = self._zeros("float32", 6, capacity + 1)
-        self.sampling_ints = self._zeros("int64", 3, capacity + 1)
+        self.sampling_floats, self.sampling_ints = self._tables["sampling_floats"], self._tables["sampling_ints"]
+        self.rows: dict[str, Row] = {}
         self.wanting: dict[Want, set[str]] = {want: set() for want in get_args(Want)}
         self._free = list(range(capacity - 1, -1, -1))
         self._seed = seed
@@ -164,8 +173,8 @@ class RowTable:
         self._free = list(range(self.capacity - 1, -1, -1))
 
     def apply(self, plan: StepPlan, adapters: Mapping[int, int] = MappingProxyType({})) -> None:
-        """Drop released rows, make new ones, update block tables: two small uploads whatever the number of rows. `adapters`:
-        the slots of those that new requests have, by id."""
+        """Drop released rows, make new ones, update block tables: one upload at most. `adapters`: the slots of those that new
+        requests have, by id."""
         for request_id in plan.released:
             for wanting in self.wanting.values():
                 wanting.discard(request_id)
@@ -177,6 +186,7 @@ class RowTable:
         self._update(plan.scheduled)
         if drafted := [s for s in plan.scheduled if s.drafts and FROM_MODEL not in s.drafts]:
             self._put_drafts(drafted)
+        self._tables.flush()
 
     def _add(self, new: Sequence[NewRequest], adapters: Mapping[int, int]) -> None:
         width = self.tokens.shape[1]
@@ -199,26 +209,29 @@ class RowTable:
             start = row.index * width
             where.append(np.arange(start, start + len(request.token_ids), dtype=np.int64))
         tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int32) for s in new])
-        self._put(self.tokens, np.concatenate(where), tokens)
+        self._tables.put("tokens", np.concatenate(where), tokens)
         self._put_sampling([self.rows[s.request_id] for s in new])
         if self.position_shifts is not None:
             self._put_shifts([self.rows[s.request_id] for s in new])
         if self.cross is not None:
             found = np.array([(self.rows[s.request_id].index, s.num_encoder_tokens) for s in new], np.int64)
-            self._put(self.encoder_lens, found[:, 0].copy(), found[:, 1].astype(np.int32))
+            self._tables.put("encoder_lens", found[:, 0], found[:, 1].astype(np.int32))
 
     def _put_sampling(self, rows: Sequence[Row]) -> None:
-        """Upload the rows' sampling parameters. They do not change while a row lives."""
+        """The rows' sampling parameters, which do not change while a row lives."""
         where = np.array([row.index for row in rows], np.int64)
         floats = [
             (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
             for p in (row.sampling for row in rows)
         ]
         ints = [(row.sampling.top_k, row.num_prompt_tokens, row.seed) for row in rows]
-        for into, given in ((self.sampling_floats, floats), (self.sampling_ints, ints)):
-            values = np.array(given, np.float32 if into is self.sampling_floats else np.int64)
-            places = where + into.shape[1] * np.arange(len(into))[:, None]
-            self._put(into, places.reshape(-1), values.T.reshape(-1))
+        columns = self.capacity + 1
+        for name, values in (
+            ("sampling_floats", np.array(floats, np.float32).T),
+            ("sampling_ints", np.array(ints, np.int64).T),
+        ):
+            places = where + columns * np.arange(len(values))[:, None]
+            self._tables.put(name, places.reshape(-1), values.reshape(-1))
 
     def _put_shifts(self, rows: Sequence[Row]) -> None:
         """Three positions a token for rows with pictures, and how far the text behind them is shifted."""
@@ -229,7 +242,7 @@ class RowTable:
                 row.places = sectioned_positions(end, [(x.offset, x.rows, x.columns) for x in row.images])
                 shifts[i] = row.places.max() + 1 - end
         assert self.position_shifts is not None
-        self._put(self.position_shifts, np.array([row.index for row in rows], np.int64), shifts)
+        self._tables.put("position_shifts", np.array([row.index for row in rows], np.int64), shifts)
 
     def is_greedy(self, request_ids: Sequence[str]) -> bool:
         """Whether the requests want only the index of the largest logit."""
@@ -255,7 +268,7 @@ class RowTable:
                 first = (update.group * num_rows + self.rows[s.request_id].index) * width + update.index
                 blocks.update(zip(range(first, first + len(update.block_ids)), update.block_ids, strict=True))
         if blocks:
-            self._put(self.block_tables, np.fromiter(blocks, np.int64), np.fromiter(blocks.values(), np.int32))
+            self._tables.put("block_tables", np.fromiter(blocks, np.int64), np.fromiter(blocks.values(), np.int32))
 
     def _put_drafts(self, drafted: Sequence[ScheduledRequest]) -> None:
         """Write drafts to their rows. They are the last tokens that their requests compute in this step."""
@@ -264,7 +277,7 @@ class RowTable:
             end = self.rows[s.request_id].index * width + s.num_computed_tokens + s.num_tokens
             where.extend(range(end - len(s.drafts), end))
         tokens = np.array([token for s in drafted for token in s.drafts], np.int32)
-        self._put(self.tokens, np.array(where, np.int64), tokens)
+        self._tables.put("tokens", np.array(where, np.int64), tokens)
 
     def write(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Write the sampled tokens [N] to the rows, where the next step reads them."""
@@ -295,37 +308,8 @@ class RowTable:
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         return upload(array, self.device)
 
-    def _zeros(self, dtype: str, *shape: int) -> Tensor:
-        """An array, or a tensor on the device."""
-        if self.device is None:
-            return np.zeros(shape, dtype)  # type: ignore[return-value]
-        import torch
-
-        return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
-
-    def _put(self, into: Any, where: LongArray, values: npt.NDArray[Any]) -> None:
-        """Write `values` [n] to the indices `where` [n] of `into`, seen as flat."""
-        if self.device is None:
-            into.reshape(-1)[where] = values
-        else:
-            into.view(-1).index_copy_(0, self.upload(where), self.upload(values))
-
 
 def rows_bytes(config: EngineConfig) -> int:
     """Bytes of the tokens and block tables of `RowTable.of(config)`; the rest is small."""
     per_row = config.model.max_model_len + 1 + len(config.cache.groups) * config.max_blocks_per_seq
     return 4 * (config.scheduling.max_num_seqs + 1) * per_row
-
-
-def upload(array: npt.NDArray[Any], device: torch.device | None) -> Tensor:
-    """A host array on the device; on a GPU through pinned memory, so that the copy does not wait for the stream.
-
-    torch's caching host allocator keeps the pinned memory until the copy that reads it is done. Without a device the array is
-    returned.
-    """
-    if device is None:
-        return array  # type: ignore[return-value]
-    import torch
-
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

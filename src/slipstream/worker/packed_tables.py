@@ -1,0 +1,92 @@
+"""Tables in one array, so that all that a step changes in them is one upload and one write.
+
+On an H200's host an upload takes 20 µs, twice that on a slow host, and a write 9. A new request changes five tables.
+Without a device (`device=None`) the tables are NumPy's arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+ALIGNMENT = 64
+"""Words of 4 bytes. Each table begins at a multiple of 256 bytes, as if it were allocated alone."""
+
+
+class PackedTables:
+    """`tables`: the dtype, of 4 or 8 bytes, and the shape of each, by name. They begin as zeros."""
+
+    def __init__(self, tables: Mapping[str, tuple[str, tuple[int, ...]]], device: torch.device | None) -> None:
+        self._tables, self._begins, end = dict(tables), dict[str, int](), 0
+        for name, (dtype, shape) in tables.items():
+            self._begins[name] = end
+            end += -(-math.prod(shape) * np.dtype(dtype).itemsize // 4 // ALIGNMENT) * ALIGNMENT
+        self.device, self._where, self._words = device, list[npt.NDArray[np.int64]](), list[npt.NDArray[np.int32]]()
+        if device is None:
+            self._all: Any = np.zeros(end, np.int32)
+            self._host: Any = self._all
+        else:
+            import torch
+
+            self._all = torch.zeros(end, dtype=torch.int32, device=device)
+            self._host = self._all.numpy() if device.type == "cpu" else None
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The table, in the memory that `put` changes."""
+        dtype, shape = self._tables[name]
+        begin, size = self._begins[name], math.prod(shape) * np.dtype(dtype).itemsize // 4
+        own = self._all[begin : begin + size]
+        if self.device is None:
+            return own.view(dtype).reshape(shape)  # type: ignore[no-any-return]
+        import torch
+
+        return own.view(getattr(torch, dtype)).view(shape)  # type: ignore[no-any-return]
+
+    def put(self, name: str, where: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
+        """Write `values` [n], of the table's type, to the places `where` [n] of the table, seen as flat. On a GPU it is done by
+        `flush`, and no place may be written twice before it."""
+        if not len(where):
+            return
+        words, at = values.view(np.int32), self._begins[name] + where
+        if values.itemsize == 8:
+            at = (self._begins[name] + 2 * where[:, None] + np.arange(2)).reshape(-1)
+        if self._host is not None:
+            self._host[at] = words
+        else:
+            self._where.append(at)
+            self._words.append(words)
+
+    def flush(self) -> None:
+        """Write what was put."""
+        if not self._where:
+            return
+        import torch
+
+        where, words = np.concatenate(self._where), np.concatenate(self._words)
+        self._where.clear()
+        self._words.clear()
+        count = len(words)
+        given = upload(np.concatenate((where.view(np.int32), words)), self.device)
+        self._all.index_copy_(0, given[: 2 * count].view(torch.int64), given[2 * count :])
+
+
+def upload(array: npt.NDArray[Any], device: torch.device | None) -> Tensor:
+    """A host array on the device; on a GPU through pinned memory, so that the copy does not wait for the stream.
+
+    torch's caching host allocator keeps the pinned memory until the copy that reads it is done. Without a device the array is
+    returned.
+    """
+    if device is None:
+        return array  # type: ignore[return-value]
+    import torch
+
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
