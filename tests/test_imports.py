@@ -28,7 +28,7 @@ FILES = {
 PUBLIC = {f"slipstream.{name}": module for name, module in slipstream._PUBLIC.items()}
 BASE = (
     *("errors", "arguments", "locks", "files", "spec", "sampling_params", "outputs", "stats", "types"),
-    *("config", "hub", "plan"),
+    *("config", "hub", "plan", "start_messages"),
 )
 """Imported by all above them; among themselves, each may import those before it."""
 
@@ -36,13 +36,13 @@ PLATFORM = (*BASE, "platform")
 MAY_IMPORT = {  # part: the parts that it may import, besides itself
     **{part: BASE[:i] for i, part in enumerate(BASE)},
     # The simulator runs core's scheduler under bench's loads. Neither imports it.
-    "plan": (*BASE[:-1], "core", "bench.load", "bench.metrics", "bench.rates", "bench.workload"),
+    "plan": (*BASE[: BASE.index("plan")], "core", "bench.load", "bench.metrics", "bench.rates", "bench.workload"),
     "platform": BASE,
     "core": BASE,
     "kernels": ("errors", "spec", "platform"),
     "model": ("errors", "spec", "platform", "kernels"),
     "worker": (*PLATFORM, "kernels", "model"),
-    "engine": (*BASE, "core", "worker.executor", "worker.start_messages"),
+    "engine": (*BASE, "core", "worker.executor"),
     "server": (*BASE, "engine"),
     "frontend": (*BASE, "engine", "server", "compress.context"),
     "bench": (*BASE, "engine.llm", "engine.async_llm"),  # the public names LLM and AsyncLLM
@@ -93,7 +93,7 @@ TORCH_FREE = (
     *("worker.executor", "worker.local_executor", "worker.forward_paths", "worker.host_runner"),
     *("worker.rows", "worker.input_batch", "worker.sampler", "worker.in_flight", "worker.device"),
     *("worker.block_store", "worker.disk_tier", "worker.tiers"),
-    *("worker.cpu_choice", "worker.canary", "worker.constrained", "worker.start_messages", "engine", "server", "frontend"),
+    *("worker.cpu_choice", "worker.canary", "worker.constrained", "engine", "server", "frontend"),
     "fleet",
 )
 CIRCLES: dict[tuple[str, ...], str] = {}  # of imports that are left, to be removed: why

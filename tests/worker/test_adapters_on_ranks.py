@@ -6,8 +6,8 @@ import pytest
 
 from slipstream import LLM, LoRARequest
 from slipstream.errors import AdapterError, ConfigError
+from slipstream.start_messages import Failed
 from slipstream.worker.rank_messages import Answer, UnloadAdapter
-from slipstream.worker.start_messages import Failed
 from tests import forked_ranks
 from tests.engine.test_adapters import ALL, GREEDY, SETTINGS, adapter, build, check
 

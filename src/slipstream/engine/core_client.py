@@ -30,7 +30,7 @@ from slipstream.engine.core_process import Ready, Start, Stop, ToChild, ToParent
 from slipstream.engine.temporary import OwnedFolder
 from slipstream.errors import ConfigError, EngineDeadError, ModelError, SlipstreamError
 from slipstream.spec.description import ModelDescription
-from slipstream.worker.start_messages import Failed, Phase
+from slipstream.start_messages import Failed, Phase
 
 MAX_FAST_DEATHS = 3
 MAX_RESTART_PAUSE_S = 30.0

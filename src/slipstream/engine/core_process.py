@@ -32,6 +32,7 @@ import msgspec
 from slipstream.config import EngineArgs
 from slipstream.errors import AdapterError, EngineAsleepError, RequestError, SlipstreamError
 from slipstream.plan.hardware import bound_spinning
+from slipstream.start_messages import Failed, Phase, Started
 from slipstream.stats import EngineStats
 from slipstream.types import (
     BeamsOutput,
@@ -43,7 +44,6 @@ from slipstream.types import (
     TokenOutput,
     VectorOutput,
 )
-from slipstream.worker.start_messages import Failed, Phase, Started
 
 if TYPE_CHECKING:
     import zmq

@@ -52,6 +52,7 @@ from slipstream.plan.hardware import available_cores, gpus
 from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.parallel import uneven_parts
+from slipstream.start_messages import Phase, Started
 from slipstream.stats import AdapterStats, ExpertTokens
 from slipstream.types import LoRARequest, Plan, StepPlan, StepResult, StepTime, TextsPlan, TokenMask
 from slipstream.worker.adapter_places import AdapterPlaces
@@ -82,7 +83,6 @@ from slipstream.worker.rank_messages import (
     UnloadAdapter,
     WarmUp,
 )
-from slipstream.worker.start_messages import Phase, Started
 
 _logger = logging.getLogger("slipstream.engine")
 

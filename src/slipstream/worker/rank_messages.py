@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from slipstream.config import DeviceInfo, EngineArgs
+from slipstream.start_messages import Failed, Phase, Started
 from slipstream.stats import AdapterStats, ExpertTokens
 from slipstream.types import (
     Extra,
@@ -31,7 +32,6 @@ from slipstream.types import (
     TextsPlan,
     TextVectors,
 )
-from slipstream.worker.start_messages import Failed, Phase, Started
 
 
 class Begin(msgspec.Struct, tag=True):

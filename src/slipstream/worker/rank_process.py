@@ -28,6 +28,7 @@ from slipstream.errors import AdapterError, EngineError, SlipstreamError
 from slipstream.hub import machine_folder
 from slipstream.plan.hardware import bound_spinning
 from slipstream.platform import Rendezvous
+from slipstream.start_messages import Failed, Phase, Started
 from slipstream.types import StepPlan, StepResult, TextsPlan, TokenMask
 from slipstream.worker.constrained import AwaitingMask
 from slipstream.worker.device import detect
@@ -59,7 +60,6 @@ from slipstream.worker.rank_messages import (
     UnloadAdapter,
     WarmUp,
 )
-from slipstream.worker.start_messages import Failed, Phase, Started
 
 _logger = logging.getLogger("slipstream.engine")
 
