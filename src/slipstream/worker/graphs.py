@@ -74,9 +74,9 @@ FIRST_DECODES = 64
 """All sizes of decodes up to it are captured at the start: a batch that ends passes through each. Of the larger ones powers of
 two are, the largest, and rows for drafts."""
 
-FIRST_MIXED = ((64, 1024), (64, 384), (64, 128), (0, 256), (0, 128))
-"""Mixed graphs of the start have room for so much at most. Many steps fit into them until their own is captured. Those without
-decodes are for a first request while nothing else runs: 64 decodes of padding take 1 ms."""
+FIRST_MIXED = ((64, 1024), (64, 384), (64, 128), (0, 128))
+"""Mixed graphs of the start have room for so much at most. Many steps fit into them until their own is captured. The last one
+is for a short prompt alone: on an H200 64 decodes of padding take 1 ms."""
 
 FIRST_VERIFIED = ((8, 1024), (8, 768), (8, 512), (8, 256))
 """The same where drafts are verified, too: beside a prompt, sequences with drafts take the room of prompts, and few have none.
@@ -425,14 +425,17 @@ class StepGraphs(Graphs, Forward):
     # --- What is captured ---------------------------------------------------------------------------------------------
 
     def _forward(self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        if self._pipe is None:
-            return self.forwards.hidden(token_ids, kv, meta)
+        """A stage's part receives and sends nothing: that is done around the replay."""
         decoder = self.forwards.decoder
-        decoder.pipe = StagePipe(self._incoming)
+        if self._pipe is not None:
+            decoder.pipe = StagePipe(self._incoming)
         try:
-            return self.forwards.hidden(token_ids, kv, meta)
+            return self._hidden_states(size, token_ids, kv, meta)
         finally:
             decoder.pipe = self._pipe
+
+    def _hidden_states(self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
+        return self.forwards.hidden(token_ids, kv, meta)
 
     def _before_replay(self, size: Size, plan: StepPlan) -> None:
         """Inputs of what is captured beside those of every step."""
@@ -474,9 +477,9 @@ class SharedPrefixGraphs(StepGraphs):
         self._shared[size] = torch.from_numpy(shared_prefixes((), size[0])).to(self.platform.device)
         return super()._capture(size, idle, forward)
 
-    def _forward(self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
+    def _hidden_states(self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         shared = SharedPrefixes(*self._shared[size].unbind(0))
-        return super()._forward(size, token_ids, kv, meta.sharing(shared))
+        return super()._hidden_states(size, token_ids, kv, meta.sharing(shared))
 
     def _before_replay(self, size: Size, plan: StepPlan) -> None:
         host = shared_prefixes(plan.shared, size[0])
@@ -512,7 +515,7 @@ class AdapterGraphs(StepGraphs):
         if self._parts:
             super().capture()
 
-    def _forward(self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
+    def _hidden_states(self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         return self.forwards.adapted.hidden(token_ids, kv, meta, self._tokens_of(size))
 
     def _capture(self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]) -> Captured:

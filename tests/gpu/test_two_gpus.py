@@ -1,0 +1,98 @@
+"""Adapters, draft heads and pictures over two GPUs answer as on one.
+
+Run on a machine with two: pytest -m gpu tests/gpu/test_two_gpus.py. Models are tiny and in float32, so that sums in another
+order leave the tokens as they are.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream import LLM, LoRARequest, SamplingParams
+from tests import adapters, draft_heads, tiny_models, vision_models
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+]
+SPLITS = ["tensor_parallel_size", "pipeline_parallel_size"]
+SIZES = dict(dtype="float32", max_model_len=128, max_num_seqs=16, kv_cache_bytes=2**26)
+SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=16, ignore_eos=True)
+PROMPTS = [{"prompt_token_ids": [(7 * i + s) % 250 + 3 for i in range(5 + 3 * s)]} for s in range(12)]
+
+
+def answers(llm, sampling=GREEDY, prompts=PROMPTS, **more):
+    return [o.outputs[0].token_ids for o in llm.generate(prompts, sampling, progress=False, **more)]
+
+
+def of_one_and_two(path, split, answer, **settings):
+    """What `answer` gives of one GPU, and of two."""
+    found = []
+    for how in ({}, {split: 2}):
+        with LLM(str(path), **SIZES, **settings, **how) as llm:
+            found.append(answer(llm))
+    return found
+
+
+@pytest.fixture(scope="module")
+def with_adapters(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    hf = tiny_models.build_with_tokenizer(folder / "base", intermediate_size=128, **SHAPE)
+    for n in (1, 2, 3):
+        hf = adapters.write(hf, folder / f"lora{n}", seed=n).unload()
+    return folder
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_adapters(with_adapters, split):
+    wanted = [LoRARequest(f"a{s % 4}", s % 4, str(with_adapters / f"lora{s % 4}")) if s % 4 else None for s in range(12)]
+
+    def answer(llm):
+        return [answers(llm, lora_request=wanted) for _ in range(3)]  # later rounds have their graphs
+
+    one, two = of_one_and_two(with_adapters / "base", split, answer, enable_lora=True, max_loras=3, max_lora_rank=8)
+    assert two == one
+    assert len({str(tokens) for tokens in one[0]}) == 12
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa", "peagle", "dflash", "smaller"])
+def test_drafts(tmp_path, kind):
+    """Each GPU has the whole head. As many drafts are right as on one."""
+    method, write = draft_heads.BY_KIND.get(kind, ("draft", None))
+    model, head = tmp_path / "model", tmp_path / "head"
+    tiny_models.write(model, "llama", num_hidden_layers=6, initializer_range=0.1, **SHAPE)
+    if write is None:
+        tiny_models.build_near(head, num_hidden_layers=6, initializer_range=0.1, noise=0.05, **SHAPE)
+    else:
+        write(head, sizes=SHAPE)
+
+    def answer(llm):
+        found, stats = [answers(llm, sampling) for sampling in (GREEDY, DRAWN)], llm.stats()
+        return found, stats.spec_draft_tokens, stats.spec_accepted_tokens
+
+    config = {"method": method, "num_speculative_tokens": 3, "model": str(head), "quantization": "none"}
+    if write is None:
+        del config["quantization"]
+    settings = {"speculative_config": config, "skip_tokenizer_init": True}
+    one, two = of_one_and_two(model, "tensor_parallel_size", answer, **settings)
+    assert two == one
+    assert one[1] > 0
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("family", ["smolvlm", "gemma3", "qwen2_5_vl"])
+def test_pictures(tmp_path, family, split):
+    vision_models.build_vision(tmp_path, family, seed=3)
+    pictures = [vision_models.picture(4), vision_models.picture(5, 64, 64)]
+    text = " and ".join(vision_models.PLACEHOLDER[family] for _ in pictures)
+    prompts = [{"prompt": f"ab {text} cd?", "multi_modal_data": {"image": pictures}}, {"prompt": "just words, some of them"}]
+    sizes = {"max_model_len": None, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    found = []
+    for how in ({}, {split: 2}):
+        with LLM(str(tmp_path), **{**SIZES, **sizes}, **how) as llm:
+            found.append([answers(llm, prompts=[*prompts, prompts[0]]) for _ in range(2)])
+    assert found[1] == found[0]
+    assert found[0][0][0] == found[0][0][2]
