@@ -30,7 +30,7 @@ from slipstream.fleet.baselines import Enova, Fixed, Planned, RayServe
 from slipstream.fleet.capacity import RecentCapacity
 from slipstream.fleet.forecast import SPEEDS, Forecast
 from slipstream.fleet.replay import ColdStart, Fleet, Replayed
-from slipstream.plan.capacity import Objectives
+from slipstream.plan.capacity import LatencyObjectives
 from slipstream.plan.devices import find_device
 from slipstream.plan.engines import plan_engine
 from slipstream.plan.simulate import SimulatedEngine
@@ -55,7 +55,7 @@ class Asked:
     name = "slipstream"
 
     def __init__(self, engine: SimulatedEngine, limits: ScalingLimits, cold_start_s: float, **more: Any) -> None:
-        objectives = Objectives(limits=LIMITS, attainment=ATTAINMENT)
+        objectives = LatencyObjectives(limits=LIMITS, attainment=ATTAINMENT)
         self.capacity = RecentCapacity(engine, parse_workload("sharegpt"), objectives)
         self.policy = Autoscaler(
             self.capacity.replicas_for, limits=limits, interval_s=INTERVAL_S, cold_start_s=cold_start_s, **more

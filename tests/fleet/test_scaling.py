@@ -14,7 +14,7 @@ import pytest
 from slipstream.errors import ConfigError
 from slipstream.fleet import scaling as scaling_module
 from slipstream.fleet.capacity import FleetCapacity
-from slipstream.fleet.config import Autoscale, Objectives, check, pools
+from slipstream.fleet.config import Autoscale, ScalingObjectives, check, pools
 from slipstream.fleet.scaler import ColdStarts, Now, Scaler, Tally, make
 from slipstream.fleet.scaling import Scaling
 from slipstream.server.record import RequestRecord
@@ -23,7 +23,7 @@ from tests.fleet.running import ENGINE, fleet_of, running, version
 from tests.fleet.stubs import stubbed
 from tests.waiting import PATIENCE_S
 
-OBJECTIVES = Objectives(ttft_s=2.0, itl_s=0.1)
+OBJECTIVES = ScalingObjectives(ttft_s=2.0, itl_s=0.1)
 AUTOSCALE = {"objectives": {"ttft_s": 2.0, "itl_s": 0.1}}
 
 
@@ -258,7 +258,7 @@ def test_each_version_is_scaled_by_its_own_requests(tiny, tmp_path, monkeypatch)
 def test_objectives_that_no_replica_meets_are_refused(tiny):
     (spec,) = pools(fleet_with(tiny, 1, 2))
     with pytest.raises(ConfigError, match="for a request alone") as refused:
-        make(spec, Autoscale(), Objectives(ttft_s=1e-6))
+        make(spec, Autoscale(), ScalingObjectives(ttft_s=1e-6))
     assert refused.value.field == "models.tiny.autoscale.objectives"
 
 

@@ -24,7 +24,7 @@ from slipstream.optimize import run
 from slipstream.optimize.candidates import NOTHING, Candidate, Result, Space
 from slipstream.optimize.prior import bits_of, guessed_kl, simulated_prior
 from slipstream.optimize.run import Measurer, QualityLoss, parse_quality_loss, parse_seconds
-from slipstream.optimize.traffic import Traffic, parse_traffic
+from slipstream.optimize.traffic import RecordedTraffic, parse_traffic
 from slipstream.optimize.worker import task_loss
 from slipstream.plan.devices import find_device
 from slipstream.plan.hardware import available_cores
@@ -136,7 +136,7 @@ def test_the_fastest_that_meets_the_objectives_else_the_nearest():
 
 
 def measurer(folder, **more):
-    traffic = Traffic(source="8/4", lengths=((8, 4),), arrivals="burst")
+    traffic = RecordedTraffic(source="8/4", lengths=((8, 4),), arrivals="burst")
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
@@ -237,7 +237,7 @@ def test_a_compression_that_loses_too_much_is_not_run(tmp_path, monkeypatch):
 
 def test_the_prior_knows_bits_and_batches():
     folder = Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-3-8b"
-    traffic = Traffic(source="2000/32", lengths=((2000, 32),) * 8, arrivals="closed:8")
+    traffic = RecordedTraffic(source="2000/32", lengths=((2000, 32),) * 8, arrivals="closed:8")
     base = EngineArgs(model=str(folder), device="cpu", max_model_len=4096)
     prior = simulated_prior(base, read_spec(folder), traffic, find_device("h200"))
 
@@ -258,7 +258,7 @@ def test_the_prior_knows_bits_and_batches():
 
 def test_the_prior_knows_forms():
     folder = Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-3-8b"
-    traffic = Traffic(source="2000/32", lengths=((2000, 32),) * 16, arrivals="closed:16")
+    traffic = RecordedTraffic(source="2000/32", lengths=((2000, 32),) * 16, arrivals="closed:16")
     base = EngineArgs(model=str(folder), max_model_len=4096)
     gpu, cpu = (simulated_prior(base, read_spec(folder), traffic, find_device(name)) for name in ("h200", "cpu-2-avx512"))
 

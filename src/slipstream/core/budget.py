@@ -153,7 +153,7 @@ class SizeCost:
     step: int
 
 
-class StepCost:
+class LearnedStepCost:
     """The time of a step, learned."""
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ class Pace:
         """`padded`: of the graphs that steps run in. None: a step computes its tokens and no more."""
         self.target_s = target_s
         self._padded = padded
-        self.cost = StepCost()
+        self.cost = LearnedStepCost()
         self._in_flight: dict[int, tuple[float, StepSize]] = {}
         self._last_end = float("-inf")
         self._since_probe = PROBE_EVERY  # steps with decodes and prompts since one without prompts

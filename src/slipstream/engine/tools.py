@@ -39,7 +39,7 @@ from slipstream.types import FinishReason, StructuredOutputsParams
 Choice = Literal["auto", "none", "required"]
 
 
-class Tokenizer(Protocol):
+class GrammarTokenizer(Protocol):
     """What grammars need of a tokenizer."""
 
     @property
@@ -129,7 +129,7 @@ class Reading:
         parser = self.parser()
         return message_of(parser.feed(text) + parser.finish())
 
-    def shows(self, tokenizer: Tokenizer) -> bool:
+    def shows(self, tokenizer: GrammarTokenizer) -> bool:
         """Whether the parser looks for special tokens."""
         markers = (*(self.form.markers if self.form else ()), *(self.think or ()))
         return any(_special(tokenizer, marker) is not None for marker in markers)
@@ -151,7 +151,7 @@ class Reading:
             except RequestError as error:
                 raise RequestError(error.message, field=field) from None
 
-    def structured(self, asked: StructuredOutputsParams | None, tokenizer: Tokenizer) -> StructuredOutputsParams | None:
+    def structured(self, asked: StructuredOutputsParams | None, tokenizer: GrammarTokenizer) -> StructuredOutputsParams | None:
         """The grammar of the answers."""
         writer = Writer(lambda text: _special(tokenizer, text))
         before = self._before(writer)
@@ -185,7 +185,7 @@ class Reading:
         return f"({writer.text(begin)} {writer.up_to(end)} {writer.spaces()})?"
 
 
-def _special(tokenizer: Tokenizer, text: str) -> int | None:
+def _special(tokenizer: GrammarTokenizer, text: str) -> int | None:
     """The id of a special token by its text."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return ids[0] if len(ids) == 1 and ids[0] in tokenizer.special_ids else None

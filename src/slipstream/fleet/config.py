@@ -80,7 +80,7 @@ class Version(Spec, frozen=True, kw_only=True):
     step_s: Seconds = 0.02
 
 
-class Objectives(Spec, frozen=True, kw_only=True):
+class ScalingObjectives(Spec, frozen=True, kw_only=True):
     """What an autoscaler keeps for 99 of 100 requests: seconds to the first token, and between tokens, in a request's mean."""
 
     ttft_s: Seconds | None = None
@@ -91,7 +91,7 @@ class Autoscale(Spec, frozen=True, kw_only=True):
     """The head changes the number of replicas between their `min` and `max`. With `min: 0`, requests that come while there is
     none wait at the gateway: `max_waiting` of them, `wait_s` each."""
 
-    objectives: Objectives | None = None  # the fleet's
+    objectives: ScalingObjectives | None = None  # the fleet's
     interval_s: Seconds = 10.0  # between decisions
     hold_s: Seconds = 60.0  # fewer only when fewer were enough for so long
     idle_s: Seconds = 600.0  # none after so long without requests, if `min` is 0
@@ -169,7 +169,7 @@ class Fleet(Spec, frozen=True, kw_only=True):
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 30.0
     start_timeout_s: Seconds = 600.0
     router: Routing = Routing()
-    objectives: Objectives = Objectives()
+    objectives: ScalingObjectives = ScalingObjectives()
     tls: Tls | Literal["auto"] | None = None
 
 

@@ -8,7 +8,7 @@
 5. If no replica can take a request, it waits at the gateway, `queue_s` at most.
 6. A request whose first token takes longer than `first_token_s`, or its next one longer than `next_token_s`, goes to another
    replica though its own lives: it counts as lost there. The progress of an answer that is not streamed comes by
-   `Answer.on_interim`.
+   `UpstreamConnection.on_interim`.
 7. A shadow request has no client: it has one try, counts in no budget, and nothing waits for it.
 8. A line of a batch goes to a replica that has no requests of clients, or does not go yet (`fleet.batches`).
 """
@@ -30,7 +30,7 @@ from slipstream.fleet.members import Members, Replica, Version
 from slipstream.fleet.prompts import chain
 from slipstream.fleet.router import Decision
 from slipstream.fleet.streams import ELSEWHERE, Marked, error_event
-from slipstream.fleet.upstream import Answer, UpstreamError
+from slipstream.fleet.upstream import UpstreamConnection, UpstreamError
 from slipstream.server.errors import ApiError, overloaded, unavailable
 from slipstream.server.fleet import BATCH
 from slipstream.server.metrics import Metrics
@@ -426,7 +426,7 @@ class Opened:
 
     def __init__(self, version: Version, replica: Replica, decision: Decision, call: Call) -> None:
         self.version, self.replica, self.decision, self._is_line = version, replica, decision, call.is_line
-        self.answer: Answer | None = None
+        self.answer: UpstreamConnection | None = None
         self.first: bytes | None = None  # of a stream
         self.whole: bytes | None = None
         self._sent = time.monotonic()
@@ -480,7 +480,7 @@ def _about(record: RequestRecord) -> bytes:
     return about.encode()
 
 
-def _refused(status: int, body: bytes, answer: Answer) -> Elsewhere:
+def _refused(status: int, body: bytes, answer: UpstreamConnection) -> Elsewhere:
     """A replica's answer that another may better."""
     try:
         told = msgspec.json.decode(body)["error"]

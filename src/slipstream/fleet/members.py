@@ -30,7 +30,7 @@ from slipstream.fleet.router import ReplicaState, Router
 from slipstream.fleet.scaler import Tally
 from slipstream.fleet.upstream import Pool, UpstreamError
 from slipstream.server.fleet import HEADER, FromReplica, ReplicaLoad
-from slipstream.server.metrics import Counts
+from slipstream.server.metrics import MetricCounts
 from slipstream.stats import EngineStats
 
 logger = logging.getLogger("slipstream.fleet")
@@ -55,7 +55,7 @@ class Replica:
         self.adapters = spec.adapters
         self.load: ReplicaLoad | None = None  # the last that its engine answered to
         self.is_up = True  # its engine answers
-        self.counts: Counts | None = None
+        self.counts: MetricCounts | None = None
         self._adapter_roots: dict[str, bytes] = {}  # of adapters that were used
         self._hearing = asyncio.create_task(self._hear())
 

@@ -21,7 +21,7 @@ import msgspec
 from slipstream.errors import EngineError, as_error
 from slipstream.fleet.certificates import Files
 from slipstream.fleet.config import PoolSpec
-from slipstream.fleet.replica import Failed, Serving, Setup
+from slipstream.fleet.replica import Failed, ReplicaSetup, Serving
 
 _GRACE_S = 10.0
 
@@ -132,7 +132,7 @@ class Processes:
             assert process.stdout is not None
             is_gentle = self._some_serve and await _give_share(process.pid, START_NICE)
             saying = asyncio.ensure_future(process.stdout.readline())
-            process.stdin.write(msgspec.json.encode(Setup(dataclasses.replace(args), settings)) + b"\n")
+            process.stdin.write(msgspec.json.encode(ReplicaSetup(dataclasses.replace(args), settings)) + b"\n")
             if is_gentle:
                 await asyncio.wait({saying}, timeout=GENTLE_S)
                 await _give_share(process.pid, 0)

@@ -41,18 +41,18 @@ from slipstream.frontend.control import (
     Drain,
     EngineDied,
     Failed,
+    FrontEndSetup,
     GetCounts,
     GetTotals,
     HaveCounts,
     Listen,
     Serving,
-    Setup,
     ToSupervisor,
     Totals,
 )
 from slipstream.hub import resolve_model
 from slipstream.plan.memory import MemoryLedger
-from slipstream.server.load import Load
+from slipstream.server.load import ServerLoad
 from slipstream.server.metrics import Metrics
 from slipstream.server.rates import forget_front_end
 from slipstream.server.run import stop_signals
@@ -164,7 +164,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._folder = socket_folder()
         self._settings = dataclasses.replace(settings, shared_dir=self._folder.path)
-        self._load_fd = _shared_memory(Load.size(num_front_ends))
+        self._load_fd = _shared_memory(ServerLoad.size(num_front_ends))
         self._load = mmap.mmap(self._load_fd, 0)
         listener.setblocking(False)
 
@@ -270,7 +270,7 @@ class Supervisor:
             process.wait()
             raise
         number = next(self._numbers)
-        channel.send(Setup(number, slot, self._engines, self._settings, self._shortens))
+        channel.send(FrontEndSetup(number, slot, self._engines, self._settings, self._shortens))
         front_end = self._front_ends[slot] = FrontEnd(number, slot, process, channel)
         if self._stopping.is_set():
             process.kill()  # the signal came before the process could get the message
@@ -304,7 +304,7 @@ class Supervisor:
         front_end.process.stdin.close()
         front_end.channel.close()
         del self._front_ends[front_end.slot]
-        Load(memoryview(self._load), front_end.slot).clear()
+        ServerLoad(memoryview(self._load), front_end.slot).clear()
         forget_front_end(self._folder.path, front_end.slot)
         self._ended.add(front_end.counts)
         front_end.took_counts()

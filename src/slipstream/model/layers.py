@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from slipstream.kernels.weights import Activations, Linear
     from slipstream.platform import Group, Pipe, SumBeside
 
-    Pending: TypeAlias = "Tensor | Part | Arriving | Pair"
+    Pending: TypeAlias = "Tensor | PartialSum | Arriving | Pair"
     """What is to be added to the residual before the next norm."""
 
 
@@ -223,7 +223,7 @@ class Partition:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartialSum:
     """This rank's part of a sum over `group`. Sum and next norm are one op."""
 
     x: Tensor
@@ -238,7 +238,7 @@ class Arriving:
     pieces: Sequence[slice]
 
 
-SUMS = (Part, Arriving, Pair)
+SUMS = (PartialSum, Arriving, Pair)
 """What is pending may be one of several tensors."""
 
 
@@ -294,7 +294,7 @@ class Layer:
             for_mlp = ops.norm(residual, n["mlp_norm"], inputs=to_mlp)[0] if "mlp_norm" in n else rows
             if self.attention_ranks is self.mlp_ranks and not shared:  # one sum for both
                 attended, fed = self.attention(ops, rows, kv, meta), self._fed(ops, for_mlp, kv, meta)
-                both = ops.joined(attended, fed) if self.mlp_ranks is None else Part(attended + fed, self.mlp_ranks)
+                both = ops.joined(attended, fed) if self.mlp_ranks is None else PartialSum(attended + fed, self.mlp_ranks)
                 return _scaled(ops, both, scale), residual
             return _scaled(ops, whole(ops, attend(rows)) + whole(ops, feed(for_mlp)), scale), residual
         rows, residual = self._before("pre_attention", ops, pending, residual, to_attention)
@@ -308,7 +308,7 @@ class Layer:
     def _pieces(self, ops: OpSet, pending: Pending) -> Sequence[slice]:
         """Those of `_in_pieces`; none: the layer is not one for it, or the step is too short."""
         ranks = self.attention_ranks
-        if ranks is None or ranks is not self.mlp_ranks or self.shares_tokens or isinstance(pending, Part | Pair):
+        if ranks is None or ranks is not self.mlp_ranks or self.shares_tokens or isinstance(pending, PartialSum | Pair):
             return ()
         pieces = pending.pieces if isinstance(pending, Arriving) else ops.pieces(pending, ranks)
         return pieces if pieces and self.spec.is_plain else ()
@@ -458,7 +458,7 @@ def _norm(
     if isinstance(pending, Arriving):
         assert residual is not None
         return ops.norm_arriving(pending.sums, norm, residual=residual, inputs=inputs)
-    if isinstance(pending, Part):
+    if isinstance(pending, PartialSum):
         return ops.all_reduce_norm(pending.x, norm, group=pending.group, residual=residual, inputs=inputs)
     if isinstance(pending, Pair):
         return ops.norm_pair(pending, norm, residual=residual, inputs=inputs)
@@ -473,12 +473,12 @@ def _sum(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
 def _state(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
     """`_sum`, for a reader before the layer that comes to it, too."""
     assert not isinstance(pending, Arriving)  # which are read once: no sums go on beside products where a head reads states
-    h = ops.sum_of_parts(pending.x, group=pending.group) if isinstance(pending, Part) else whole(ops, pending)
+    h = ops.sum_of_parts(pending.x, group=pending.group) if isinstance(pending, PartialSum) else whole(ops, pending)
     return h if residual is None else h + residual
 
 
 def _of_ranks(h: Tensor, ranks: Group | None) -> Pending:
-    return h if ranks is None else Part(h, ranks)
+    return h if ranks is None else PartialSum(h, ranks)
 
 
 def whole(ops: OpSet, h: Pending) -> Tensor:
@@ -487,7 +487,7 @@ def whole(ops: OpSet, h: Pending) -> Tensor:
         return ops.sum_arriving(h.sums)
     if isinstance(h, Pair):
         return h.x + h.y
-    return ops.all_reduce(h.x, group=h.group) if isinstance(h, Part) else h
+    return ops.all_reduce(h.x, group=h.group) if isinstance(h, PartialSum) else h
 
 
 def _scaled(ops: OpSet, x: Pending, scale: float) -> Pending:

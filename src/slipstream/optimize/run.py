@@ -28,7 +28,7 @@ from slipstream.files import digest
 from slipstream.hub import resolve_model
 from slipstream.optimize.candidates import Candidate, Result, Space
 from slipstream.optimize.prior import guessed_kl
-from slipstream.optimize.traffic import Traffic
+from slipstream.optimize.traffic import RecordedTraffic
 from slipstream.plan.environment import plain
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.scheme import SCHEMES
@@ -228,7 +228,7 @@ class Measurer:
     and what was found. Called with a candidate it gives its result; an engine that fails raises."""
 
     base: EngineArgs
-    traffic: Traffic
+    traffic: RecordedTraffic
     objectives: Mapping[str, float]
     limits: QualityLoss
     folder: Path

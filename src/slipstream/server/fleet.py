@@ -45,7 +45,7 @@ from slipstream.server.auth import OPEN_ROUTES
 from slipstream.server.errors import ApiError, bad_request, response_to
 from slipstream.server.keys import Key
 from slipstream.server.limits import own_receive, read_as
-from slipstream.server.metrics import Counts
+from slipstream.server.metrics import MetricCounts
 from slipstream.server.protocol import TokenId, register
 from slipstream.server.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.state import ServerState
@@ -71,7 +71,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     num_open: int  # sequences of open requests
     max_model_len: int
     canary_ok: bool | None = None
-    counts: Counts | None = None
+    counts: MetricCounts | None = None
 
 
 FromReplica: TypeAlias = CacheNews | ReplicaLoad
@@ -208,7 +208,7 @@ async def _news(state: ServerState) -> AsyncIterator[bytes]:
         end()
 
 
-def _load(state: ServerState, stats: EngineStats | None, *, is_up: bool, counts: Counts | None) -> ReplicaLoad:
+def _load(state: ServerState, stats: EngineStats | None, *, is_up: bool, counts: MetricCounts | None) -> ReplicaLoad:
     engine = state.engine
     return ReplicaLoad(
         stats=stats,

@@ -266,7 +266,7 @@ class MoESpec:
 MLPSpec: TypeAlias = DenseSpec | MoESpec
 
 
-class Block:
+class TransformerBlock:
     """How a layer's attention and MLP are normed and added to the residual."""
 
     __slots__ = ()
@@ -278,7 +278,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequentialBlock(Block):
+class SequentialBlock(TransformerBlock):
     """h += post_attention(attention(pre_attention(h))); h += post_mlp(mlp(pre_mlp(h))), where any of the norms may be None.
 
     Most models have the two `pre` norms, OLMo 2 the two `post` norms, Gemma 2 all four. `pre_cross` is for cross attention,
@@ -293,7 +293,7 @@ class SequentialBlock(Block):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PostNormBlock(Block):
+class PostNormBlock(TransformerBlock):
     """h = attention_norm(h + attention(h)); h = mlp_norm(h + mlp(h)), as in Vaswani et al. 2017 (BERT, OPT 350M)."""
 
     attention_norm: NormSpec
@@ -301,7 +301,7 @@ class PostNormBlock(Block):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelBlock(Block):
+class ParallelBlock(TransformerBlock):
     """h += attention(norm(h)) + mlp(mlp_norm(h)). Without `mlp_norm` both read norm(h) (GPT-J)."""
 
     norm: NormSpec

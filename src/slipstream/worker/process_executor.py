@@ -59,7 +59,6 @@ from slipstream.worker.base import Executor, Launched
 from slipstream.worker.device import detect
 from slipstream.worker.rank_joining import accept_ranks, parse_address
 from slipstream.worker.rank_messages import (
-    Answer,
     Begin,
     CaptureNext,
     Constrain,
@@ -76,6 +75,7 @@ from slipstream.worker.rank_messages import (
     Meeting,
     Question,
     RankFailed,
+    Reply,
     Result,
     Sampled,
     ToRank,
@@ -341,7 +341,7 @@ class ProcessExecutor(Executor):
         except OSError:
             self._die()
 
-    def _ask(self, question: Question, count: int | None = None) -> list[Answer]:
+    def _ask(self, question: Question, count: int | None = None) -> list[Reply]:
         """The answers, `count` of them; None: one of each stage."""
         with self._asking:
             self._broadcast(question)
@@ -436,7 +436,7 @@ class Mailbox:
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self.results: dict[int, StepResult] = {}
         self._start: deque[tuple[Rank, Meeting | Phase | Started]] = deque()
-        self._answers: deque[Answer] = deque()
+        self._answers: deque[Reply] = deque()
         self._failures: list[RankFailed] = []
         self._expected: set[int] = set()  # steps whose results somebody will want
         self._arrived = threading.Condition()
@@ -462,7 +462,7 @@ class Mailbox:
     def next_of_start(self) -> tuple[Rank, Meeting | Phase | Started] | None:
         return self._start.popleft() if self._start else None
 
-    def next_answer(self) -> Answer | None:
+    def next_answer(self) -> Reply | None:
         return self._answers.popleft() if self._answers else None
 
     def wait_for(self, find: Callable[[], T | None]) -> T | None:
@@ -499,7 +499,7 @@ class Mailbox:
             if message.step_id in self._expected:
                 self._expected.discard(message.step_id)
                 self.results[message.step_id] = message.step
-        elif isinstance(message, Answer):
+        elif isinstance(message, Reply):
             self._answers.append(message)
         elif isinstance(message, Meeting | Phase | Started):
             self._start.append((rank, message))
