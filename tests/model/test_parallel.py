@@ -221,7 +221,7 @@ def test_the_parts_make_up_the_whole(tmp_path, family):
                     for first, last in cut.columns or ((0, own.shape[-1]),) if own.dim() == 3 else ((0, 1),):
                         part = own[:, a:b, first:last] if own.dim() == 3 else own[:, a:b]
                         part += 1
-                held = cut.count * cut.held(size)
+                held = cut.count * cut.local_rows(size)
                 assert shape[0] in (held, shard.vocabulary(spec.vocab_size)), name
             assert (seen > 0).all(), name
 

@@ -198,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
             text={"source": text.source, "context": context, "stride": context, "num_windows": text.num_windows},
             task_limit=args.task_limit,
             files=[path for path in named if path.exists()],
-            told=progress.set_phase,
+            on_phase=progress.set_phase,
         )
         prior = simulated_prior(base, description, traffic, this_hardware(args.device, args.num_threads))
         known = measuring.read_results(measurer, space)

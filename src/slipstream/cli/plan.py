@@ -213,14 +213,14 @@ def describe(
 
 def measure(settings: EngineArgs, description: ModelDescription) -> dict[str, Any]:
     """Measure this machine's steps of the model and its ceilings, and keep them."""
-    from slipstream.plan.tables import keep_ceilings, keep_table
+    from slipstream.plan.tables import keep_table, write_ceilings
     from slipstream.worker.ceilings import disk_rate
 
     table, ceilings = measure_table(settings, description)
     if (disk := disk_rate(description.path)) is not None:
         ceilings["disk"] = disk
     of = table.identity
-    keep_ceilings(of["device"], of["num_threads"] or 0, ceilings)
+    write_ceilings(of["device"], of["num_threads"] or 0, ceilings)
     return {
         "path": keep_table(table).name,
         "num_steps": len(table.points),

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     folder = _folder(args.out or file.with_suffix(""))
     with shown(Progress(f"sweep {grid.name}")) as progress:
         try:
-            rows = run_sweep(grid, folder, retry=args.retry, told=progress.update)
+            rows = run_sweep(grid, folder, retry=args.retry, on_row=progress.update)
         except KeyboardInterrupt:
             say("slipstream: interrupted; what was measured is kept, and the same command goes on from there")
             raise

@@ -20,7 +20,7 @@ import msgspec
 
 from slipstream.config import EngineArgs
 from slipstream.core.prefix_cache import KEY_BYTES
-from slipstream.engine.core_process import CacheNews
+from slipstream.engine.core_process import CacheEvents
 from slipstream.fleet.config import Autoscale, Between, Fleet, Model, PoolSpec, pools
 from slipstream.fleet.config import Version as VersionSpec
 from slipstream.fleet.figures import summed
@@ -116,7 +116,7 @@ class Replica:
 
     def _take(self, news: FromReplica) -> None:
         router = self.version.router
-        if isinstance(news, CacheNews):
+        if isinstance(news, CacheEvents):
             self.root_key, self.block_size, self._adapter_roots = news.root_key, news.block_size, news.adapters
             stored, removed = _keys(news.stored), _keys(news.removed)
             if news.whole:

@@ -94,7 +94,7 @@ class SharedCore:
     """One engine process. Front ends that listen are attached when it is ready."""
 
     def __init__(self, index: int, args: EngineArgs, tell: Callable[[EngineDied], None]) -> None:
-        self.args, self.index, self._tell = args, index, tell
+        self.args, self.index, self._send_to_all = args, index, tell
         self.description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
         self.client = CoreClient(self, CoreSource(functools.partial(ChildLink.start, args)))
         self._paths: dict[int, str] = {}  # where front ends listen, by their numbers
@@ -135,7 +135,7 @@ class SharedCore:
         self._paths.clear()
         died = EngineDied(self.index, reason, final)
         self._stays_down = died if final else None
-        self._tell(died)
+        self._send_to_all(died)
 
 
 class Supervisor:
@@ -155,7 +155,7 @@ class Supervisor:
         engines = [settled(args) for args in engines]
         self._engines, self._shortens = engines, shortens
         self._listener, self._num_front_ends = listener, num_front_ends
-        self._cores = [SharedCore(index, args, self._tell) for index, args in enumerate(engines)]
+        self._cores = [SharedCore(index, args, self._send_to_all) for index, args in enumerate(engines)]
         self._front_ends: dict[int, FrontEnd] = {}  # by slot
         self._numbers = itertools.count(1)
         self._ended = Metrics("")  # what front ends that have ended had counted
@@ -317,7 +317,7 @@ class Supervisor:
             await asyncio.wait([f.ask_counts() for f in others], timeout=_COUNTS_TIMEOUT_S)
         asker.channel.send(Totals([self._ended.counts(), *(f.counts for f in self._front_ends.values())]))
 
-    def _tell(self, message: EngineDied) -> None:
+    def _send_to_all(self, message: EngineDied) -> None:
         for front_end in self._front_ends.values():
             front_end.channel.send(message)
 

@@ -50,7 +50,7 @@ class OpSet(ABC):
     block_types: frozenset[str] = frozenset()
     """GGUF types that `pack_weight` takes without dequantising."""
     rounded: frozenset[str] = frozenset()
-    """The products, of `spec.scheme.HELD_PRODUCTS`, whose quantised weights `pack_weight` and `pack_experts` take. Other
+    """The products, of `spec.scheme.NATIVE_PRODUCTS`, whose quantised weights `pack_weight` and `pack_experts` take. Other
     weights are expanded first."""
 
     has_host_experts = False
@@ -482,7 +482,7 @@ class OpSet(ABC):
     @abstractmethod
     def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         """`moe` with a choice that was made: weights float32 and experts int32, [T, k] each. The experts that are here
-        (`MoESpec.num_held`) count from 0; a number behind them is none, and has the weight 0."""
+        (`MoESpec.num_local_experts`) count from 0; a number behind them is none, and has the weight 0."""
 
     @abstractmethod
     def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:

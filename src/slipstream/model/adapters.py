@@ -37,7 +37,7 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 def adapted_products(decoder: Decoder) -> dict[str, Linear]:
     """The decoder's products that can have an adapter, by the names of their weights."""
     found: dict[str, Linear | None] = {}
-    for i, layer in zip(decoder.spec.held, decoder.layers, strict=True):
+    for i, layer in zip(decoder.spec.local_layers, decoder.layers, strict=True):
         a, m = layer.attention, layer.mlp
         own: dict[str, Linear | None]
         if isinstance(a, Attention):

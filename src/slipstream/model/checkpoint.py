@@ -53,7 +53,7 @@ PASSED_OVER = ("weight_shape", "input_scale", "output_scale", "k_scale", "v_scal
 """What stands beside a rounded weight and is only noted there."""
 
 
-class HeldWeights(Protocol):
+class StoredWeights(Protocol):
     """Weights that are not filled as parameters: they take a checkpoint's tensors as these are, or in their stead."""
 
     def __contains__(self, target: str) -> bool:
@@ -94,7 +94,7 @@ def fill_parameters(
     values: Mapping[str, Value],
     assign: Callable[[Value, Value, Transform | None, Shape], None],
     *,
-    held: HeldWeights | None = None,
+    held: StoredWeights | None = None,
     cache_scales: CacheScales | None = None,
 ) -> None:
     """Fill `values`, by our names, with the checkpoint's tensors, but those that `held` and `cache_scales` take.
@@ -155,7 +155,7 @@ def expands(find: Callable[[str], Placement | None], values: Container[str]) -> 
 def read_parameters(
     description: ModelDescription,
     dtype: str,
-    held: HeldWeights | None = None,
+    held: StoredWeights | None = None,
     cache_scales: CacheScales | None = None,
 ) -> dict[str, Array]:
     """All parameters of the description's model by our names, but those that `held` and `cache_scales` take: arrays of `dtype`

@@ -28,7 +28,7 @@ from slipstream.model.stored_weights import Stored
 from slipstream.model.weights import transform
 from slipstream.spec.gguf import TYPES
 from slipstream.spec.model import ModelSpec, Shape, parameters
-from slipstream.spec.native_formats import held_group
+from slipstream.spec.native_formats import native_group_size
 from slipstream.spec.parallel import Cut, Range, Shard, cuts, split_shapes, split_spec
 from slipstream.spec.parameters import Placement, Untwine
 from slipstream.spec.scheme import WeightFormat
@@ -251,7 +251,7 @@ def check_formats(local: Sharded) -> None:
             )
         if place.start % fmt.block_rows:
             raise _no_boundary(name, fmt.block_rows)
-        if held_group(fmt, *local.shapes[place.target]) is None:
+        if native_group_size(fmt, *local.shapes[place.target]) is None:
             raise _no_boundary(name, fmt.group_size or 16)
 
 

@@ -19,7 +19,7 @@ from slipstream.kernels.arrays import to_array, to_tensor
 from slipstream.model.bitmasks import made_dense
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.checkpoint import (
-    HeldWeights,
+    StoredWeights,
     expands,
     fill_named,
     fill_parameters,
@@ -63,7 +63,7 @@ def load_parameters(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    held: HeldWeights | None = None,
+    held: StoredWeights | None = None,
     cache_scales: CacheScales | None = None,
     wanted: Callable[[str], bool] = every_name,
     part: RankShard | None = None,

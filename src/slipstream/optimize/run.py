@@ -237,7 +237,7 @@ class Measurer:
     timeout_s: float = 1800.0
     compress_s: float = math.inf  # the longest that one compression may take: others are to be measured, too
     deadline: float = math.inf  # of `time.monotonic()`: what has not ended by then is stopped
-    told: Callable[[str], None] = lambda what: None
+    on_phase: Callable[[str], None] = lambda what: None
     files: Sequence[Path] = ()  # questions, texts and draft models that results follow from
     _quality: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
@@ -249,7 +249,7 @@ class Measurer:
         return digest(given, default=plain)[:16]
 
     def __call__(self, candidate: Candidate) -> Result:
-        self.told(candidate.name)
+        self.on_phase(candidate.name)
         try:
             quality = self.quality(candidate)
         except SlipstreamError as error:  # of its compression: no candidate that shares it can do better
@@ -292,7 +292,7 @@ class Measurer:
         recipe = compression.removeprefix("recipe:")
         out = self.folder / "checkpoints" / f"{Path(recipe).stem}-{self._made_of(compression)}"
         if not out.is_dir():
-            self.told(f"compressing, {compression}")
+            self.on_phase(f"compressing, {compression}")
             out.parent.mkdir(parents=True, exist_ok=True)
             words = [*WORKER, "slipstream", "compress", self.base.model, "--recipe", recipe, "--out", str(out), "--no-report"]
             words += ["--device", self.base.device]
@@ -335,7 +335,7 @@ class Measurer:
                 return self._quality[key]
             folder.mkdir(parents=True, exist_ok=True)
             args = self.args_of(Candidate(candidate.compression, tuple(settings.items())))
-            self.told(f"quality of {candidate.compression}")
+            self.on_phase(f"quality of {candidate.compression}")
             job: dict[str, Any] = {"kind": "quality", "original": dataclasses.asdict(self.base), "args": args}
             job |= {"folder": str(folder), "text": dict(self.text), "name": candidate.name, "limit": self.task_limit}
             job |= {"tasks": [name for name, _ in self.limits.tasks], "recipe": {"name": candidate.compression}}

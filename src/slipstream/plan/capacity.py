@@ -104,7 +104,7 @@ def find_capacity(
         rate = search.rate
         run = carried(engine, workload, objectives, rate, seed=seed, on_run=on_run) if rate <= 1.1 * most else None
         best = run or best
-        search.tell(run is not None)
+        search.record(run is not None)
         if search.rate is not None and search.rate < most / 1000:
             break
     return Capacity(rate=search.best, run=best, alone=alone)

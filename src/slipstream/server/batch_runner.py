@@ -307,7 +307,7 @@ class BatchRunner:
         if running:
             await asyncio.wait(running)
         if then == "expired":
-            await asyncio.to_thread(self._tell_expired, work)
+            await asyncio.to_thread(self._write_expired, work)
         status = then
 
         def close(found: Batch) -> None:
@@ -323,7 +323,7 @@ class BatchRunner:
         del self._works[work.id]
         await self._finalize(found)
 
-    def _tell_expired(self, work: Work) -> None:
+    def _write_expired(self, work: Work) -> None:
         error = {"code": "batch_expired", "message": "This request could not be executed before the completion window expired."}
         try:
             for line in work.unanswered():

@@ -110,7 +110,7 @@ class BlockAnswer(Answer):
             last.id = blake2b(f"{self.record.id} {last.index}".encode(), digest_size=12).hexdigest()
             self.blocks.append(last)
             self._closed = False
-            self._tell(self.begin, last)
+            self._add_event(self.begin, last)
         if isinstance(event, BeginCall):
             return
         self._add(last, event.text, with_logprobs=is_last)
@@ -122,14 +122,14 @@ class BlockAnswer(Answer):
         block.pieces.append(text)
         if block.kind == "text":
             block.logprobs += logprobs
-        self._tell(self.more, block, text, logprobs)
+        self._add_event(self.more, block, text, logprobs)
 
     def _close(self) -> None:
         if self.blocks and not self._closed:
             self._closed = True
-            self._tell(self.close, self.blocks[-1])
+            self._add_event(self.close, self.blocks[-1])
 
-    def _tell(self, write: Any, *args: Any) -> None:
+    def _add_event(self, write: Any, *args: Any) -> None:
         if self.stream:
             self._events.append(write(*args))
 

@@ -25,7 +25,7 @@ from slipstream.types import BeamSearchParams, LoRARequest, Prompt, Reserve, Sam
 
 if TYPE_CHECKING:
     from slipstream.engine.beams import BeamSearchOutput
-    from slipstream.engine.core_process import CacheNews
+    from slipstream.engine.core_process import CacheEvents
     from slipstream.engine.output import Sink
     from slipstream.engine.pictures import PreparedPicture
     from slipstream.server.auth import Keyring
@@ -102,7 +102,7 @@ class Engine(Protocol):
         reserve: Reserve | None = None,
         answer_token_ids: Sequence[int] = (),
     ) -> Callable[[], None]: ...
-    def watch_cache(self, watcher: Callable[[CacheNews], None]) -> Callable[[], None]: ...
+    def watch_cache(self, watcher: Callable[[CacheEvents], None]) -> Callable[[], None]: ...
     async def beam_search(
         self,
         prompt: Prompt,

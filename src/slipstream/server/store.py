@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from slipstream.errors import ConfigError
-from slipstream.server.errors import bad_request, not_kept, unavailable
+from slipstream.server.errors import bad_request, storage_error, unavailable
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class Database:
         except sqlite3.Error as error:
             is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL  # some errors have none
             failure = OSError(errno.ENOSPC if is_full else errno.EIO, f"{error}{self._remedy}")
-            raise not_kept("the server's storage failed", failure) from None
+            raise storage_error("the server's storage failed", failure) from None
 
     async def forget(self) -> None:
         """Empty the write-ahead log, where what is deleted would lie on. A reader in another process can put it off."""

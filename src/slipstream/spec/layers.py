@@ -243,7 +243,7 @@ class MoESpec:
     held: tuple[int, int] | None = None
 
     @property
-    def num_held(self) -> int:
+    def num_local_experts(self) -> int:
         """Experts whose weights are here."""
         return self.num_experts if self.held is None else self.held[1]
 
@@ -255,7 +255,7 @@ class MoESpec:
         found = linear_shapes("router", self.num_experts, hidden_size, self.router_bias)
         if self.correction:
             found["correction.weight"] = (self.num_experts,)
-        found |= self.expert.shapes(hidden_size, "experts", self.num_held)
+        found |= self.expert.shapes(hidden_size, "experts", self.num_local_experts)
         if self.shared is not None:
             found |= self.shared.mlp.shapes(hidden_size, "shared")
             if self.shared.weighed:
@@ -350,7 +350,7 @@ class LayerSpec:
         for name, shape in self.shapes(hidden_size).items():
             *stem, product, kind = name.split(".")
             if stem and kind == "weight" and product in ROUNDED:
-                copies = self.mlp.num_held if isinstance(self.mlp, MoESpec) and stem == ["experts"] else 1
+                copies = self.mlp.num_local_experts if isinstance(self.mlp, MoESpec) and stem == ["experts"] else 1
                 part: Literal["attention", "mlp"] = "attention" if stem[0] in ("attention", "cross") else "mlp"
                 found.append(WeightShape(part, shape[0] // copies, shape[1], copies))
         return tuple(found)

@@ -126,7 +126,7 @@ class Cut:
         own = self.rows[at[0] : at[-1] + 1] if at else ()
         return tuple((a, b) if a < 0 else (max(a, start) - start, min(b, stop) - start) for a, b in own)
 
-    def held(self, num_rows: int) -> int:
+    def local_rows(self, num_rows: int) -> int:
         """Rows of a copy of `num_rows` that are here, with zeros."""
         return num_rows if self.rows is None else sum(b - a for a, b in self.rows)
 
@@ -143,7 +143,7 @@ class Cut:
         """Where a tensor's part goes, of a parameter of `num_rows` rows, and which of its rows (of each copy) that part is.
         None: this rank has nothing of it."""
         size = num_rows // self.copies
-        held = self.held(size)
+        held = self.local_rows(size)
         copy, start = (0, place.start) if place.copies is not None else divmod(place.start, size)
         stop = size if place.rows is None else start + place.rows
         own = self.within(start, stop)
@@ -438,7 +438,7 @@ def _read(layer: LayerSpec, hidden_size: int) -> int:
     total, m = layer.num_parameters(hidden_size), layer.mlp
     if isinstance(m, MoESpec):
         one = sum(map(math.prod, m.expert.shapes(hidden_size).values()))
-        total -= (m.num_held - min(m.num_held, m.num_experts_per_token)) * one
+        total -= (m.num_local_experts - min(m.num_local_experts, m.num_experts_per_token)) * one
     return total
 
 

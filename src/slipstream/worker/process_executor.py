@@ -46,7 +46,7 @@ from slipstream.config import (
 from slipstream.config.engine_folder import SERVE_NAME, is_engine_folder, read_engine_folder
 from slipstream.errors import AdapterError, ConfigError, EngineError, OutOfMemoryError, SlipstreamError
 from slipstream.hub import machine_folder, resolve_model
-from slipstream.plan.estimate import held_weights_bytes, this_device
+from slipstream.plan.estimate import resident_weights_bytes, this_device
 from slipstream.plan.fit import check_weights_fit
 from slipstream.plan.hardware import available_cores, gpus
 from slipstream.plan.memory import MemoryLedger
@@ -287,7 +287,7 @@ class ProcessExecutor(Executor):
         """End the ranks, and wait until they have."""
         self._dead = self._dead or EngineError("the ranks were shut down")
         # By a thread: a rank that hangs reads nothing, and would hold us up.
-        sending = threading.Thread(target=_tell_end, args=(self._ranks,), daemon=True)
+        sending = threading.Thread(target=_send_end, args=(self._ranks,), daemon=True)
         sending.start()
         self._group.wait(END_S)
         self._finalizer()
@@ -420,7 +420,7 @@ def _beside_a_gpu(args: EngineArgs, description: ModelDescription, config: Engin
     cpu = detect("cpu", machine_folder(), num_threads=args.num_threads)
     on_cpu, on_gpu = stage_args(args, config, args.num_threads or max(1, cpu.num_threads - 1))
     own = resolve(on_cpu, description, cpu)
-    if (need := held_weights_bytes(own, description, own.parallel.shard(0))) > cpu.free_bytes:
+    if (need := resident_weights_bytes(own, description, own.parallel.shard(0))) > cpu.free_bytes:
         layers, free = config.parallel.stages[0], cpu.free_bytes / 2**30
         raise OutOfMemoryError(
             f"cpu_layers: {layers} layers take {need / 2**30:.1f} GiB, and {free:.1f} GiB of the host's memory are free; lower "
@@ -568,7 +568,7 @@ def _spawn(number: int) -> Rank:
     return Rank(number, process, Link(Connection(ours.detach()), FromRank))
 
 
-def _tell_end(ranks: Sequence[Rank]) -> None:
+def _send_end(ranks: Sequence[Rank]) -> None:
     for rank in ranks:
         with contextlib.suppress(OSError):
             rank.link.send(End())

@@ -31,15 +31,15 @@ from slipstream.plan.environment import plain
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.scheme import SCHEMES
 
-Told = Callable[[str, int, int], None]
-"""Is told what is measured, how many rows there are, and how many there will be."""
+OnRow = Callable[[str, int, int], None]
+"""Is called with what is measured, how many rows there are, and how many there will be."""
 
 LOG_TAIL = 600
 CLOSE_S = 30.0
 
 
 def run_sweep(
-    grid: Grid, folder: Path, *, retry: bool = False, told: Told = lambda what, done, total: None
+    grid: Grid, folder: Path, *, retry: bool = False, on_row: OnRow = lambda what, done, total: None
 ) -> list[Row]:
     """Measure what `folder` has no row of yet, row by row; all rows of the grid, in its order. With `retry` rows with an error
     are measured again."""
@@ -52,7 +52,7 @@ def run_sweep(
         done += len(cases) - len(waiting)
         if not waiting:
             continue
-        told(setup.name, done, total)
+        on_row(setup.name, done, total)
         for (key, case), found in zip(
             waiting, _measure(grid, setup, [case for _, case in waiting], folder), strict=True
         ):
@@ -60,7 +60,7 @@ def run_sweep(
             known[key] = row
             append(row, folder)
             done += 1
-            told(setup.name, done, total)
+            on_row(setup.name, done, total)
     return [known[key] for key in order]
 
 

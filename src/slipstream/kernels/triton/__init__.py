@@ -46,7 +46,7 @@ from slipstream.platform import Group, SumBeside, platform_of
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.model import OwnNorm
 from slipstream.spec.reason import Reason
-from slipstream.spec.scheme import HELD_PRODUCTS, InputFormat, Scheme
+from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 
 
 def attention_kind(kv: LayerKV) -> str:
@@ -58,7 +58,7 @@ def attention_kind(kv: LayerKV) -> str:
 
 class TritonOps(OpSet):
     name = "triton"
-    rounded = HELD_PRODUCTS["triton"]
+    rounded = NATIVE_PRODUCTS["triton"]
     output_multiple = 16  # of cuBLAS, which multiplies many tokens
 
     # Ops that are one function of a kernel's file.
