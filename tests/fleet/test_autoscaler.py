@@ -18,7 +18,7 @@ from slipstream.fleet.autoscaler import Autoscaler, FleetObservation, ScalingLim
 from slipstream.fleet.baselines import Enova, Fixed, Planned, RayServe
 from slipstream.fleet.capacity import FleetCapacity, fleet_capacity
 from slipstream.fleet.forecast import Forecast
-from slipstream.fleet.replay import ColdStart, Fleet
+from slipstream.fleet.replay import ColdStart, FleetReplay
 from slipstream.plan.capacity import LatencyObjectives
 from slipstream.plan.devices import find_device
 from slipstream.plan.engines import plan_engine
@@ -165,7 +165,7 @@ def requests():
 
 def replay(engine, requests, policy, **more):
     how = {"objectives": LIMITS, "cold_start": ColdStart(mean_s=20.0), "initial": 1, **more}
-    return Fleet(engine, requests, policy, **how).run()
+    return FleetReplay(engine, requests, policy, **how).run()
 
 
 def test_a_fleet_that_does_not_scale_is_the_planners_simulator(engine, requests):

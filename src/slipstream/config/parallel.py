@@ -16,7 +16,7 @@ from slipstream.config.settings import (
 )
 from slipstream.errors import ConfigError
 from slipstream.spec.gguf import TYPES
-from slipstream.spec.parallel import Units, check_split, even_stages
+from slipstream.spec.parallel import SplitUnits, check_split, even_stages
 from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
     return counts
 
 
-def _units(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None) -> Units:
+def _units(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None) -> SplitUnits:
     """How many inputs of attention's output product, and of an MLP's second, share a scale."""
     attention, mlp = [1], [1]
     if quantization is not None:
@@ -125,7 +125,7 @@ def _units(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quanti
             if name in model.gguf.tensors and place.target.endswith((".out.weight", ".down.weight")):
                 own = attention if place.target.endswith(".out.weight") else mlp
                 own.append(sizes.get(model.gguf.tensors[name].type, 1))
-    return Units(math.lcm(*attention), math.lcm(*mlp))
+    return SplitUnits(math.lcm(*attention), math.lcm(*mlp))
 
 
 def native_products(kernels: str, device: DeviceInfo) -> frozenset[str]:

@@ -61,7 +61,7 @@ from slipstream.engine.processor import (
     load_tokenizer,
     log_canary,
 )
-from slipstream.engine.streams import PendingTexts, Stream
+from slipstream.engine.streams import OutputStream, PendingTexts
 from slipstream.engine.texts import PreparedTexts
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineDeadError, EngineError, SlipstreamError, as_error
@@ -170,7 +170,7 @@ class AsyncLLM:
         """Deltas, until one is `finished`. A RequestError or EngineDeadError comes before anything is queued, and
         EngineOverloadedError if the queue is full. Closing the iterator cancels the request."""
         refuse_best_of(sampling)
-        stream = Stream()
+        stream = OutputStream()
         cancel = await self.submit(
             prompt,
             sampling,

@@ -49,7 +49,7 @@ class GrammarTokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class OfferedTools:
     """The tools of a request. `only` names the one that must be called."""
 
     tools: tuple[Tool, ...] = ()
@@ -76,7 +76,7 @@ class Offer:
         return bool(self.tools) and self.choice != "none"
 
 
-def offer(tools: Sequence[Any] | None, choice: Any = None, parallel: bool | None = None) -> Offer:
+def offer(tools: Sequence[Any] | None, choice: Any = None, parallel: bool | None = None) -> OfferedTools:
     """Of OpenAI's fields, as Python has them. RequestError names what is wrong with them."""
     made, strict = [], False
     for i, spec in enumerate(tools or ()):
@@ -96,7 +96,7 @@ def offer(tools: Sequence[Any] | None, choice: Any = None, parallel: bool | None
     if (choice not in (None, "auto", "none", "required")) if not isinstance(choice, dict) else not isinstance(only, str):
         message = 'tool_choice is "auto", "none", "required" or {"type": "function", "function": {"name": …}}'
         raise RequestError(message, field="tool_choice")
-    return Offer(tools=tuple(made), choice=None if only else choice, only=only, parallel=parallel, strict=strict)
+    return OfferedTools(tools=tuple(made), choice=None if only else choice, only=only, parallel=parallel, strict=strict)
 
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -208,7 +208,9 @@ class Formats:
         return form, None if form is not None and form.reasons else think
 
 
-def reading(formats: Formats, offered: Offer, template: str | None, end: Callable[[], str], *, to_name: str) -> Reading | None:
+def reading(
+    formats: Formats, offered: OfferedTools, template: str | None, end: Callable[[], str], *, to_name: str
+) -> Reading | None:
     """How answers behind a prompt are read that ends with the text `end()`. None: the answer is its text. RequestError if the
     model can't call tools; `to_name` is what names its format."""
     form, think = formats.of(template)

@@ -29,7 +29,7 @@ from starlette.types import Scope, Send
 from slipstream.fleet.members import Members, Replica, Version
 from slipstream.fleet.prompts import chain
 from slipstream.fleet.router import Decision
-from slipstream.fleet.streams import ELSEWHERE, Marked, error_event
+from slipstream.fleet.streams import ELSEWHERE, MarkedStream, error_event
 from slipstream.fleet.upstream import UpstreamConnection, UpstreamError
 from slipstream.server.errors import ApiError, overloaded, unavailable
 from slipstream.server.fleet import BATCH
@@ -75,7 +75,7 @@ class Call:
     adapter: str | None = None  # that its body names
     tokens: list[int] = field(default_factory=list)  # of its prompt
     session: str | None = None
-    marked: Marked = field(default_factory=Marked)
+    marked: MarkedStream = field(default_factory=MarkedStream)
     begun: bool = False  # a part of the answer was sent
     tried: set[str] = field(default_factory=set)
     only: str | None = None  # the replica that it must go to
@@ -126,7 +126,7 @@ class Forwarder:
         last: RetryElsewhere | None = None
         while True:
             if not call.begun:
-                call.marked = Marked()
+                call.marked = MarkedStream()
             replica, decision = await self._choose(version, call, last)
             try:
                 await self._attempt(Opened(version, replica, decision, call), call)

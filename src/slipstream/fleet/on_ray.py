@@ -26,7 +26,7 @@ import msgspec
 
 from slipstream.engine.temporary import OwnedFolder
 from slipstream.errors import ConfigError, EngineError, SlipstreamError, as_error
-from slipstream.fleet.certificates import Files
+from slipstream.fleet.certificates import CertificateFiles
 from slipstream.fleet.config import Fleet, PoolSpec, pools
 from slipstream.fleet.processes import server_settings
 from slipstream.fleet.replica import Failed, ReplicaSetup, Serving
@@ -137,7 +137,7 @@ class ServerReplica:
 class RayCluster:
     """`make` starts Ray on this machine, or joins the cluster at `ray_address`."""
 
-    def __init__(self, fleet: Fleet, key: str, files: Files | None) -> None:
+    def __init__(self, fleet: Fleet, key: str, files: CertificateFiles | None) -> None:
         self._fleet, self._key, self._files = fleet, key, files
         self._local = fleet.ray_address is None
         self._name = f"slipstream-{secrets.token_hex(4)}"
@@ -145,7 +145,7 @@ class RayCluster:
         self._directory: Any = None
 
     @classmethod
-    async def make(cls, fleet: Fleet, key: str, files: Files | None) -> RayCluster:
+    async def make(cls, fleet: Fleet, key: str, files: CertificateFiles | None) -> RayCluster:
         made = cls(fleet, key, files)
         try:
             await asyncio.to_thread(made._begin)

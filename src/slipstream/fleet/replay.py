@@ -73,7 +73,7 @@ class _Place:
         self.is_ready = self.is_draining = False
 
 
-class Fleet:
+class FleetReplay:
     """One replay. `run` is called once. `on_end` is called with each request as its answer ends."""
 
     def __init__(

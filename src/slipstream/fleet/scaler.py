@@ -74,7 +74,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Now:
+class PoolState:
     """A pool as it is. `cold_start_s`: of the last starts, the median; None before the first."""
 
     num_at_gateway: int = 0
@@ -116,7 +116,7 @@ class Scaler:
         self.num_up = self.num_down = 0
         self._next = 0.0
 
-    def look(self, at: float, now: Now, tally: Tally) -> Change | None:
+    def look(self, at: float, now: PoolState, tally: Tally) -> Change | None:
         """What is to change at `at` (seconds, of any clock that runs on). The head makes it so, and then says `made`."""
         if self.began is None:
             self.began, self._next = at, at + self.settings.interval_s
@@ -156,7 +156,7 @@ class Scaler:
             self.num_down += 1
         logger.info("autoscaler: %s %s", self.spec.key, change)
 
-    def status(self, now: Now, at: float) -> dict[str, Any]:
+    def status(self, now: PoolState, at: float) -> dict[str, Any]:
         """For `slipstream fleet status`, /fleet/status and the page."""
         last = self.last
         return {

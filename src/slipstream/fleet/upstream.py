@@ -32,7 +32,7 @@ class UpstreamError(Exception):
 class UpstreamConnection(asyncio.Protocol):
     """One connection, and the answer that is being read on it."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._loop = asyncio.get_running_loop()
         self.transport: asyncio.Transport
@@ -183,7 +183,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._news.set_result(None)
 
 
-class Pool:
+class ConnectionPool:
     """Of connections to `url`."""
 
     def __init__(self, url: str, tls: ssl.SSLContext | None, *, connect_s: float = 2.0) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from slipstream.model.device_stream import DeviceStream
     from slipstream.model.layer_stream import LayerStream
     from slipstream.model.layers import Pending
-    from slipstream.platform import Group
+    from slipstream.platform import RankGroup
 
 
 class Decoder:
@@ -160,7 +160,7 @@ class Decoder:
             hidden = self.finished(*run_layers(self.ops, self.layers, h, kv, meta, look))
         return hidden, hidden if taken is None else taken
 
-    def _sharing(self, h: Tensor) -> Group | None:
+    def _sharing(self, h: Tensor) -> RankGroup | None:
         """The ranks that share a step's residual out by tokens; None: each has all of it."""
         part = self.partition
         return part.group if part is not None and part.sequence and part.shares_tokens(len(h)) else None

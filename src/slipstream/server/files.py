@@ -252,7 +252,7 @@ def files_off() -> ApiError:
     return ApiError(403, "start the server with --files-dir DIR to use files and batches", code="files_disabled")
 
 
-class Files:
+class FileRoutes:
     def __init__(self, state: ServerState) -> None:
         self.state = state
 
@@ -378,7 +378,7 @@ def _unknown(id_: str) -> ApiError:
 
 
 def routes(state: ServerState) -> list[Route]:
-    files = Files(state)
+    files = FileRoutes(state)
     return [
         Route("/v1/files", counted(state, files.upload), methods=["POST"]),
         Route("/v1/files", files.list, methods=["GET"]),

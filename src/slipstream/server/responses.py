@@ -44,7 +44,7 @@ from slipstream.server.responses_body import (
     read_items,
 )
 from slipstream.server.state import ServerState
-from slipstream.server.store import ResponseStore, Stored
+from slipstream.server.store import ResponseStore, StoredResponse
 from slipstream.types import FinishReason
 
 MAX_LISTED = 100
@@ -116,7 +116,8 @@ class ResponseAnswer(BlockAnswer):
                 yield some
         if self.keeps:
             assert self.state.responses is not None
-            stored = Stored(str(self.identity["id"]), self.asked.previous_response_id, self.response(self._status), self.items)
+            id_, before = str(self.identity["id"]), self.asked.previous_response_id
+            stored = StoredResponse(id_, before, self.response(self._status), self.items)
             self.keeps = await self.state.responses.put(self.owner, stored)
 
     def collected(self) -> bytes:
@@ -239,7 +240,7 @@ _GIVEN = {"message": "msg_", "function_call": "fc_", "function_call_output": "fc
 # --- From a body to a chat --------------------------------------------------------------------------------------------
 
 
-async def _history(state: ServerState, owner: str, previous: str | None) -> list[Stored]:
+async def _history(state: ServerState, owner: str, previous: str | None) -> list[StoredResponse]:
     if previous is None:
         return []
     if state.responses is None:
@@ -254,7 +255,7 @@ async def _history(state: ServerState, owner: str, previous: str | None) -> list
     return found
 
 
-def _past(history: Sequence[Stored]) -> list[tuple[Message, str]]:
+def _past(history: Sequence[StoredResponse]) -> list[tuple[Message, str]]:
     path = "previous_response_id"
     past = [item for stored in history for item in (*stored.items, *stored.answer["output"])]
     if len(past) > MAX_ITEMS:
@@ -354,7 +355,7 @@ class Responses:
             raise ApiError(404, "this server keeps no answers (--max-stored-responses 0)", code="response_not_found")
         return self.state.responses
 
-    async def _stored(self, request: Request) -> Stored:
+    async def _stored(self, request: Request) -> StoredResponse:
         id_ = request.path_params["id"]
         async with in_flight(self.state, request.receive):
             found = await self._store.get(request.scope["record"].owner, id_)
