@@ -20,7 +20,7 @@ sys.path.insert(0, str(common.HERE.parent))
 from tests.bench.test_dashboard import META, VIEWS, rows
 from tests.browser import Browser
 
-from slipstream.bench.sweep.dashboard import Run, render
+from slipstream.bench.sweep.dashboard import SweepRun, render
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=5000)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    page = render([Run(name="rows", rows=rows(args.rows, repeats=1), meta=META)])
+    page = render([SweepRun(name="rows", rows=rows(args.rows, repeats=1), meta=META)])
     found: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory() as folder, Browser.start(Path(folder)) as browser:
         (Path(folder) / "page.html").write_text(page, encoding="utf-8")

@@ -87,12 +87,12 @@ def requests(count: int, n_in: int, n_out: int, seed: int = 0) -> list[BenchRequ
 
 
 def make(engine: str, path: Path, threads: int, room: tuple[int, int], settings: dict[str, str]) -> Any:
-    from slipstream.bench.adapters import Setup, make_engine
+    from slipstream.bench.adapters import EngineSetup, make_engine
 
     num_seqs, length = room
     given: dict[str, Any] = {"num_threads": threads, **({"device": "cpu"} if engine == "slipstream" else {}), **settings}
     return make_engine(
-        Setup(engine=engine, model=path.stem, path=path, batch_size=num_seqs, max_model_len=length, settings=given)
+        EngineSetup(engine=engine, model=path.stem, path=path, batch_size=num_seqs, max_model_len=length, settings=given)
     )
 
 

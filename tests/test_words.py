@@ -30,6 +30,17 @@ OLD: dict[str, str] = {  # pattern of the old name: the name of today
     r"\bdef _beside\b": "with_cross",
     r"\bdef _alone\b": "exclusive",
     r"\bAsker\b|\bAPART\b|\bTOGETHER\b": "the producer warp; what the constants lay out",
+    r"\bCacheNews\b|\btake_news\b": "CacheEvents, drain_findings",
+    r"\b(class |raise |except )Elsewhere\b": "RetryElsewhere",
+    r"\bTold = |\btokens_told\b|\btell_load\b|\bnot_kept\(": "ReadStatus, OnRow, token_counts, send_load, storage_error",
+    r"\bread_alone\b|\bchunk_beside\b|\bdrop_held\b": "measure_read_rate, chunk_with_decodes, drop_waiting_blocks",
+    r"\bAttentionMetadata\.alone\b": "single_sequence",
+    r"\b(Kept(Weights|File)|HeldWeights)\b": "CachedWeights, PackedCacheFile, StoredWeights",
+    r"\bheld_(weight_bytes|weights_bytes|formats|group|products)\b|\bHELD_PRODUCTS\b": "native_…, resident_weights_bytes",
+    r"\bkept_(as|ceilings|settings)\b|\bkeep_ceilings\b|\bNOT_KEPT\b": "cached_name, read_ceilings, saved_settings",
+    r"\bclass (Part|Counts|Objectives|Arriving|Cut|Taken|Kept)\b": "PromptPart, DraftCounts, ScalingObjectives, …",
+    r"\bSums?Beside\b|\bHeadOfPlaces\b|\bUntwine\b": "OverlappedSum(s), MedusaDrafter, Deinterleave",
+    r"\b(Engine|Fleet)Room\b": "EngineLineRunner, FleetLineRunner",
     r"\b(kv|cache|prefix)[ _]pages?\b|\bpage_(size|table)\b|\bblock_tables?_pages?\b": "block",
 }
 ELSEWHERE = {"tests/test_words.py", "tests/data/tokenizer_corpus.txt"}

@@ -29,8 +29,8 @@ from slipstream.fleet.autoscaler import Autoscaler, FleetObservation, Policy, Sc
 from slipstream.fleet.baselines import Enova, Fixed, Planned, RayServe
 from slipstream.fleet.capacity import RecentCapacity
 from slipstream.fleet.forecast import SPEEDS, Forecast
-from slipstream.fleet.replay import ColdStart, Fleet, Replayed
-from slipstream.plan.capacity import Objectives
+from slipstream.fleet.replay import ColdStart, FleetReplay, Replayed
+from slipstream.plan.capacity import LatencyObjectives
 from slipstream.plan.devices import find_device
 from slipstream.plan.engines import plan_engine
 from slipstream.plan.simulate import SimulatedEngine
@@ -55,7 +55,7 @@ class Asked:
     name = "slipstream"
 
     def __init__(self, engine: SimulatedEngine, limits: ScalingLimits, cold_start_s: float, **more: Any) -> None:
-        objectives = Objectives(limits=LIMITS, attainment=ATTAINMENT)
+        objectives = LatencyObjectives(limits=LIMITS, attainment=ATTAINMENT)
         self.capacity = RecentCapacity(engine, parse_workload("sharegpt"), objectives)
         self.policy = Autoscaler(
             self.capacity.replicas_for, limits=limits, interval_s=INTERVAL_S, cold_start_s=cold_start_s, **more
@@ -90,7 +90,7 @@ def holds(
     window = [r._replace(arrival=r.arrival - start) for r in requests if start <= r.arrival < begin + BLOCK_S + TAIL_S]
     before = numbers[-1] if numbers else number
     plan = [(0.0, before), (begin - start, number), (begin - start + BLOCK_S, number + 1)]
-    fleet = Fleet(
+    fleet = FleetReplay(
         engine, window, Planned(plan, ahead_s=0.0), objectives=LIMITS, cold_start=ColdStart(mean_s=1e-3),
         initial=before, interval_s=5.0,
     )  # fmt: skip
@@ -192,7 +192,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     for name in names:
         policy = makes[name]()
         known = FleetObservation(at=0.0, interval_s=1.0, num_arrivals=0)
-        fleet = Fleet(
+        fleet = FleetReplay(
             engine, requests, policy, objectives=LIMITS, interval_s=INTERVAL_S,
             cold_start=replace(cold_start, spread=0.0) if name == "oracle" else cold_start,
             initial=policy.decide(known) if isinstance(policy, Fixed | Planned) else INITIAL,

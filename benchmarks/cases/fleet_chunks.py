@@ -24,7 +24,7 @@ import msgspec
 import uvloop
 
 from slipstream.bench.report import print_table
-from slipstream.engine.core_process import CacheNews
+from slipstream.engine.core_process import CacheEvents
 from slipstream.fleet.config import check
 from slipstream.fleet.head import Head
 from slipstream.server.fleet import ReplicaLoad
@@ -54,7 +54,7 @@ async def replica(listener: socket.socket, streams: int, events: int, rate: floa
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         writer.write(HEAD)
         if b"/fleet/events" in head:
-            writer.write(framed(CacheNews(number=0, block_size=16, root_key=b"r" * 16, adapters={}, stored=b"", whole=True)))
+            writer.write(framed(CacheEvents(number=0, block_size=16, root_key=b"r" * 16, adapters={}, stored=b"", whole=True)))
             stats = EngineStats(num_running=0, num_waiting=0, num_blocks=10, num_free_blocks=10)
             while not over.is_set():
                 writer.write(framed(ReplicaLoad(stats=stats, is_up=True, num_open=0, max_model_len=1024)))

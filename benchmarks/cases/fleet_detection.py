@@ -209,7 +209,7 @@ def judge(observations: list[Observation], faults: list[Fault]) -> dict[str, Any
     begin = time.process_time()
     for seen in observations:
         detector.observe(seen)
-        for news in detector.take_news():
+        for news in detector.drain_findings():
             first = found.setdefault(news.number, news)
             found[news.number] = replace(news, began=first.began)
     seconds = time.process_time() - begin

@@ -36,7 +36,7 @@ import uvloop
 from slipstream.bench.report import print_table
 from slipstream.fleet.config import check, pools
 from slipstream.fleet.head import Head
-from slipstream.fleet.upstream import Pool, UpstreamError
+from slipstream.fleet.upstream import ConnectionPool, UpstreamError
 from slipstream.server.run import bind, url
 from slipstream.server.state import ServerSettings
 
@@ -59,7 +59,7 @@ class Fleet:
         await asyncio.wait({self._running, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if self._running.done():
             self._running.result()
-        self.gateway = Pool(url(self.settings, self._listener), None)
+        self.gateway = ConnectionPool(url(self.settings, self._listener), None)
         return self
 
     @property
@@ -103,7 +103,7 @@ class Asked:
         return [b - a for a, b in pairwise(self.times)]
 
 
-async def ask(pool: Pool, body: dict, headers: list[bytes]) -> Asked:
+async def ask(pool: ConnectionPool, body: dict, headers: list[bytes]) -> Asked:
     found, raw = Asked(time.monotonic()), b""
     answer = await pool.ask(b"POST", b"/v1/completions", [JSON, *headers], json.dumps(body).encode())
     try:
@@ -147,7 +147,7 @@ def added(ttfts: dict[str, list[float]], share: float) -> tuple[float, float, fl
 async def gateway(args) -> dict:
     async with Fleet(args, 1) as fleet:
         (replica,) = fleet.replicas
-        ways = {"replica": (Pool(replica.url, None), [replica.key_line + b"\r\n"]), "gateway": (fleet.gateway, [])}
+        ways = {"replica": (ConnectionPool(replica.url, None), [replica.key_line + b"\r\n"]), "gateway": (fleet.gateway, [])}
         ttfts: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(args.requests + 10):
             for way in random.sample(list(ways), 2):

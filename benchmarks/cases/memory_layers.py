@@ -11,7 +11,7 @@ On a CPU:
 3. disk: the same, and the system forgets what was read.
 
 For 2 and 3 the bound is what a step reads over the rate at which the same layers are read without computing (`LayerStream.
-read_alone`), measured just before and just after. Tokens a second are the median of three runs; the ways take turns.
+measure_read_rate`), measured just before and just after. Tokens a second are the median of three runs; the ways take turns.
 
 On a GPU layers lie in the host's pinned memory: `host` is with a bound, `all` without one if the GPU holds all weights
 (`--with-all`). The bound on the speed is again what a step copies over the rate of the same copies alone. Prompts have 64
@@ -131,13 +131,14 @@ def measure_gpu(folder: Path, args: argparse.Namespace, batches: list[int]) -> d
         start_s, phases = time.perf_counter() - begin, dict(llm.core.executor.phases)
         ledger, stream = llm.core.ledger, llm.core.executor.runner.model.decoder.stream
         print(f"start {start_s:.1f} s {phases}; {ledger.weights_bytes / 2**30:.2f} GiB there, ", end="")
-        print(f"{stream.step_bytes / 2**30:.2f} GiB copied a step; alone {stream.read_alone() / 1e9:.2f} GB/s", flush=True)
+        gb_per_s = stream.measure_read_rate() / 1e9
+        print(f"{stream.step_bytes / 2**30:.2f} GiB copied a step; alone {gb_per_s:.2f} GB/s", flush=True)
         for batch in batches:
-            alone, times = [stream.read_alone()], []
+            alone, times = [stream.measure_read_rate()], []
             rate(llm, batch, 1, PROMPT)  # kernels are compiled
             for _ in range(ROUNDS):
                 times.append(rate(llm, batch, args.tokens, PROMPT))
-                alone.append(stream.read_alone())
+                alone.append(stream.measure_read_rate())
             limit = batch * max(alone) / stream.step_bytes
             own = common.median(times)
             rows[f"host, {batch}"] = {
@@ -173,13 +174,13 @@ def streamed(llm: Any, stream: Any, way: str, batch: int, tokens: int, per_step:
     if way == "disk":
         stream.flush()
     else:
-        stream.read_alone()  # so that the system has all of it
-    rates, times = [stream.read_alone()], []
+        stream.measure_read_rate()  # so that the system has all of it
+    rates, times = [stream.measure_read_rate()], []
     waited, begin = stream.waited_s, time.perf_counter()
     for _ in range(ROUNDS):
         times.append(rate(llm, batch, tokens))
     waited = (stream.waited_s - waited) / (time.perf_counter() - begin)
-    rates.append(stream.read_alone())
+    rates.append(stream.measure_read_rate())
     best = max(rates)
     limit = batch * best / per_step
     own = common.median(times)

@@ -38,7 +38,7 @@ from slipstream.config import EngineArgs
 from slipstream.errors import SlipstreamError
 from slipstream.hub import machine_folder, resolve_model
 from slipstream.optimize import run as search_run
-from slipstream.optimize.candidates import Candidate, Prediction, Result, Space
+from slipstream.optimize.candidates import Candidate, Prediction, Space, TrialResult
 from slipstream.optimize.pareto import hypervolume
 from slipstream.optimize.prior import simulated_prior
 from slipstream.optimize.search import Search
@@ -62,10 +62,10 @@ class Table:
 
     space: Space
     kl_limit: float
-    rounds: Mapping[Candidate, list[Result]]
+    rounds: Mapping[Candidate, list[TrialResult]]
     predicted: Mapping[Candidate, Prediction]
 
-    def median(self, candidate: Candidate) -> Result:
+    def median(self, candidate: Candidate) -> TrialResult:
         done = [r for r in self.rounds[candidate] if r.point is not None]
         if not done:
             return self.rounds[candidate][-1]
@@ -102,7 +102,7 @@ def play(table: Table, *, share: float, seed: int) -> dict[str, Any]:
     told = {c: _told(table.rounds[c], rng) for c in every}
     num_asked, most = 0, int(share * len(every))
 
-    def measure(candidate: Candidate) -> Result:
+    def measure(candidate: Candidate) -> TrialResult:
         nonlocal num_asked
         num_asked += 1
         return told[candidate]
@@ -122,7 +122,7 @@ def play(table: Table, *, share: float, seed: int) -> dict[str, Any]:
     }
 
 
-def _told(rounds: list[Result], rng: random.Random) -> Result:
+def _told(rounds: list[TrialResult], rng: random.Random) -> TrialResult:
     drawn, noise = rng.choice(rounds), [math.exp(rng.gauss(0, NOISE)) for _ in range(2)]
     if len(rounds) > 1 or drawn.point is None:
         return drawn
@@ -171,7 +171,7 @@ def measured(args: argparse.Namespace) -> Table:
     text = {"source": args.text, "context": 512, "stride": 512, "num_windows": args.eval_windows}
     measurer = search_run.Measurer(base=base, traffic=traffic, objectives={}, limits=limits, folder=args.state, text=text)
     kept, every = args.state / "rounds.jsonl", space.candidates()
-    rounds: dict[Candidate, list[Result]] = {c: [] for c in every}
+    rounds: dict[Candidate, list[TrialResult]] = {c: [] for c in every}
     for line in kept.read_text("utf-8").splitlines() if kept.is_file() else ():
         row = json.loads(line)
         if row.pop("conditions") == measurer.conditions and (result := search_run.result_of(row, space)).candidate in rounds:
@@ -184,7 +184,7 @@ def measured(args: argparse.Namespace) -> Table:
             try:
                 result = measurer(candidate)
             except SlipstreamError as error:
-                result = Result(candidate=candidate, error=str(error))
+                result = TrialResult(candidate=candidate, error=str(error))
             result = dataclasses.replace(result, figures={**result.figures, "load_average": os.getloadavg()[0]})
             before.append(result)
             with kept.open("a", encoding="utf-8") as file:
@@ -226,7 +226,8 @@ def read_record(path: Path) -> Table:
         predicted[candidate] = Prediction(**row["predicted"])
         shared = {"candidate": candidate, "kl": row["kl"], "fits": row["fits"]}
         rounds[candidate] = [
-            Result(throughput=r["throughput"], tpot_s=r["tpot_s"], error=r["error"], figures=r, **shared) for r in row["rounds"]
+            TrialResult(throughput=r["throughput"], tpot_s=r["tpot_s"], error=r["error"], figures=r, **shared)
+            for r in row["rounds"]
         ]
     return Table(space=space, kl_limit=data["kl_limit"], rounds=rounds, predicted=predicted)
 

@@ -39,7 +39,7 @@ from slipstream.cli.plan import measure_table
 from slipstream.config import EngineArgs
 from slipstream.errors import SlipstreamError
 from slipstream.hub import resolve_model
-from slipstream.optimize.traffic import Traffic, parse_traffic
+from slipstream.optimize.traffic import RecordedTraffic, parse_traffic
 from slipstream.plan.engines import plan_engine, this_hardware
 from slipstream.plan.simulate import simulate
 from slipstream.plan.step_cost import StepTable
@@ -65,7 +65,7 @@ def name_of(setting: Setting) -> str:
     return " ".join(f"{name}={value}" for name, value in setting.items())
 
 
-async def measure(base: EngineArgs, setting: Setting, traffic: Traffic) -> dict[str, Any]:
+async def measure(base: EngineArgs, setting: Setting, traffic: RecordedTraffic) -> dict[str, Any]:
     """Output tokens a second and the 99th percentiles of the traffic; or the error."""
     try:
         async with await AsyncSlipstream.start(dataclasses.replace(base, **setting)) as engine:
@@ -90,7 +90,7 @@ def figures(summary: Any) -> dict[str, Any]:
 
 
 def predict(
-    base: EngineArgs, description: ModelDescription, setting: Setting, traffic: Traffic, table: StepTable | None
+    base: EngineArgs, description: ModelDescription, setting: Setting, traffic: RecordedTraffic, table: StepTable | None
 ) -> dict[str, Any]:
     try:
         planned = plan_engine(dataclasses.replace(base, **setting), description, this_hardware(base.device), table=table)

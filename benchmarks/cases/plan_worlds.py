@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slipstream.bench.report import print_table
-from slipstream.optimize.candidates import Candidate, Prediction, Result, Space
+from slipstream.optimize.candidates import Candidate, Prediction, Space, TrialResult
 from slipstream.optimize.pareto import hypervolume
 from slipstream.optimize.search import Search
 
@@ -76,7 +76,7 @@ def prior(candidate: Candidate) -> Prediction:
     return Prediction(throughput=size / (step_s + 0.0008 * size), tpot_s=step_s + prompt_s * size, kl=kl)
 
 
-def truth(world: World, rng: random.Random) -> dict[Candidate, Result]:
+def truth(world: World, rng: random.Random) -> dict[Candidate, TrialResult]:
     """The figures of every candidate. Throughput and time between tokens are wrong by much the same of all and of the
     compression, and each for itself by the others."""
 
@@ -98,12 +98,12 @@ def truth(world: World, rng: random.Random) -> dict[Candidate, Result]:
             slower, longer = slower + beyond, longer + beyond
         kl = KL[c.compression] * kl_off[c.compression] + 0.003 * (settings["kv_cache_dtype"] != "auto")
         if rng.random() < world.failing:
-            found[c] = Result(candidate=c, error="out of memory")
+            found[c] = TrialResult(candidate=c, error="out of memory")
         elif kl > KL_LIMIT:
-            found[c] = Result(candidate=c, kl=kl, fits=False, error="KL")
+            found[c] = TrialResult(candidate=c, kl=kl, fits=False, error="KL")
         else:
             throughput, tpot_s = expected.throughput * math.exp(-slower), expected.tpot_s * math.exp(longer)
-            found[c] = Result(candidate=c, kl=kl, throughput=throughput, tpot_s=tpot_s)
+            found[c] = TrialResult(candidate=c, kl=kl, throughput=throughput, tpot_s=tpot_s)
     return found
 
 
@@ -120,7 +120,7 @@ def play(world: World, seed: int) -> dict[str, float]:
     def volume(candidates: list[Candidate]) -> float:
         return hypervolume([points[c] for c in candidates if c in points], reference)
 
-    def measure(candidate: Candidate) -> Result:
+    def measure(candidate: Candidate) -> TrialResult:
         nonlocal speed
         asked.append(candidate)
         speed += rng.gauss(0, world.drift)

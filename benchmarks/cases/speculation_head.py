@@ -56,7 +56,7 @@ def cost(model: str, head: Path, rounds: int = 60) -> dict[str, dict[str, float]
 
         def tokens(count: int) -> tuple[torch.Tensor, AttentionMetadata]:
             size = second.config.cache.block_size
-            meta = AttentionMetadata.alone(128 - count, count, block_size=size, device=device)
+            meta = AttentionMetadata.single_sequence(128 - count, count, block_size=size, device=device)
             return torch.full((count,), 50, dtype=torch.int32, device=device), meta
 
         def step(runner: Any, count: int) -> None:

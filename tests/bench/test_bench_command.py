@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from slipstream.bench.adapters import Setup, make_engine
+from slipstream.bench.adapters import EngineSetup, make_engine
 from slipstream.bench.adapters.openai import ServedModel
 from slipstream.bench.adapters.slipstream import OfflineSlipstream, greedy
 from slipstream.bench.adapters.transformers import OfflineTransformers
@@ -304,7 +304,9 @@ def test_what_was_measured_is_shown_though_the_disk_is_full(config_only, capsys)
 
 def test_batch_size_of_transformers(tiny_model):
     with pytest.raises(ConfigError, match="batch_size"):
-        make_engine(Setup(engine="transformers", model="tiny", path=tiny_model, batch_size=0, settings={"dtype": "float32"}))
+        make_engine(
+            EngineSetup(engine="transformers", model="tiny", path=tiny_model, batch_size=0, settings={"dtype": "float32"})
+        )
 
 
 def test_roofline(config_only, capsys, monkeypatch):

@@ -11,7 +11,7 @@ import statistics
 import pytest
 
 from slipstream.bench.metrics import DEFINITIONS
-from slipstream.bench.sweep.dashboard import LIBRARIES, Run, render
+from slipstream.bench.sweep.dashboard import LIBRARIES, SweepRun, render
 from tests.browser import Browser
 
 VIEWS = ("tradeoff", "heat", "roofline", "pareto", "power", "compare", "rows", "errors")
@@ -84,7 +84,7 @@ def choose(browser, view):
 
 
 def test_the_page_is_whole_and_asks_nobody():
-    page = render([Run(name="a", rows=rows(100), meta=META)])
+    page = render([SweepRun(name="a", rows=rows(100), meta=META)])
     assert "%%" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
     assert "default-src 'none'" in page
     assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=[\"']?http", page)
@@ -97,7 +97,7 @@ def test_the_page_is_whole_and_asks_nobody():
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_every_view_of_5000_rows(browser, tmp_path, width):
-    opened(browser, tmp_path, [Run(name="many", rows=rows(5000, repeats=1), meta=META)], width)
+    opened(browser, tmp_path, [SweepRun(name="many", rows=rows(5000, repeats=1), meta=META)], width)
     assert browser.run("return rows.length") == 5000
     for view in VIEWS:
         choose(browser, view)
@@ -115,7 +115,7 @@ def test_every_view_of_5000_rows(browser, tmp_path, width):
 
 
 def test_filters_take_out_what_they_say(browser, tmp_path):
-    opened(browser, tmp_path, [Run(name="one", rows=rows(2000, repeats=1), meta=META)])
+    opened(browser, tmp_path, [SweepRun(name="one", rows=rows(2000, repeats=1), meta=META)])
     choose(browser, "rows")
     before = browser.run("return chosenCells().length")
     browser.run("document.querySelector(\"#filters button[data-value='llamacpp']\").click()")
@@ -128,7 +128,7 @@ def test_filters_take_out_what_they_say(browser, tmp_path):
 
 def test_intervals_are_students(browser, tmp_path):
     given = rows(300, repeats=5)
-    opened(browser, tmp_path, [Run(name="one", rows=given, meta=META)])
+    opened(browser, tmp_path, [SweepRun(name="one", rows=given, meta=META)])
     first = [r["output_throughput"] for r in given[:5]]
     mean, half = browser.run("const c = allCells[0]; return [c.output_throughput, c['output_throughput±']]")
     assert mean == pytest.approx(statistics.mean(first), rel=1e-4)
@@ -138,7 +138,7 @@ def test_intervals_are_students(browser, tmp_path):
 
 
 def test_two_runs_are_compared_with_intervals(browser, tmp_path):
-    fast, slow = (Run(name=n, rows=rows(800, factor=f, repeats=4), meta=META) for n, f in (("new", 1.2), ("old", 1.0)))
+    fast, slow = (SweepRun(name=n, rows=rows(800, factor=f, repeats=4), meta=META) for n, f in (("new", 1.2), ("old", 1.0)))
     opened(browser, tmp_path, [fast, slow])
     choose(browser, "compare")
     assert "geometric mean 0.833" in browser.run("return document.getElementById('note').textContent")
@@ -150,7 +150,7 @@ def test_two_runs_are_compared_with_intervals(browser, tmp_path):
 
 
 def test_the_front_is_that_of_brute_force(browser, tmp_path):
-    opened(browser, tmp_path, [Run(name="one", rows=rows(3000, repeats=1), meta=META)])
+    opened(browser, tmp_path, [SweepRun(name="one", rows=rows(3000, repeats=1), meta=META)])
     choose(browser, "pareto")
     load, shown = browser.run("return [chosen.load, document.querySelectorAll('#chart tbody tr').length]")
     points = browser.run(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.bench.adapters import Setup, make_engine
+from slipstream.bench.adapters import EngineSetup, make_engine
 from slipstream.bench.workload import BenchRequest
 
 VOCAB = 16
@@ -71,7 +71,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
 
 def engine_of(tmp_path: Any, batch_size: int) -> Any:
     return make_engine(
-        Setup(engine="llamacpp", model="m", path=tmp_path, batch_size=batch_size, max_model_len=64, settings={"num_threads": 1})
+        EngineSetup(
+            engine="llamacpp",
+            model="m",
+            path=tmp_path,
+            batch_size=batch_size,
+            max_model_len=64,
+            settings={"num_threads": 1},
+        )
     )
 
 

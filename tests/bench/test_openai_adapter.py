@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.bench.adapters.openai import Endpoint, Events, OpenAIEndpoint, Splitter
-from slipstream.bench.load import Answer, Burst, run_load
+from slipstream.bench.load import Burst, MeasuredAnswer, run_load
 from slipstream.bench.workload import BenchRequest
 from slipstream.errors import ConfigError, EngineError
 from tests.waiting import free_port
@@ -74,9 +74,9 @@ def test_an_endless_event_is_refused():
     ],
 )
 def test_an_event(event, tokens, usage, cached):
-    answer = Answer()
+    answer = MeasuredAnswer()
     Events(answer).feed(b"data: " + json.dumps(event).encode() + b"\n\n", 7.0)
-    assert answer == Answer(times=[7.0] * tokens, num_tokens=tokens, usage=usage, cached_tokens=cached)
+    assert answer == MeasuredAnswer(times=[7.0] * tokens, num_tokens=tokens, usage=usage, cached_tokens=cached)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_an_event(event, tokens, usage, cached):
 )
 def test_bad_events(data):
     with pytest.raises(EngineError):
-        Events(Answer()).feed(b"data: " + data + b"\n\n", 0.0)
+        Events(MeasuredAnswer()).feed(b"data: " + data + b"\n\n", 0.0)
 
 
 async def test_figures_of_a_scripted_timeline(monkeypatch):
@@ -235,7 +235,7 @@ async def test_a_connection_that_is_being_closed_is_not_used():
         await endpoint.connect()
         endpoint._idle[0].reusable = True
         endpoint._idle[0]._transport.close()  # `connection_lost` is called later
-        answer = Answer()
+        answer = MeasuredAnswer()
         await endpoint.ask(REQUEST, answer)
     assert answer.num_tokens == 2
     assert len(bodies) == 1

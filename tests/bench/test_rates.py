@@ -19,7 +19,7 @@ def test_it_closes_in_on_the_limit(limit, first):
     search, tried = RateSearch(first, 40), []
     while search.rate is not None:
         tried.append(search.rate)
-        search.tell(search.rate <= limit)
+        search.record(search.rate <= limit)
     assert search.best <= limit <= search.best * PRECISION
     assert search.best in tried
     assert len(tried) <= 20
@@ -29,13 +29,13 @@ def test_it_takes_no_more_runs_than_it_may():
     search, rates = RateSearch(8.0, 4), []
     while search.rate is not None:
         rates.append(search.rate)
-        search.tell(search.rate <= 20)
+        search.record(search.rate <= 20)
     assert rates == [8.0, 16.0, 32.0, 24.0]
     assert search.best == 16.0
     search = RateSearch(8.0, 2)
-    search.tell(False)
+    search.record(False)
     assert search.rate == 4.0
-    search.tell(False)
+    search.record(False)
     assert (search.rate, search.best) == (None, None)
 
 

@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from slipstream.bench.adapters import Parallel, Setup, check
+from slipstream.bench.adapters import EngineSetup, Parallel, check
 from slipstream.bench.sweep import runner
 from slipstream.bench.sweep.grid import parse_grid, read_grid
 from slipstream.bench.sweep.results import COLUMNS, append, columns_of, read_parquet, read_rows, write_parquet
@@ -99,10 +99,10 @@ def test_files_that_are_no_toml(tmp_path):
 
 def test_what_an_engine_does_not_do_is_said_by_name():
     for setup, field in (
-        (Setup(engine="llamacpp", model="m", scheme="int8"), "scheme"),
-        (Setup(engine="transformers", model="m", parallel=Parallel(tensor=2)), "parallel"),
-        (Setup(engine="openvino", model="m", settings={"url": "x"}), "url"),
-        (Setup(engine="none", model="m"), "engine"),
+        (EngineSetup(engine="llamacpp", model="m", scheme="int8"), "scheme"),
+        (EngineSetup(engine="transformers", model="m", parallel=Parallel(tensor=2)), "parallel"),
+        (EngineSetup(engine="openvino", model="m", settings={"url": "x"}), "url"),
+        (EngineSetup(engine="none", model="m"), "engine"),
     ):
         with pytest.raises(ConfigError) as caught:
             check(setup)

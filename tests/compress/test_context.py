@@ -10,7 +10,7 @@ from slipstream import LLM
 from slipstream.compress.context import (
     Compressed,
     ContextSettings,
-    Part,
+    PromptPart,
     answer_change,
     compress,
     scorer,
@@ -52,7 +52,7 @@ def test_what_says_least_goes(tokenizer, method, unit):
 
 @pytest.mark.parametrize("unit", ["token", "word", "sentence"])
 def test_protected_text_stays_to_the_letter(tokenizer, unit):
-    parts = [Part("You are the helper.\n", True), Part(TEXT), Part("\nWhat is the code?", True)]
+    parts = [PromptPart("You are the helper.\n", True), PromptPart(TEXT), PromptPart("\nWhat is the code?", True)]
     chosen = ContextSettings(keep=0.2, unit=unit, protect=(r"Number \d+",))
     found = compress(parts, tokenizer, by_letters(tokenizer), chosen)
     assert found.parts[0] == parts[0].text
@@ -70,7 +70,7 @@ def test_protected_text_stays_to_the_letter(tokenizer, unit):
 )
 def test_any_text(tokenizer, parts, unit, method, keep):
     """What stays is there in its order, protected parts whole; the share is kept; nothing is left out with keep=1."""
-    given_parts = [Part(text, protected) for text, protected in parts]
+    given_parts = [PromptPart(text, protected) for text, protected in parts]
     chosen = ContextSettings(keep=keep, unit=unit, method=method, segment=5, context=16)
     found = compress(given_parts, tokenizer, by_letters(tokenizer), chosen)
     for part, text in zip(given_parts, found.parts, strict=True):

@@ -64,12 +64,12 @@ def test_training_sees_what_drafting_will(path, norms):
     for row in range(2):
         for place in range(length - 1):
             kv = [LayerKV(*(torch.zeros(2, 2, 32, 8) for _ in range(2)))]
-            meta = AttentionMetadata.alone(0, place + 1, block_size=32, device=torch.device("cpu"))
+            meta = AttentionMetadata.single_sequence(0, place + 1, block_size=32, device=torch.device("cpu"))
             hidden, following = chain.forward(tokens[row, 1 : place + 2], states[row, : place + 1], kv, meta)
             torch.testing.assert_close(found[0][row, place], hidden[-1])
             for step in range(1, min(steps, length - place - 1)):
                 at = place + step
-                meta = AttentionMetadata.alone(at, 1, block_size=32, device=torch.device("cpu"))
+                meta = AttentionMetadata.single_sequence(at, 1, block_size=32, device=torch.device("cpu"))
                 hidden, following = chain.forward(tokens[row, at + 1 : at + 2], following[-1:], kv, meta)
                 torch.testing.assert_close(found[step][row, place], hidden[-1])
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.compress.dense import load_dense
 from slipstream.compress.prune import importances, measure, next_token_loss, prune
 from slipstream.compress.steps import PruneSettings
-from slipstream.compress.structure import Kept, Units, axes, cut_parameters, num_units, split_experts
+from slipstream.compress.structure import PruneSelection, Units, axes, cut_parameters, num_units, split_experts
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.sequences import SequenceBatch, WholeModel
 from slipstream.spec.description import read_spec
@@ -168,7 +168,7 @@ def test_the_important_matter_more(trained, kind, importance):
     for key, kept in result.kept.units.items():
         count = num_units(model.spec)[key]
         units[key] = torch.tensor([i for i in range(count) if i not in kept.tolist()])
-    worse = cut_parameters(model.spec, model.parameters, Kept(layers=result.kept.layers, units=units))
+    worse = cut_parameters(model.spec, model.parameters, PruneSelection(layers=result.kept.layers, units=units))
     losses = []
     for values in (result.model.parameters, worse):
         with torch.no_grad():

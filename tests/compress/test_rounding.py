@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slipstream.compress.calibrate import InputStats
-from slipstream.compress.quantize.rounding import Grid, fit, gptq, nearest
+from slipstream.compress.quantize.rounding import QuantGrid, fit, gptq, nearest
 from slipstream.model.packing import pack_words, unpack_words
 from slipstream.spec.scheme import WeightFormat
 
@@ -150,6 +150,6 @@ def test_eight_bits(fmt):
     made = nearest(weight, fmt, F32, clip=True)
     assert made.grid.scales.shape == ((1, 1) if fmt.whole else (8, 1))
     assert (made.dequantized() - weight).abs().max() < weight.abs().max() / (16 if fmt.kind == "float" else 200)
-    assert isinstance(made.grid, Grid)
+    assert isinstance(made.grid, QuantGrid)
     if fmt.kind == "int":
         assert int(made.codes.min()) >= -127

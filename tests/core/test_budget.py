@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.config import DeviceInfo, EngineArgs, resolve
-from slipstream.core.budget import MIN_CHUNK, PATIENCE_S, PROBE_EVERY, Pace, StepCost, StepSize
+from slipstream.core.budget import MIN_CHUNK, PATIENCE_S, PROBE_EVERY, LearnedStepCost, Pace, StepSize
 from slipstream.core.scheduler import Scheduler
 from slipstream.spec.description import read_spec
 from slipstream.types import ScheduledRequest, StepResult
@@ -65,7 +65,7 @@ def padded(num_decodes, num_tokens, num_prompts, *, by_rows=False):
 
 
 def test_the_cost_is_learned():
-    cost, rng = StepCost(), random.Random(1)
+    cost, rng = LearnedStepCost(), random.Random(1)
     for _ in range(400):
         prompts = [chunk(rng.randrange(16, 1024), rng.randrange(8192))] * (rng.random() < 0.5)
         num_decodes = rng.randrange(128)
@@ -76,7 +76,7 @@ def test_the_cost_is_learned():
 
 
 def test_it_follows_a_machine_that_becomes_slower():
-    cost, rng = StepCost(), random.Random(2)
+    cost, rng = LearnedStepCost(), random.Random(2)
     for i in range(600):
         prompts = [chunk(rng.randrange(16, 512))] * (i % 2)
         cost.learn(StepSize.of(32, prompts), seconds(32, prompts) * (1 if i < 200 else 2))
@@ -84,7 +84,7 @@ def test_it_follows_a_machine_that_becomes_slower():
 
 
 def test_a_step_that_compiled_something_changes_little():
-    cost = StepCost()
+    cost = LearnedStepCost()
     for i in range(100):
         prompts = [chunk(100 + i)] * (i % 2)
         cost.learn(StepSize.of(32, prompts), seconds(32, prompts))

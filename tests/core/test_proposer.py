@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core import proposer
-from slipstream.core.proposer import LookUp, PairIndex, Traffic
+from slipstream.core.proposer import LookUp, PairIndex, RecentAnswers
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 
@@ -61,7 +61,7 @@ def test_least_and_longest_run():
 
 def test_an_encoders_text_and_ended_answers_are_searched():
     assert LookUp(text=(5, 6, 7, 8)).propose([0, 5, 6], 3) == ((7, 8), 2)
-    traffic = Traffic()
+    traffic = RecentAnswers()
     traffic.add([1, 2, 3])
     traffic.add([4, 1, 2, 9])
     assert LookUp(traffic=traffic).propose([7, 1, 2], 3) == ((9,), 2)  # up to where that answer ended
@@ -72,7 +72,7 @@ def test_an_encoders_text_and_ended_answers_are_searched():
 
 def test_traffic_is_bounded(monkeypatch):
     monkeypatch.setattr(proposer, "MOST_TRAFFIC", 40)
-    traffic = Traffic()
+    traffic = RecentAnswers()
     for i in range(30):
         traffic.add([2 * i, 2 * i + 1, 3, 4])
     assert sum(len(tokens) for tokens, _ in traffic.generations) <= 60

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slipstream.config import SpeculationConfig
 from slipstream.core.block_pool import NULL_BLOCK
-from slipstream.core.budget import FEW_REQUESTS, chunk_beside
+from slipstream.core.budget import FEW_REQUESTS, chunk_with_decodes
 from slipstream.core.kv_cache_manager import LEAST_SHARED
 from slipstream.core.request import Request
 from slipstream.core.scheduler import Scheduler
@@ -343,9 +343,9 @@ def test_while_few_tokens_wait_prompts_come_beside_decodes_in_chunks():
 
 def test_many_requests_that_wait_are_many_however_short():
     waiting = [types.SimpleNamespace(num_tokens=1, num_computed_tokens=0)] * (FEW_REQUESTS + 1)
-    assert chunk_beside(3, 512, waiting) is None
-    assert chunk_beside(3, 512, waiting[1:]) == 512
-    assert chunk_beside(700, 512, []) == 1400
+    assert chunk_with_decodes(3, 512, waiting) is None
+    assert chunk_with_decodes(3, 512, waiting[1:]) == 512
+    assert chunk_with_decodes(700, 512, []) == 1400
 
 
 @settings(max_examples=150)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.engine.grammar import Grammars
-from slipstream.engine.string_lengths import Counts, LengthVocabulary, StringLengths, counts_only
+from slipstream.engine.string_lengths import CountedStrings, LengthVocabulary, StringLengths, counts_only
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.types import EngineRequest, SamplingParams, ScheduledRequest, StepPlan, StructuredOutputsParams
 
@@ -61,14 +61,14 @@ def opened(**properties):
 
 
 SCHEMAS = [
-    (SHORT, Counts.ALL),
-    (closed(name=LONG, kind={"enum": ["red", "green"]}, note=TEXT), Counts.ALL),
-    ({"type": "array", "items": closed(a=SHORT, b={"type": "array", "items": LONG, "maxItems": 3})}, Counts.ALL),
-    (closed(a={"$ref": "#/$defs/s"}) | {"$defs": {"s": SHORT}}, Counts.ALL),
-    (opened(name=SHORT, nature=LONG), Counts.BOUNDED),
-    (closed(a={"anyOf": [SHORT, LONG, {"type": "null"}]}), Counts.BOUNDED),
-    ({"type": "object", "additionalProperties": SHORT}, Counts.ALL),
-    ({"type": "object", "additionalProperties": SHORT, "required": ["ab"]}, Counts.BOUNDED),
+    (SHORT, CountedStrings.ALL),
+    (closed(name=LONG, kind={"enum": ["red", "green"]}, note=TEXT), CountedStrings.ALL),
+    ({"type": "array", "items": closed(a=SHORT, b={"type": "array", "items": LONG, "maxItems": 3})}, CountedStrings.ALL),
+    (closed(a={"$ref": "#/$defs/s"}) | {"$defs": {"s": SHORT}}, CountedStrings.ALL),
+    (opened(name=SHORT, nature=LONG), CountedStrings.BOUNDED),
+    (closed(a={"anyOf": [SHORT, LONG, {"type": "null"}]}), CountedStrings.BOUNDED),
+    ({"type": "object", "additionalProperties": SHORT}, CountedStrings.ALL),
+    ({"type": "object", "additionalProperties": SHORT, "required": ["ab"]}, CountedStrings.BOUNDED),
 ]
 
 

@@ -8,7 +8,7 @@ import json
 
 import msgspec
 
-from slipstream.engine.core_process import CacheNews
+from slipstream.engine.core_process import CacheEvents
 from slipstream.server.fleet import ReplicaLoad
 from slipstream.server.metrics import Metrics
 from slipstream.stats import EngineStats
@@ -72,7 +72,7 @@ class Stub:
                 request = Request(head, b"")
                 request.body = await reader.readexactly(int(request.headers.get("content-length", 0)))
                 if request.path == "/fleet/events":
-                    await self._tell(writer)
+                    await self._send_events(writer)
                     continue
                 self.seen.append(request)
                 answering = asyncio.create_task(self._answer(request, writer))
@@ -88,13 +88,13 @@ class Stub:
         self._writers.discard(writer)
         writer.transport.abort()
 
-    async def _tell(self, writer):
+    async def _send_events(self, writer):
         while self.silent:  # on a new connection, too: one that is heard again does not hang
             await asyncio.sleep(0.02)
         while self.silent:  # a gateway that comes again hears nothing, either
             await asyncio.sleep(0.05)
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-        first = CacheNews(number=0, block_size=16, root_key=b"r" * 16, adapters={}, stored=b"", whole=True)
+        first = CacheEvents(number=0, block_size=16, root_key=b"r" * 16, adapters={}, stored=b"", whole=True)
         self._message(writer, first)
         while True:
             if not self.silent:

@@ -53,7 +53,7 @@ async def deliver(url, tells, until):
     (hook,) = found.hooks
     hook._first_wait_s = 0.01
     for news in tells:
-        found.tell(news)
+        found.send(news)
     task = asyncio.create_task(found.run())
     async with asyncio.timeout(PATIENCE_S):
         while not until(hook):
@@ -103,7 +103,7 @@ async def test_no_error_of_one_address_ends_the_others(receiver, monkeypatch, er
     bad, good = found.hooks
     task = asyncio.create_task(found.run())
     for number in (1, 2):
-        found.tell([FINDING if number == 1 else ended(FINDING)])
+        found.send([FINDING if number == 1 else ended(FINDING)])
         async with asyncio.timeout(60):
             while (bad.num_lost, good.num_sent) != (number, number):
                 await asyncio.sleep(0.01)
@@ -116,7 +116,7 @@ async def test_few_wait(monkeypatch):
     monkeypatch.setattr(alerts, "MOST_WAITING", 5)
     hook = alerts.Webhook("http://127.0.0.1:9/", "here")
     for _ in range(12):
-        hook.tell("began", FINDING)
+        hook.enqueue("began", FINDING)
     assert (len(hook._waiting), hook.num_lost) == (5, 7)
 
 

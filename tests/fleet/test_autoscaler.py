@@ -18,8 +18,8 @@ from slipstream.fleet.autoscaler import Autoscaler, FleetObservation, ScalingLim
 from slipstream.fleet.baselines import Enova, Fixed, Planned, RayServe
 from slipstream.fleet.capacity import FleetCapacity, fleet_capacity
 from slipstream.fleet.forecast import Forecast
-from slipstream.fleet.replay import ColdStart, Fleet
-from slipstream.plan.capacity import Objectives
+from slipstream.fleet.replay import ColdStart, FleetReplay
+from slipstream.plan.capacity import LatencyObjectives
 from slipstream.plan.devices import find_device
 from slipstream.plan.engines import plan_engine
 from slipstream.plan.simulate import simulate
@@ -165,7 +165,7 @@ def requests():
 
 def replay(engine, requests, policy, **more):
     how = {"objectives": LIMITS, "cold_start": ColdStart(mean_s=20.0), "initial": 1, **more}
-    return Fleet(engine, requests, policy, **how).run()
+    return FleetReplay(engine, requests, policy, **how).run()
 
 
 def test_a_fleet_that_does_not_scale_is_the_planners_simulator(engine, requests):
@@ -201,8 +201,8 @@ def test_a_plan_is_there_in_time_and_drains(engine, requests):
 @pytest.mark.slow
 def test_capacity_grows_with_the_fleet(engine):
     workload = parse_workload("uniform:50-400/10-60")
-    table = fleet_capacity(engine, workload, Objectives(limits=LIMITS, attainment=0.99), sizes=(1, 2, 4))
+    table = fleet_capacity(engine, workload, LatencyObjectives(limits=LIMITS, attainment=0.99), sizes=(1, 2, 4))
     each = [rate / number for number, rate in table.rates]
     assert each == sorted(each)
     with pytest.raises(ConfigError, match="request alone"):
-        fleet_capacity(engine, workload, Objectives(limits={"ttft_s": 1e-4}, attainment=0.99))
+        fleet_capacity(engine, workload, LatencyObjectives(limits={"ttft_s": 1e-4}, attainment=0.99))

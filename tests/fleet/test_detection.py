@@ -92,10 +92,10 @@ def test_a_fault_is_found_named_and_over(cause):
     assert finding.ended is not None
     assert finding.evidence
     assert finding.remedy
-    news = [f.ended is None for f in detector.take_news()]
+    news = [f.ended is None for f in detector.drain_findings()]
     assert news[0] is True
     assert news[-1] is False
-    assert detector.take_news() == []
+    assert detector.drain_findings() == []
 
 
 def alarms(counts, responses):
@@ -252,7 +252,7 @@ def test_state_is_bounded_and_silence_ends_findings(monkeypatch):
     for i in range(1000):
         detector.observe(Observation(replica="r", at=float(i), is_up=i % 2 == 0))
     assert len(detector.findings) <= module.MOST_ENDED + 1
-    assert len(detector.take_news()) <= 2 * module.MOST_ENDED
+    assert len(detector.drain_findings()) <= 2 * module.MOST_ENDED
 
 
 def test_expected_steps_are_learned():

@@ -14,8 +14,8 @@ import pytest
 from slipstream.errors import ConfigError
 from slipstream.fleet import scaling as scaling_module
 from slipstream.fleet.capacity import FleetCapacity
-from slipstream.fleet.config import Autoscale, Objectives, check, pools
-from slipstream.fleet.scaler import ColdStarts, Now, Scaler, Tally, make
+from slipstream.fleet.config import Autoscale, ScalingObjectives, check, pools
+from slipstream.fleet.scaler import ColdStarts, PoolState, Scaler, Tally, make
 from slipstream.fleet.scaling import Scaling
 from slipstream.server.record import RequestRecord
 from tests.browser import Browser
@@ -23,7 +23,7 @@ from tests.fleet.running import ENGINE, fleet_of, running, version
 from tests.fleet.stubs import stubbed
 from tests.waiting import PATIENCE_S
 
-OBJECTIVES = Objectives(ttft_s=2.0, itl_s=0.1)
+OBJECTIVES = ScalingObjectives(ttft_s=2.0, itl_s=0.1)
 AUTOSCALE = {"objectives": {"ttft_s": 2.0, "itl_s": 0.1}}
 
 
@@ -64,7 +64,7 @@ class Clock:
             self.at += 1
             for _ in range(rate):
                 self.tally.arrived()
-            change = self.scaler.look(self.at, Now(num_ready=self.number, **more), self.tally)
+            change = self.scaler.look(self.at, PoolState(num_ready=self.number, **more), self.tally)
             if change is not None:
                 self.number = change.wanted
                 self.scaler.made(change)
@@ -81,7 +81,7 @@ def test_more_under_load_and_fewer_after():
     assert clock.number == 1
     assert clock.changes[-1].why == "fewer were enough for 60 s"
     assert max(change.wanted for change in clock.changes) <= 4
-    status = clock.scaler.status(Now(num_ready=1), clock.at)
+    status = clock.scaler.status(PoolState(num_ready=1), clock.at)
     assert (status["ups"], status["downs"]) == (clock.scaler.num_up, clock.scaler.num_down)
     assert status["ups"] + status["downs"] == len(clock.changes)
     assert status["wanted"] == 1
@@ -110,7 +110,7 @@ def test_to_zero_and_back():
 def test_one_that_starts_is_not_started_again():
     scaler = scaler_of(0, 2)
     for at in range(1, 9):
-        assert scaler.look(float(at), Now(num_at_gateway=5, num_starting=1), Tally()) is None
+        assert scaler.look(float(at), PoolState(num_at_gateway=5, num_starting=1), Tally()) is None
 
 
 def test_cold_starts_are_followed_unless_given():
@@ -258,7 +258,7 @@ def test_each_version_is_scaled_by_its_own_requests(tiny, tmp_path, monkeypatch)
 def test_objectives_that_no_replica_meets_are_refused(tiny):
     (spec,) = pools(fleet_with(tiny, 1, 2))
     with pytest.raises(ConfigError, match="for a request alone") as refused:
-        make(spec, Autoscale(), Objectives(ttft_s=1e-6))
+        make(spec, Autoscale(), ScalingObjectives(ttft_s=1e-6))
     assert refused.value.field == "models.tiny.autoscale.objectives"
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import uvloop
 
-from slipstream.fleet.upstream import Pool, UpstreamError
+from slipstream.fleet.upstream import ConnectionPool, UpstreamError
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n"
@@ -34,7 +34,7 @@ async def asked(*answers: bytes, unasked: bytes = b"", closes: bool = False) -> 
         asyncio.ensure_future(serve(reader, writer)).add_done_callback(lambda task: task.cancelled() or task.exception())
 
     server = await asyncio.start_server(quiet, "127.0.0.1", 0)
-    pool, found = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None), []
+    pool, found = ConnectionPool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None), []
     try:
         for _ in answers:
             answer = await pool.ask(b"GET", b"/", [])

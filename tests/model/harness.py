@@ -66,7 +66,7 @@ class Paged:
         dtype = model.decoder.dtype
         self.kv = [
             LayerKV(*cache_tensors(layer.attention, len(ids) + 1, block_size, lambda shape: torch.randn(shape).to(dtype)))
-            for layer in (model.spec.layers[i] for i in model.spec.held)
+            for layer in (model.spec.layers[i] for i in model.spec.local_layers)
         ]
         self.computed = [0] * num_seqs
 

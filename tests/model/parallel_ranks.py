@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.kernels.select import select_ops
 from slipstream.model.layers import Partition
 from slipstream.model.loader import LoadedModel, load_model
-from slipstream.spec.parallel import ONE_UNIT, Shard, Units
+from slipstream.spec.parallel import ONE_UNIT, Shard, SplitUnits
 from tests.model.harness import CPU
 from tests.waiting import PATIENCE_S
 
@@ -80,7 +80,7 @@ class ThreadGroup:
 
 
 class SumsOfThreads:
-    """`platform.SumsBeside`: what is begun arrives at once. `log`: the places and pieces, in order."""
+    """`platform.OverlappedSums`: what is begun arrives at once. `log`: the places and pieces, in order."""
 
     def __init__(self, group: ThreadGroup, piece: int) -> None:
         self.group, self.piece, self.log = group, piece, list[tuple[int, int, slice]]()
@@ -132,7 +132,7 @@ def on_ranks(
     tensor: bool = True,
     experts: bool = False,
     kernels: str = "reference",
-    units: Units = ONE_UNIT,
+    units: SplitUnits = ONE_UNIT,
     sequence: bool = False,
     piece: int = 0,
     **how: object,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.errors import AdapterError
 from slipstream.kernels.adapters import AdapterOps, tokens_of
-from slipstream.model.adapters import Layout
+from slipstream.model.adapters import AdapterLayout
 from slipstream.spec.adapters import CONFIG_NAME, WEIGHTS_NAME
 from tests import adapters, tiny_models
 from tests.model.harness import load, run
@@ -22,7 +22,7 @@ TOKENS = [5, 9, 200, 31, 7, 250, 11, 90, 3, 4, 77]
 
 
 def layout_of(model, rank=8):
-    return Layout(model.description, model.decoder, rank)
+    return AdapterLayout(model.description, model.decoder, rank)
 
 
 def adapted(model, layout, folder):

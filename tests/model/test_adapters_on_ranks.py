@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.errors import AdapterError
 from slipstream.model import layers
-from slipstream.model.adapters import Layout
+from slipstream.model.adapters import AdapterLayout
 from slipstream.spec.adapters import WEIGHTS_NAME
 from slipstream.spec.parallel import Shard
 from tests import adapters, tiny_models
@@ -28,7 +28,7 @@ def with_adapter(folder):
 
     def work(model):
         shard = model.decoder.partition.shard
-        return run(adapted(model, Layout(model.description, model.decoder, RANK, shard), folder / "lora"), TOKENS)
+        return run(adapted(model, AdapterLayout(model.description, model.decoder, RANK, shard), folder / "lora"), TOKENS)
 
     return work
 
@@ -95,7 +95,7 @@ def test_a_rank_refuses_what_another_has(tmp_path):
     model = load(tmp_path / "base")
     model.decoder.take_layers(model.decoder.layers[:1])
     model.decoder.spec = dataclasses.replace(model.spec, stage=(0, 1))
-    layout = Layout(model.description, model.decoder, RANK, Shard(0, 1, tensor=False, layers=(0, 1)))
+    layout = AdapterLayout(model.description, model.decoder, RANK, Shard(0, 1, tensor=False, layers=(0, 1)))
     assert {name.split(".")[1] for name in layout.places} == {"0"}
     with pytest.raises(AdapterError, match=r"layers\.1\.mlp\.down_proj.*shape \[3, 3\]"):
         layout.read(tmp_path / "lora", torch.float32)
@@ -108,7 +108,7 @@ def test_all_ranks_know_the_same_parts(tmp_path):
     adapters.write(hf, tmp_path / "lora", modules=["layers.1.self_attn.q_proj", "layers.1.self_attn.v_proj"])
 
     def parts(model):
-        layout = Layout(model.description, model.decoder, RANK, model.decoder.partition.shard)
+        layout = AdapterLayout(model.description, model.decoder, RANK, model.decoder.partition.shard)
         return "layers.1.attention.qkv.weight" in layout.places, layout.read(tmp_path / "lora", torch.float32).parts
 
     wanted = frozenset({("attention.qkv", 0), ("attention.qkv", 2)})

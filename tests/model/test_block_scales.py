@@ -17,7 +17,7 @@ from slipstream.kernels.select import select_ops
 from slipstream.kernels.weights import Linear, TileScaledLinear
 from slipstream.model.loader import load_model
 from slipstream.plan.estimate import estimate
-from slipstream.plan.memory import held_bytes, weights_bytes
+from slipstream.plan.memory import native_weights_bytes, weights_bytes
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
@@ -151,8 +151,8 @@ def test_bytes_are_what_is_planned(tmp_path, family):
     tables = {id(t): t.nbytes for t in turning}
     loaded = model.weights_bytes - sum(tables.values())
     assert loaded == sum(weights_bytes(model.spec, DTYPE_BYTES["bfloat16"], SCHEMES["fp8-block"]).values())
-    formats = model.description.held_formats(frozenset(["fp8-block"]))
-    assert loaded == sum(held_bytes(model.spec, DTYPE_BYTES["bfloat16"], formats).values())
+    formats = model.description.native_formats(frozenset(["fp8-block"]))
+    assert loaded == sum(native_weights_bytes(model.spec, DTYPE_BYTES["bfloat16"], formats).values())
     dummy = load(tmp_path, dtype=torch.bfloat16, max_model_len=1, load_format="dummy")
     assert (dummy.forms, dummy.weights_bytes) == (model.forms, model.weights_bytes)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from slipstream.model import layers
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import AttentionSpec, MoESpec, parameters
-from slipstream.spec.parallel import Shard, Units, check_split, cuts, heads_of, split_shapes, uneven_parts
+from slipstream.spec.parallel import Shard, SplitUnits, check_split, cuts, heads_of, split_shapes, uneven_parts
 from tests import tiny_models
 from tests.model.harness import load, run, states, written
 from tests.model.parallel_ranks import on_ranks
@@ -172,7 +172,7 @@ def test_every_head_is_somewhere_with_its_kv_head(kv, whole, size, unit):
     attention = AttentionSpec(num_heads=kv * whole, num_kv_heads=kv, head_dim=16, scale=1.0, position=None)
     seen = []
     for rank in range(size):
-        own = heads_of(attention, Shard(rank, size, units=Units(unit, 1)))
+        own = heads_of(attention, Shard(rank, size, units=SplitUnits(unit, 1)))
         first, last = own.query
         group = own.num_heads // own.num_kv_heads
         assert own.num_heads % own.num_kv_heads == 0
@@ -221,7 +221,7 @@ def test_the_parts_make_up_the_whole(tmp_path, family):
                     for first, last in cut.columns or ((0, own.shape[-1]),) if own.dim() == 3 else ((0, 1),):
                         part = own[:, a:b, first:last] if own.dim() == 3 else own[:, a:b]
                         part += 1
-                held = cut.count * cut.held(size)
+                held = cut.count * cut.local_rows(size)
                 assert shape[0] in (held, shard.vocabulary(spec.vocab_size)), name
             assert (seen > 0).all(), name
 

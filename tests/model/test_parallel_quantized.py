@@ -12,7 +12,7 @@ from slipstream.kernels.reference import ROUNDED
 from slipstream.model.sharding import cut_whole
 from slipstream.spec.description import read_spec
 from slipstream.spec.families import find_gguf_family
-from slipstream.spec.parallel import ONE_UNIT, Shard, Units, cuts, split_shapes
+from slipstream.spec.parallel import ONE_UNIT, Shard, SplitUnits, cuts, split_shapes
 from slipstream.spec.parameters import parameters
 from tests import tiny_models
 from tests.kernels.test_mxfp4 import write_rounded
@@ -79,7 +79,7 @@ def test_groups_that_do_not_divide_end_in_zeros(tmp_path, kind):
     """A rank has 128 of 192 inputs, of which the second rank's last 64 are zeros."""
     tiny_models.write(tmp_path, "llama", **UNEVEN)
     (compress_gptq if kind == "gptq" else compress)(tmp_path, *([] if kind == "gptq" else [kind]))
-    units = Units(64, 64) if kind != "int8" else Units(16, 128)
+    units = SplitUnits(64, 64) if kind != "int8" else SplitUnits(16, 128)
     check_parts(tmp_path, units=units)
     wanted = run(load(tmp_path), TOKENS)
     for found in on_ranks(tmp_path, lambda model: run(model, TOKENS), units=units):
@@ -89,7 +89,7 @@ def test_groups_that_do_not_divide_end_in_zeros(tmp_path, kind):
 def test_mxfp4_whose_width_does_not_divide(tmp_path):
     write_rounded(tmp_path)  # experts of 64: each of two ranks has 64, those of the second zeros
     wanted = run(load(tmp_path), TOKENS)
-    for found in on_ranks(tmp_path, lambda model: run(model, TOKENS), units=Units(1, 64)):
+    for found in on_ranks(tmp_path, lambda model: run(model, TOKENS), units=SplitUnits(1, 64)):
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * wanted.abs().max())
 
 
@@ -135,6 +135,6 @@ def test_gguf(tmp_path, kernels, width):
     metadata = {**LEAST, "block_count": 2, "embedding_length": 64, "feed_forward_length": width, "attention.head_count_kv": 2}
     write(tmp_path / "model.gguf", tensors, **{f"llama.{k}": v for k, v in metadata.items()})
     wanted = run(load(tmp_path / "model.gguf", kernels=kernels), TOKENS)
-    units = Units(32, 32)
+    units = SplitUnits(32, 32)
     for found in on_ranks(tmp_path / "model.gguf", lambda model: run(model, TOKENS), kernels=kernels, units=units):
         torch.testing.assert_close(found, wanted, rtol=0, atol=(2e-5 if kernels == "reference" else 5e-3) * wanted.abs().max())

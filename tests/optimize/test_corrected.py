@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.optimize import corrected
-from slipstream.optimize.candidates import NOTHING, Prediction, Result, Space
+from slipstream.optimize.candidates import NOTHING, Prediction, Space, TrialResult
 from slipstream.optimize.corrected import Corrected
 
 SPACE = Space(compressions=("none", "int8", "int4"), axes={"max_num_seqs": (1, 2, 4, 8), "kv_cache_dtype": ("auto", "int8")})
@@ -23,7 +23,7 @@ def prior(candidate):
 def measured(candidates, factor):
     """`factor` by the place in the order of measuring: how many times as slow as predicted."""
     return [
-        Result(candidate=c, throughput=100.0 / factor(i, c), tpot_s=0.01 * factor(i, c), kl=0.0)
+        TrialResult(candidate=c, throughput=100.0 / factor(i, c), tpot_s=0.01 * factor(i, c), kl=0.0)
         for i, c in enumerate(candidates)
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.optimize.candidates import Candidate, Result
+from slipstream.optimize.candidates import Candidate, TrialResult
 from slipstream.optimize.page import render
 from slipstream.optimize.run import as_row
 from tests.browser import Browser
@@ -19,7 +19,7 @@ def result(compression, throughput, **more):
         "kl_stderr": 0.0,
     }
     given = {"throughput": throughput, "tpot_s": 0.02, "kl": 0.01, "figures": figures, **more}
-    return as_row(Result(candidate=Candidate(compression, (("max_num_seqs", 8), ("speculative_model", None))), **given))
+    return as_row(TrialResult(candidate=Candidate(compression, (("max_num_seqs", 8), ("speculative_model", None))), **given))
 
 
 @pytest.mark.parametrize("width", [1280, 390])

@@ -21,10 +21,10 @@ from slipstream.errors import ConfigError, EngineError, SlipstreamError
 from slipstream.evals.tasks import TaskResult
 from slipstream.hub import machine_folder
 from slipstream.optimize import run
-from slipstream.optimize.candidates import NOTHING, Candidate, Result, Space
+from slipstream.optimize.candidates import NOTHING, Candidate, Space, TrialResult
 from slipstream.optimize.prior import bits_of, guessed_kl, simulated_prior
 from slipstream.optimize.run import Measurer, QualityLoss, parse_quality_loss, parse_seconds
-from slipstream.optimize.traffic import Traffic, parse_traffic
+from slipstream.optimize.traffic import RecordedTraffic, parse_traffic
 from slipstream.optimize.worker import task_loss
 from slipstream.plan.devices import find_device
 from slipstream.plan.hardware import available_cores
@@ -117,7 +117,7 @@ def test_times():
 
 
 def result(name, throughput, **p99):
-    return Result(
+    return TrialResult(
         candidate=Candidate(name),
         throughput=throughput,
         tpot_s=0.1,
@@ -136,7 +136,7 @@ def test_the_fastest_that_meets_the_objectives_else_the_nearest():
 
 
 def measurer(folder, **more):
-    traffic = Traffic(source="8/4", lengths=((8, 4),), arrivals="burst")
+    traffic = RecordedTraffic(source="8/4", lengths=((8, 4),), arrivals="burst")
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
@@ -147,11 +147,11 @@ def measurer(folder, **more):
 def test_results_are_kept_by_their_conditions(tmp_path):
     space = Space(compressions=("none", "int8"), axes={"max_num_seqs": (1, 2)})
     ours, other = measurer(tmp_path), measurer(tmp_path, objectives={"ttft_s": 1.0})
-    good = Result(
+    good = TrialResult(
         candidate=Candidate("none", (("max_num_seqs", 2),)), throughput=5.0, tpot_s=0.1, kl=0.0, figures={"kl": 0.0}
     )
-    unfit = Result(candidate=Candidate("int8", (("max_num_seqs", 2),)), kl=0.4, fits=False, error="KL")
-    failed = Result(candidate=Candidate("none", (("max_num_seqs", 1),)), error="out of memory")
+    unfit = TrialResult(candidate=Candidate("int8", (("max_num_seqs", 2),)), kl=0.4, fits=False, error="KL")
+    failed = TrialResult(candidate=Candidate("none", (("max_num_seqs", 1),)), error="out of memory")
     for found in (good, unfit, failed):
         run.append_result(found, ours)
     with (tmp_path / run.RESULTS_NAME).open("a") as file:
@@ -237,7 +237,7 @@ def test_a_compression_that_loses_too_much_is_not_run(tmp_path, monkeypatch):
 
 def test_the_prior_knows_bits_and_batches():
     folder = Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-3-8b"
-    traffic = Traffic(source="2000/32", lengths=((2000, 32),) * 8, arrivals="closed:8")
+    traffic = RecordedTraffic(source="2000/32", lengths=((2000, 32),) * 8, arrivals="closed:8")
     base = EngineArgs(model=str(folder), device="cpu", max_model_len=4096)
     prior = simulated_prior(base, read_spec(folder), traffic, find_device("h200"))
 
@@ -258,7 +258,7 @@ def test_the_prior_knows_bits_and_batches():
 
 def test_the_prior_knows_forms():
     folder = Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-3-8b"
-    traffic = Traffic(source="2000/32", lengths=((2000, 32),) * 16, arrivals="closed:16")
+    traffic = RecordedTraffic(source="2000/32", lengths=((2000, 32),) * 16, arrivals="closed:16")
     base = EngineArgs(model=str(folder), max_model_len=4096)
     gpu, cpu = (simulated_prior(base, read_spec(folder), traffic, find_device(name)) for name in ("h200", "cpu-2-avx512"))
 
@@ -353,7 +353,7 @@ def test_a_limit_of_random_weights_is_refused_and_their_quality_is_not_shown(tin
     assert main([*words, "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["field"] == "max_quality_loss"
     figures = {"kl": 0.02, "kl_stderr": 0.0, "perplexity_ratio": 1.0, "ttft_s_p99": 0.1, "predicted_throughput": 1.0}
-    guessed = Result(candidate=Candidate("int8"), kl=0.02, figures={**figures, "not_measured": "random weights"})
+    guessed = TrialResult(candidate=Candidate("int8"), kl=0.02, figures={**figures, "not_measured": "random weights"})
     assert _line(guessed).endswith("KL –")
     assert _cells(guessed, False)[-3:-1] == ("–", "–")
 

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from slipstream.errors import ConfigError, EngineError
-from slipstream.optimize.candidates import Candidate, Prediction, Result, Space
+from slipstream.optimize.candidates import Candidate, Prediction, Space, TrialResult
 from slipstream.optimize.pareto import hypervolume
 from slipstream.optimize.search import LEAST_MEASURED, Search
 
@@ -49,7 +49,7 @@ class World:
             self.effects[candidate.compression] + sum(self.effects[c] for c in candidate.settings) + own.gauss(0, 0.08)
         )
         expected = prior(candidate)
-        return Result(
+        return TrialResult(
             candidate=candidate,
             throughput=expected.throughput * math.exp(-effect),
             tpot_s=expected.tpot_s * math.exp(effect + own.gauss(0, 0.05)),
@@ -102,7 +102,7 @@ def test_what_loses_too_much_is_not_measured_again_and_what_fails_is_a_result():
     def measure(candidate):
         if candidate.compression == "int4":
             world.asked.append(candidate)
-            return Result(candidate=candidate, kl=0.5, fits=False, error="KL 0.5")
+            return TrialResult(candidate=candidate, kl=0.5, fits=False, error="KL 0.5")
         if dict(candidate.settings)["max_num_batched_tokens"] == 2048:
             raise EngineError("out of memory")
         return world(candidate)
@@ -162,7 +162,7 @@ def test_without_optuna_the_remedy_is_named(monkeypatch):
 def test_figures_that_were_guessed_learn_from_the_same_compression_and_from_other_caches():
     def result(compression, cache, kl, fits=True):
         candidate = next(c for c in SPACE.candidates() if c.quality_key == (compression, ("kv_cache_dtype", cache)))
-        return Result(candidate=candidate, throughput=1.0, tpot_s=1.0, kl=kl, fits=fits)
+        return TrialResult(candidate=candidate, throughput=1.0, tpot_s=1.0, kl=kl, fits=fits)
 
     def kl_of(known, compression, cache):
         search = Search(SPACE, prior, World(0), known=known)
@@ -182,7 +182,7 @@ def test_the_better_form_is_found_though_the_prior_says_that_all_are_alike():
 
     def measured(candidate):
         found, by = prior(candidate), gain[dict(candidate.settings)["parallel"]]
-        return Result(
+        return TrialResult(
             candidate=candidate,
             throughput=found.throughput * by,
             tpot_s=found.tpot_s / by,

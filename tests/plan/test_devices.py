@@ -12,7 +12,7 @@ import pytest
 from slipstream.config import EngineArgs, SpeculationConfig
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.plan.analytic import binds
-from slipstream.plan.capacity import Objectives, find_capacity, keeps_up
+from slipstream.plan.capacity import LatencyObjectives, find_capacity, keeps_up
 from slipstream.plan.devices import find_device, known_devices
 from slipstream.plan.drafts import parse_acceptance
 from slipstream.plan.engines import plan_engine
@@ -20,7 +20,7 @@ from slipstream.plan.graph_sizes import GRAPH_BYTES, ladder, mixed_prompts, padd
 from slipstream.plan.memory import weights_bytes
 from slipstream.plan.offload import estimate_offload
 from slipstream.plan.operators import products
-from slipstream.plan.recommend import Load, as_data, plan_device
+from slipstream.plan.recommend import OfferedLoad, as_data, plan_device
 from slipstream.plan.step_cost import MeasuredStep, StepShape, fit_steps
 from slipstream.plan.tables import find_table, identity, keep_table
 from slipstream.plan.traffic import PREFIX_TOKENS, parse_workload, read_trace
@@ -264,20 +264,20 @@ def test_a_table_is_found_again_by_what_it_is_of(tmp_path, monkeypatch):
 
 def test_capacity_is_where_the_objectives_end():
     engine, workload = planned(quantization="fp8").simulated, parse_workload("fixed:200/40")
-    strict, loose = (Objectives(limits={"tpot_s": most}, attainment=0.9) for most in (0.006, 0.02))
+    strict, loose = (LatencyObjectives(limits={"tpot_s": most}, attainment=0.9) for most in (0.006, 0.02))
     low, high = (find_capacity(engine, workload, o) for o in (strict, loose))
     assert low.rate < high.rate
     assert strict.met_by(low.run)
     assert keeps_up(high.run, high.rate)
-    never = find_capacity(engine, workload, Objectives(limits={"tpot_s": 1e-4}, attainment=0.9))
+    never = find_capacity(engine, workload, LatencyObjectives(limits={"tpot_s": 1e-4}, attainment=0.9))
     assert never.rate is None
-    assert Objectives(limits={"tpot_s": 1e-4}, attainment=0.9).reached(never.alone)["tpot_s"] > 1e-3
+    assert LatencyObjectives(limits={"tpot_s": 1e-4}, attainment=0.9).reached(never.alone)["tpot_s"] > 1e-3
 
 
 def test_a_plan_says_how_many_what_binds_and_why():
     args = EngineArgs(model=str(CONFIGS / "llama-3-8b"), quantization="fp8", kv_cache_dtype="fp8")
-    load = Load(
-        workload=parse_workload("fixed:500/50"), objectives=Objectives(limits={"ttft_s": 0.5}, attainment=0.9), rate=60.0
+    load = OfferedLoad(
+        workload=parse_workload("fixed:500/50"), objectives=LatencyObjectives(limits={"ttft_s": 0.5}, attainment=0.9), rate=60.0
     )
     plan = plan_device(args, read_spec(CONFIGS / "llama-3-8b"), find_device("h200"), load, search=False)
     assert plan.replicas is not None
@@ -292,14 +292,14 @@ def test_a_plan_says_how_many_what_binds_and_why():
 
 def test_a_model_that_fits_nowhere_says_what_would_help():
     args = EngineArgs(model=str(CONFIGS / "deepseek-v3"))
-    load = Load(workload=parse_workload("fixed:50/5"), objectives=Objectives(limits={}, attainment=0.9))
+    load = OfferedLoad(workload=parse_workload("fixed:50/5"), objectives=LatencyObjectives(limits={}, attainment=0.9))
     with pytest.raises(OutOfMemoryError, match="2 such devices are not enough either"):
         plan_device(args, read_spec(CONFIGS / "deepseek-v3"), find_device("l4"), load, max_gpus=2)
 
 
 def test_two_gpus_hold_what_one_does_not():
     args = EngineArgs(model=str(CONFIGS / "mixtral-8x7b"), max_model_len=2048)
-    load = Load(workload=parse_workload("fixed:50/5"), objectives=Objectives(limits={}, attainment=0.9))
+    load = OfferedLoad(workload=parse_workload("fixed:50/5"), objectives=LatencyObjectives(limits={}, attainment=0.9))
     plan = plan_device(args, read_spec(CONFIGS / "mixtral-8x7b"), find_device("a100"), load, max_gpus=4, search=False)
     assert plan.engine.num_gpus == 2
     assert any("does not hold the model" in note for note in plan.notes)

@@ -26,7 +26,7 @@ from slipstream.cli import serve as cli
 from slipstream.config import EngineArgs
 from slipstream.frontend.control import Channel, Drain, ToSupervisor
 from slipstream.frontend.supervisor import Supervisor
-from slipstream.server.load import Acceptor, Load
+from slipstream.server.load import Acceptor, ServerLoad
 from slipstream.server.metrics import Metrics
 from slipstream.server.state import ServerSettings
 from tests.waiting import PATIENCE_S, wait_for
@@ -484,20 +484,20 @@ def test_what_a_front_end_finds_wrong_at_the_start_is_said(tiny_path, tmp_path):
 
 
 def test_requests_are_counted_over_all_front_ends():
-    memory = memoryview(bytearray(Load.size(3)))
-    first, second, third = (Load(memory, slot) for slot in range(3))
+    memory = memoryview(bytearray(ServerLoad.size(3)))
+    first, second, third = (ServerLoad(memory, slot) for slot in range(3))
     assert [load.begin_request(3) for load in (first, second, second, third, first)] == [True, True, True, False, False]
     assert third.num_requests == 3
     second.clear()  # it died
     assert third.begin_request(2)
     first.end_request()
     assert first.num_requests == 1
-    assert not Load().is_shared
+    assert not ServerLoad().is_shared
 
 
 def test_who_has_fewer_connections_takes_the_next():
-    memory = memoryview(bytearray(Load.size(2)))
-    first, second = Load(memory, 0), Load(memory, 1)
+    memory = memoryview(bytearray(ServerLoad.size(2)))
+    first, second = ServerLoad(memory, 0), ServerLoad(memory, 1)
     assert not first.has_most_connections
     first.set_connections(1)
     assert first.has_most_connections
@@ -507,7 +507,7 @@ def test_who_has_fewer_connections_takes_the_next():
 
 async def test_connections_go_to_who_has_fewer():
     """Two acceptors on one loop look at the same moment, however busy the machine is."""
-    memory, taken = memoryview(bytearray(Load.size(2))), ([], [])
+    memory, taken = memoryview(bytearray(ServerLoad.size(2))), ([], [])
 
     class Protocol(asyncio.Protocol):
         def __init__(self, of) -> None:
@@ -520,7 +520,7 @@ async def test_connections_go_to_who_has_fewer():
         listener.setblocking(False)
         for slot, of in enumerate(taken):
             own = stack.enter_context(listener.dup())
-            acceptor = Acceptor(own, Load(memory, slot), lambda of=of: Protocol(of), lambda of=of: len(of), None)
+            acceptor = Acceptor(own, ServerLoad(memory, slot), lambda of=of: Protocol(of), lambda of=of: len(of), None)
             stack.callback(acceptor.close)
         for number in range(1, 21):
             stack.enter_context(socket.create_connection(listener.getsockname()))

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.config import EngineArgs
 from slipstream.core.prefix_cache import extend_keys
-from slipstream.engine.core_process import CacheNews
+from slipstream.engine.core_process import CacheEvents
 from slipstream.server.fleet import HEADER, FromReplica
 from tests.server.conftest import serving
 
@@ -172,7 +172,7 @@ class Events:
         """Take news into `held` until the condition holds."""
         while not until():
             news = self.next()
-            if isinstance(news, CacheNews):
+            if isinstance(news, CacheEvents):
                 if news.whole:
                     held.clear()
                 else:

@@ -11,13 +11,13 @@ import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.server import connection
-from slipstream.server.store import ResponseStore, Stored
+from slipstream.server.store import ResponseStore, StoredResponse
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S
 
 
 def stored(name, size=10):
-    return Stored(name, None, {"text": "x" * size}, [])
+    return StoredResponse(name, None, {"text": "x" * size}, [])
 
 
 @pytest.mark.parametrize("bounds", [{"max_responses": 10, "max_bytes": 2**20}, {"max_responses": 1000, "max_bytes": 300}])

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from slipstream.cli.main import main
-from slipstream.server.monitoring import BURNS, PANELS, Objectives, board, rules
+from slipstream.server.monitoring import BURNS, PANELS, ServiceObjectives, board, rules
 from tests.waiting import PATIENCE_S
 
 NAMES = re.compile(r"slipstream:([a-z0-9_]+)")
@@ -38,23 +38,23 @@ def queries():
 def test_every_metric_is_there(shared):
     httpx.post(shared.url + "/v1/completions", json={"prompt": "hello", "max_tokens": 3}, timeout=PATIENCE_S)
     served = set(NAMES.findall(httpx.get(shared.url + "/metrics", timeout=PATIENCE_S).text))
-    asked = set(NAMES.findall(json.dumps(rules(Objectives())) + json.dumps(board())))
+    asked = set(NAMES.findall(json.dumps(rules(ServiceObjectives())) + json.dumps(board())))
     assert asked
     assert not asked - served
-    recorded = {rule["record"] for rule in rules(Objectives())["groups"][0]["rules"]}
-    assert set(re.findall(r"slo:\w+:\w+", json.dumps(board()) + json.dumps(rules(Objectives())))) == recorded
+    recorded = {rule["record"] for rule in rules(ServiceObjectives())["groups"][0]["rules"]}
+    assert set(re.findall(r"slo:\w+:\w+", json.dumps(board()) + json.dumps(rules(ServiceObjectives())))) == recorded
 
 
 def test_bounds_are_those_of_the_histograms(shared):
     httpx.post(shared.url + "/v1/completions", json={"prompt": "hello", "max_tokens": 3}, timeout=PATIENCE_S)
     text = httpx.get(shared.url + "/metrics", timeout=PATIENCE_S).text
-    written = json.dumps(rules(Objectives())).replace("\\", "")
+    written = json.dumps(rules(ServiceObjectives())).replace("\\", "")
     for metric, bound in re.findall(r'slipstream:(\w+)_bucket\{le="([0-9.]+)"', written):
         assert re.search(rf'slipstream:{metric}_bucket\{{le="{re.escape(bound)}"', text), (metric, bound)
 
 
 def test_files(folder):
-    assert yaml.safe_load((folder / "slipstream-rules.yml").read_text()) == rules(Objectives())
+    assert yaml.safe_load((folder / "slipstream-rules.yml").read_text()) == rules(ServiceObjectives())
     found = json.loads((folder / "slipstream-dashboard.json").read_text())
     places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in found["panels"]]
     assert len(set(places)) == len(places) == len(PANELS)
@@ -80,7 +80,7 @@ def test_bad_objectives(tmp_path, capsys, words, named):
 def test_promtool_accepts_the_rules(folder):
     told = subprocess.run(["promtool", "check", "rules", "slipstream-rules.yml"], cwd=folder, capture_output=True, text=True)
     assert told.returncode == 0, told.stdout + told.stderr
-    count = sum(len(group["rules"]) for group in rules(Objectives())["groups"])
+    count = sum(len(group["rules"]) for group in rules(ServiceObjectives())["groups"])
     assert f"SUCCESS: {count} rules found" in told.stdout
 
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from slipstream.engine.tool_formats import REASONING
 from slipstream.errors import ConfigError
 from slipstream.server.state import ServerSettings
-from slipstream.server.store import ResponseStore, Stored
+from slipstream.server.store import ResponseStore, StoredResponse
 from tests.server.conftest import TEMPLATE, serving
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_server_tools import SCHEMAS
@@ -246,7 +246,7 @@ async def test_the_store_is_bounded_and_keeps_conversations_in_use(tmp_path):
     other = ResponseStore(tmp_path / "s", max_responses=3, max_bytes=10_000)  # of another front end
 
     async def put(id_, previous=None, text=""):
-        await store.put("me", Stored(id_, previous, {"output": [{"text": text}]}, []))
+        await store.put("me", StoredResponse(id_, previous, {"output": [{"text": text}]}, []))
 
     await put("a")
     await put("b", "a")
@@ -394,7 +394,7 @@ def test_values_that_no_one_can_read_are_refused_before_anything_is_made(serve, 
 def test_a_conversation_goes_on_after_a_call_that_was_cut(serve):
     server = serve()
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": "un'}
-    kept = Stored("resp_cut", None, {"output": [call]}, [{"type": "message", "role": "user", "content": "one"}])
+    kept = StoredResponse("resp_cut", None, {"output": [call]}, [{"type": "message", "role": "user", "content": "one"}])
     server.call(server.state.responses.put("", kept))
     with server.client() as client:
         results = [{"type": "function_call_output", "call_id": "c", "output": "no JSON"}]
@@ -433,8 +433,8 @@ def test_counting_and_reading_are_bounded_too(serve, monkeypatch):
 
 async def test_what_is_deleted_leaves_no_trace_and_what_is_too_long_evicts_nothing(tmp_path):
     store = ResponseStore(tmp_path / "s", max_responses=3, max_bytes=1000)
-    assert await store.put("me", Stored("a", None, {"output": [{"text": "secret"}]}, []))
-    assert not await store.put("me", Stored("b", None, {"output": [{"text": "x" * 1000}]}, []))
+    assert await store.put("me", StoredResponse("a", None, {"output": [{"text": "secret"}]}, []))
+    assert not await store.put("me", StoredResponse("b", None, {"output": [{"text": "x" * 1000}]}, []))
     assert await store.get("me", "a") is not None
     assert await store.delete("me", "a")
     assert all(b"secret" not in file.read_bytes() for file in tmp_path.iterdir())

@@ -332,7 +332,7 @@ def test_slow_readers_delay_nobody_and_hold_no_more_than_their_answers(stepped):
     for connection in server.server.server_state.connections:
         assert connection.transport.get_write_buffer_size() < 100_000
     answers = [sink.answer for sink in engine._sinks.values()]
-    assert all(len(answer._untold) == 1 for answer in answers)
+    assert all(len(answer._unsent) == 1 for answer in answers)
     assert not any(answer.can_write for answer in answers)
     for reader in slow:
         step(server, {keys[reader]: ([ids[0]], True)})

@@ -7,7 +7,7 @@ import pytest
 from slipstream import LLM, LoRARequest
 from slipstream.errors import AdapterError, ConfigError
 from slipstream.start_messages import Failed
-from slipstream.worker.rank_messages import Answer, UnloadAdapter
+from slipstream.worker.rank_messages import Reply, UnloadAdapter
 from tests import forked_ranks
 from tests.engine.test_adapters import ALL, GREEDY, SETTINGS, adapter, build, check
 
@@ -48,7 +48,7 @@ def test_a_refusal_harms_no_rank(llm, made, tmp_path):
 
 def test_what_one_rank_cant_read_no_rank_has(llm, made, monkeypatch):
     executor, told = llm.core.executor, []
-    answers = [Answer(version="1"), Answer(refused=Failed.of(AdapterError("its disk is gone", field="a")))]
+    answers = [Reply(version="1"), Reply(refused=Failed.of(AdapterError("its disk is gone", field="a")))]
     monkeypatch.setattr(executor, "_ask", lambda question, count: answers)
     monkeypatch.setattr(executor, "_broadcast", told.append)
     with pytest.raises(AdapterError, match="its disk is gone"):
@@ -73,7 +73,7 @@ def test_ranks_are_not_asked_about_an_adapter_that_they_have(llm, made, monkeypa
 def test_the_version_of_files_on_several_hosts_is_that_of_all(llm, monkeypatch):
     executor = llm.core.executor
     for order in (("b", "a"), ("a", "b")):
-        monkeypatch.setattr(executor, "_ask", lambda question, count, order=order: [Answer(version=v) for v in order])
+        monkeypatch.setattr(executor, "_ask", lambda question, count, order=order: [Reply(version=v) for v in order])
         assert executor.load_adapter(LoRARequest("x", 50, "somewhere"), tuple) == "a,b"
         executor.unload_adapter(50)
 

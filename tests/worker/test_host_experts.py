@@ -14,7 +14,7 @@ from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.plan import fit
 from slipstream.plan.devices import find_device
 from slipstream.plan.engines import plan_engine
-from slipstream.plan.estimate import estimate, held_weights_bytes
+from slipstream.plan.estimate import estimate, resident_weights_bytes
 from slipstream.spec.description import read_spec
 from slipstream.worker import executor
 from tests import tiny_models
@@ -113,7 +113,7 @@ def test_the_ledger_and_what_fits(monkeypatch):
         fit.check_weights_fit(whole, description)
     config, ledger = estimate(EngineArgs(model=str(QWEN), host_experts="all"), description, device)
     assert ledger.host_expert_bytes == 48 * 128 * 3 * 2048 * 768 * 2
-    assert ledger.weights_bytes == held_weights_bytes(whole, description) - ledger.host_expert_bytes
+    assert ledger.weights_bytes == resident_weights_bytes(whole, description) - ledger.host_expert_bytes
     monkeypatch.setattr(fit, "host_memory", lambda: (128 * GIB, 100 * GIB))
     fit.check_weights_fit(config, description)
     monkeypatch.setattr(fit, "host_memory", lambda: (64 * GIB, 50 * GIB))

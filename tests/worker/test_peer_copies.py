@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.platform import Group, peer_copies, platform_of
+from slipstream.platform import RankGroup, peer_copies, platform_of
 from slipstream.platform.peer_copies import (
     LAST_TOKENS,
     PIECE_TOKENS,
@@ -47,7 +47,7 @@ class Memory:
 
 
 def shared_by(group, signals):
-    """`Group.share_tensor` of ranks that are threads."""
+    """`RankGroup.share_tensor` of ranks that are threads."""
 
     def share_tensor(shape, dtype):
         own = torch.zeros(shape, dtype=dtype)
@@ -214,7 +214,7 @@ def test_memory_that_one_rank_cant_share_no_rank_shares(monkeypatch, step):
     fake("rendezvous", lambda own, name: "mapped")
 
     def run(threads):
-        group = Group(threads.rank, threads.size, PLATFORM.device, SimpleNamespace(group_name="x"))
+        group = RankGroup(threads.rank, threads.size, PLATFORM.device, SimpleNamespace(group_name="x"))
         group.least, failing.now = threads.least, threads.rank == 1
         with pytest.raises(RuntimeError) as caught:
             group.share_tensor((4,), torch.float32)

@@ -244,13 +244,13 @@ def test_links_stay_open_until_the_message_to_end_is_sent(tiny_model, monkeypatc
     """A link's number may be another engine's as soon as it is closed."""
     with LLM(str(tiny_model), tensor_parallel_size=2, **SETTINGS) as llm:
         executor, sent_to = llm.core.executor, []
-        send = process_executor._tell_end
+        send = process_executor._send_end
 
         def late(ranks):
             time.sleep(0.3)  # until all have ended
             sent_to.extend(rank.link._connection.closed for rank in ranks)
             send(ranks)
 
-        monkeypatch.setattr(process_executor, "_tell_end", late)
+        monkeypatch.setattr(process_executor, "_send_end", late)
         executor._group.kill()
     assert sent_to == [False, False]

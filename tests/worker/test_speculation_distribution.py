@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from slipstream import SamplingParams
-from slipstream.core.proposer import LookUp, Traffic
+from slipstream.core.proposer import LookUp, RecentAnswers
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.reference import ReferenceOps, apply_bias_and_penalties, filter_probs, scaled_probs
 from slipstream.platform import platform_of
@@ -179,7 +179,7 @@ def guesses(proposer: str) -> Callable[[list[int], int], Answer]:
     if proposer == "ngram":
         return lambda text, k: LookUp(least=2, most_match=3).propose([2, 0, 3, 1, *text], k).tokens
     if proposer == "suffix":  # ended answers of which some begin as ours
-        traffic = Traffic()
+        traffic = RecentAnswers()
         for answer in ([*START, 1, 4, 2], [*START, 2, 2, 0], [3, 4, 4, 1]):
             traffic.add(answer)
         return lambda text, k: LookUp(traffic=traffic).propose(text, k).tokens

@@ -30,7 +30,7 @@ WATCH_S = 0.5
 """How often a client reads its processor time and says how far it is."""
 
 
-class Run(msgspec.Struct, tag=True, kw_only=True):
+class RunLoad(msgspec.Struct, tag=True, kw_only=True):
     """A load, or this client's share of it: `users` that take turns, or requests at times after the beginning."""
 
     endpoint: Endpoint
@@ -59,7 +59,7 @@ class Done(msgspec.Struct, tag=True, kw_only=True):
     busiest: float
 
 
-ToClient = Run | Begin
+ToClient = RunLoad | Begin
 FromClient = Ready | Progress | Done
 
 
@@ -79,7 +79,7 @@ def reply(message: FromClient) -> None:
     sys.stdout.buffer.flush()
 
 
-async def run(job: Run, begin: float, fd: int) -> Done:
+async def run(job: RunLoad, begin: float, fd: int) -> Done:
     records: list[tuple[int, RequestRecord]] = []
     samples: list[tuple[float, float]] = []
 
@@ -118,11 +118,11 @@ def main() -> None:
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a connection each
     decode = msgspec.msgpack.Decoder(ToClient).decode
-    job: Run | None = None
+    job: RunLoad | None = None
     gc.disable()  # a pause of the collector would look like the server's
     while size := sys.stdin.buffer.read(8):
         message = decode(sys.stdin.buffer.read(int.from_bytes(size, "little")))
-        if isinstance(message, Run):
+        if isinstance(message, RunLoad):
             job = message
             reply(Ready())
         else:

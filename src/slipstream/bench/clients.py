@@ -14,7 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from slipstream.bench.adapters.openai import Endpoint
-from slipstream.bench.client import Begin, Done, FromClient, Progress, Ready, Run, ToClient, frame
+from slipstream.bench.client import Begin, Done, FromClient, Progress, Ready, RunLoad, ToClient, frame
 from slipstream.bench.load import Arrivals, Burst, ClosedLoop, Gamma, Poisson, send_times
 from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
@@ -94,7 +94,7 @@ class Clients:
     ) -> tuple[list[RequestRecord], ClientLoad]:
         """As `run_load`, by all clients together."""
         count = len(self._processes)
-        job = Run(endpoint=endpoint, requests=tuple(requests))
+        job = RunLoad(endpoint=endpoint, requests=tuple(requests))
         if isinstance(arrivals, ClosedLoop):
             self._turns.truncate(0)
             os.pwrite(self._turns.fileno(), b"".join(i.to_bytes(4, "little") for i in range(len(requests))), 0)

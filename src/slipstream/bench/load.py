@@ -21,7 +21,7 @@ from slipstream.errors import ConfigError, EngineOverloadedError
 
 
 @dataclass(slots=True)
-class Answer:
+class MeasuredAnswer:
     """What has come of an answer. `usage` is the engine's own count (input, output), if it says one.
 
     Where an endpoint does not say how many tokens a piece of text is, it counts as one and `usage` puts the sum right.
@@ -40,7 +40,7 @@ class Answer:
 class StreamingEngine(Protocol):
     """What the load is sent to."""
 
-    async def ask(self, request: BenchRequest, answer: Answer, /) -> None:
+    async def ask(self, request: BenchRequest, answer: MeasuredAnswer, /) -> None:
         """Returns when all of the answer has come; anything that goes wrong raises."""
 
 
@@ -201,7 +201,7 @@ async def send_at(
 
 async def measure(engine: StreamingEngine, request: BenchRequest) -> RequestRecord:
     """Send one request and time its answer."""
-    answer, error, refused = Answer(), None, False
+    answer, error, refused = MeasuredAnswer(), None, False
     sent = time.monotonic()
     try:
         await engine.ask(request, answer)

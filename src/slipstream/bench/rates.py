@@ -59,7 +59,7 @@ class RateSearch:
         self._failed: float | None = None  # the lowest that did not
         self._runs_left = max_runs
 
-    def tell(self, held: bool) -> None:
+    def record(self, held: bool) -> None:
         """Whether the objectives held at `rate`."""
         assert self.rate is not None
         if held:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
+class DecodeCost:
     """Of one decode step of all its sequences together."""
 
     num_bytes: float
@@ -27,7 +27,7 @@ class StepCost:
 
 def decode_step(
     description: ModelDescription, *, batch_size: int, context: float, scheme: str | None = None, kv_bytes: int = 2
-) -> StepCost:
+) -> DecodeCost:
     """A step of `batch_size` sequences that hold `context` tokens each. `scheme` rounds the weights at load; None: they are
     held as the checkpoint stores them. `kv_bytes` is the size of a number in the cache."""
     spec = description.spec
@@ -35,7 +35,7 @@ def decode_step(
     stored = 1.0 if scheme is not None else stored_bytes(description) / sum(parts.values())
     of_step = products(spec, {part: stored * size for part, size in parts.items()})
     cached = [(layer.attention, batch_size * min(context, window_of(layer.attention))) for layer in spec.layers]
-    return StepCost(
+    return DecodeCost(
         num_bytes=sum(p.count * p.read_bytes(batch_size) for p in of_step)
         + sum(attention_bytes(a, num_tokens, kv_bytes) for a, num_tokens in cached),
         num_flops=sum(p.count * p.operations(batch_size) for p in of_step)

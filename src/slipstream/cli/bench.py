@@ -163,7 +163,7 @@ def run_throughput(args: argparse.Namespace) -> int:
 
 
 def offline_engine(args: argparse.Namespace, settings: EngineArgs, on_phase: Callable[[str], None]) -> Any:
-    from slipstream.bench.adapters import ENGINES, Setup, make_engine
+    from slipstream.bench.adapters import ENGINES, EngineSetup, make_engine
 
     if args.engine == "slipstream":
         from slipstream.bench.adapters.slipstream import OfflineSlipstream
@@ -171,7 +171,7 @@ def offline_engine(args: argparse.Namespace, settings: EngineArgs, on_phase: Cal
         return OfflineSlipstream(settings, progress=on_phase)
     from slipstream.hub import resolve_model
 
-    setup = Setup(
+    setup = EngineSetup(
         engine=args.engine,
         model=settings.model,
         path=resolve_model(settings.model, download_dir=settings.download_dir),

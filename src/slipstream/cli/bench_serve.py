@@ -296,7 +296,7 @@ class _Bench:
                     continue
                 summary, load = await self._measure(target, Poisson(rate=rate), number)
                 held = holds(summary, objectives)
-                search.tell(held)
+                search.record(held)
                 values = {objective.name: objective.value(summary) for objective in objectives}
                 target.tried.append({"rate": rate, "held": held, **values, "results": summary, "clients": load})
                 shown = ", ".join(f"{name} {_ms(value)}" for name, value in values.items())

@@ -49,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
             from slipstream.cli.tune import tune_tiles
             from slipstream.config.engine_folder import TILES_NAME
 
-            def told(done: int, total: int) -> None:
+            def on_tile(done: int, total: int) -> None:
                 on_phase(f"tiles, {done} of {total}")
 
-            tune_tiles(placed, info, folder / TILES_NAME, args.tune_seconds, told)
+            tune_tiles(placed, info, folder / TILES_NAME, args.tune_seconds, on_tile)
 
         tunes = info.is_cuda and args.tune_seconds > 0 and not settings.deterministic
         built = build_folder(settings, out, tune=tune if tunes else None, progress=on_phase)

@@ -13,7 +13,7 @@ from slipstream.cli.console import print_json, say
 from slipstream.cli.options import MODEL_HELP, TEXT_ONLY, add_engine_options, add_output_options, engine_args
 
 if TYPE_CHECKING:
-    from slipstream.compress.context import AnswerChange, Part
+    from slipstream.compress.context import AnswerChange, PromptPart
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,12 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from slipstream.cli.answer import open_llm
     from slipstream.cli.run import choose
-    from slipstream.compress.context import ContextSettings, Part, compress, scorer
+    from slipstream.compress.context import ContextSettings, PromptPart, compress, scorer
 
     model, text = choose(args.words, args.model_option, "compress-prompt")
     chosen = {"keep": args.keep, "method": args.method, "unit": args.unit, "protect": tuple(args.protect)}
     settings = ContextSettings(**chosen)
-    parts = [Part(args.before, True), Part(text), Part(args.question, True)]
+    parts = [PromptPart(args.before, True), PromptPart(text), PromptPart(args.question, True)]
     with open_llm(engine_args(args, model=model, max_num_seqs=1)) as (llm, _):
         context = min(settings.context, llm.config.model.max_model_len - 1)
         settings = ContextSettings(**chosen, segment=min(settings.segment, context // 2), context=context)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(args: argparse.Namespace, parts: list[Part], after: str) -> AnswerChange:
+def _compare(args: argparse.Namespace, parts: list[PromptPart], after: str) -> AnswerChange:
     from slipstream.cli.answer import open_llm
     from slipstream.compress.context import answer_change
 

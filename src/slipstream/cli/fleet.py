@@ -97,7 +97,7 @@ def run_up(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _told(args: argparse.Namespace, order: dict[str, Any]) -> Iterator[tuple[dict[str, Any], socket.socket, IO[bytes]]]:
+def _connected(args: argparse.Namespace, order: dict[str, Any]) -> Iterator[tuple[dict[str, Any], socket.socket, IO[bytes]]]:
     """The head's answer, and the connection with what reads it on."""
     path = _folder(args) / "control"
     with socket.socket(socket.AF_UNIX) as connection:
@@ -118,14 +118,14 @@ def _told(args: argparse.Namespace, order: dict[str, Any]) -> Iterator[tuple[dic
             yield answer, connection, reader
 
 
-def _tell(args: argparse.Namespace, order: dict[str, Any]) -> dict[str, Any]:
+def _ask(args: argparse.Namespace, order: dict[str, Any]) -> dict[str, Any]:
     """The head's answer."""
-    with _told(args, order) as (answer, _, _):
+    with _connected(args, order) as (answer, _, _):
         return answer
 
 
 def run_status(args: argparse.Namespace) -> int:
-    status = _tell(args, {"do": "status"})
+    status = _ask(args, {"do": "status"})
     if args.json:
         print_json(status)
         return 0
@@ -155,21 +155,21 @@ def run_rollout(args: argparse.Namespace) -> int:
 
     from slipstream.fleet.config import read
 
-    answer = _tell(args, {"do": "rollout", "fleet": msgspec.to_builtins(read(args.file))})
+    answer = _ask(args, {"do": "rollout", "fleet": msgspec.to_builtins(read(args.file))})
     text = f"{counted(answer['replaced'], 'replica')} replaced, {answer['started']} started, {answer['ended']} ended"
     print_json(answer) if args.json else print(text)
     return 0
 
 
 def run_scale(args: argparse.Namespace) -> int:
-    answer = _tell(args, {"do": "scale", "pool": args.pool, "replicas": args.replicas})
+    answer = _ask(args, {"do": "scale", "pool": args.pool, "replicas": args.replicas})
     print_json(answer) if args.json else print(f"{answer['pool']} will have {counted(answer['replicas'], 'replica')}")
     return 0
 
 
 def run_down(args: argparse.Namespace) -> int:
     began = time.monotonic()
-    with _told(args, {"do": "down", "now": args.now}) as (answer, connection, reader):
+    with _connected(args, {"do": "down", "now": args.now}) as (answer, connection, reader):
         pid, within_s = answer["pid"], answer["within_s"]
         if not args.json and answer["in_flight"] and not args.now:
             print(f"waiting for {counted(answer['in_flight'], 'request')}, {within_s:.0f} s at most", flush=True)

@@ -25,7 +25,7 @@ from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slipstream.optimize.candidates import Candidate, Result
+    from slipstream.optimize.candidates import Candidate, TrialResult
     from slipstream.optimize.run import Measurer
     from slipstream.optimize.search import Search
 
@@ -198,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
             text={"source": text.source, "context": context, "stride": context, "num_windows": text.num_windows},
             task_limit=args.task_limit,
             files=[path for path in named if path.exists()],
-            told=progress.set_phase,
+            on_phase=progress.set_phase,
         )
         prior = simulated_prior(base, description, traffic, this_hardware(args.device, args.num_threads))
         known = measuring.read_results(measurer, space)
@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
             say(f"slipstream: {len(known)} candidates were measured before")
         search = Search(space, prior, measurer, known=known, seed=args.seed, kl_limit=limits.kl or 0.1)
 
-        def on_result(result: Result) -> None:
+        def on_result(result: TrialResult) -> None:
             measurer.deadline = begin + budget_s  # from the first result on, so that there is one
             measuring.append_result(result, measurer)
             say(f"slipstream: {_line(result)}")
@@ -233,7 +233,7 @@ def _nothing(search: Search) -> str:
 
 
 def _write(
-    chosen: Result, measurer: Measurer, out: Path, search: Search, progress: Progress
+    chosen: TrialResult, measurer: Measurer, out: Path, search: Search, progress: Progress
 ) -> dict[str, Any] | None:
     """The folder of the chosen candidate, with receipts and all that was measured; the figures of an engine from it. Of random
     weights only what was measured, and None."""
@@ -274,7 +274,7 @@ def _write(
 def _show(
     args: argparse.Namespace,
     search: Search,
-    chosen: Result,
+    chosen: TrialResult,
     measurer: Measurer,
     out: Path,
     again: dict[str, Any] | None,
@@ -320,7 +320,7 @@ def _show(
     return 1 if missed else 0
 
 
-def _cells(result: Result, is_chosen: bool) -> tuple[str, ...]:
+def _cells(result: TrialResult, is_chosen: bool) -> tuple[str, ...]:
     f, guessed = result.figures, "not_measured" in result.figures
     return (
         result.candidate.name,
@@ -334,7 +334,7 @@ def _cells(result: Result, is_chosen: bool) -> tuple[str, ...]:
     )
 
 
-def _line(result: Result) -> str:
+def _line(result: TrialResult) -> str:
     c: Candidate = result.candidate
     if result.error is not None:
         return f"{c.name}: {result.error}"

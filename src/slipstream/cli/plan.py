@@ -25,7 +25,7 @@ from slipstream.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from slipstream.config import EngineArgs
-    from slipstream.plan.recommend import Load
+    from slipstream.plan.recommend import OfferedLoad
     from slipstream.plan.step_cost import StepTable
     from slipstream.spec.description import ModelDescription
 
@@ -78,11 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from slipstream.bench.metrics import parse_objectives
     from slipstream.hub import resolve_model
-    from slipstream.plan.capacity import Objectives
+    from slipstream.plan.capacity import LatencyObjectives
     from slipstream.plan.devices import find_device
     from slipstream.plan.drafts import parse_acceptance
     from slipstream.plan.engines import this_hardware
-    from slipstream.plan.recommend import Load, as_data, balancer_weights, check_load, plan_device
+    from slipstream.plan.recommend import OfferedLoad, as_data, balancer_weights, check_load, plan_device
     from slipstream.plan.traffic import parse_workload
     from slipstream.spec.description import read_spec
 
@@ -102,9 +102,9 @@ def run(args: argparse.Namespace) -> int:
     check_html(args.html)
     workload = parse_workload(args.workload, seed=settings.seed)
     as_recorded = args.rate is None and args.concurrency is None and workload.recorded
-    load = Load(
+    load = OfferedLoad(
         workload=workload,
-        objectives=Objectives(limits=parse_objectives(args.slo), attainment=args.attainment),
+        objectives=LatencyObjectives(limits=parse_objectives(args.slo), attainment=args.attainment),
         rate=workload.traffic(None, len(workload.requests)).rate if as_recorded else args.rate,
         users=args.concurrency,
         seed=settings.seed,
@@ -182,7 +182,7 @@ def parse_prices(text: str | None, count: int) -> list[float | None]:
 def describe(
     settings: EngineArgs,
     description: ModelDescription,
-    load: Load,
+    load: OfferedLoad,
     rows: list[dict[str, Any]],
     refused: list[dict[str, Any]],
     args: argparse.Namespace,
@@ -213,14 +213,14 @@ def describe(
 
 def measure(settings: EngineArgs, description: ModelDescription) -> dict[str, Any]:
     """Measure this machine's steps of the model and its ceilings, and keep them."""
-    from slipstream.plan.tables import keep_ceilings, keep_table
+    from slipstream.plan.tables import keep_table, write_ceilings
     from slipstream.worker.ceilings import disk_rate
 
     table, ceilings = measure_table(settings, description)
     if (disk := disk_rate(description.path)) is not None:
         ceilings["disk"] = disk
     of = table.identity
-    keep_ceilings(of["device"], of["num_threads"] or 0, ceilings)
+    write_ceilings(of["device"], of["num_threads"] or 0, ceilings)
     return {
         "path": keep_table(table).name,
         "num_steps": len(table.points),

@@ -198,7 +198,7 @@ def check_adapters(args: argparse.Namespace, settings: ServerSettings) -> None:
             raise ConfigError(f"--lora-folder: {settings.lora_folder} is no folder", field="lora_folder")
 
 
-def kept(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+def given_options(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
     """Those of the options that were given."""
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
@@ -268,7 +268,7 @@ def run(args: argparse.Namespace) -> int:
         args.api_servers, watch = 1, make_watch(args)
     engines = [engine_args(args)]
     if args.context_model not in (None, args.model):
-        shared = kept(args, ("device", "num_threads", "download_dir"))
+        shared = given_options(args, ("device", "num_threads", "download_dir"))
         engines.append(EngineArgs(model=args.context_model, **shared))
     number = args.api_servers or choose_api_servers(engines[0].device)
     listener = bind(settings)

@@ -21,7 +21,7 @@ from slipstream.files import writing
 from slipstream.plan.environment import plain
 
 if TYPE_CHECKING:
-    from slipstream.bench.sweep.dashboard import Run
+    from slipstream.bench.sweep.dashboard import SweepRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     folder = _folder(args.out or file.with_suffix(""))
     with shown(Progress(f"sweep {grid.name}")) as progress:
         try:
-            rows = run_sweep(grid, folder, retry=args.retry, told=progress.update)
+            rows = run_sweep(grid, folder, retry=args.retry, on_row=progress.update)
         except KeyboardInterrupt:
             say("slipstream: interrupted; what was measured is kept, and the same command goes on from there")
             raise
@@ -90,13 +90,13 @@ def _folder(path: str | Path) -> Path:
     return folder
 
 
-def _runs(name: str, rows: list[dict[str, Any]], meta: dict[str, Any]) -> list[Run]:
-    from slipstream.bench.sweep.dashboard import Run
+def _runs(name: str, rows: list[dict[str, Any]], meta: dict[str, Any]) -> list[SweepRun]:
+    from slipstream.bench.sweep.dashboard import SweepRun
 
-    return [Run(name=name, rows=rows, meta=meta)]
+    return [SweepRun(name=name, rows=rows, meta=meta)]
 
 
-def _baseline(args: argparse.Namespace) -> list[Run]:
+def _baseline(args: argparse.Namespace) -> list[SweepRun]:
     from slipstream.bench.sweep.results import read_parquet
 
     if args.baseline is None:
@@ -105,7 +105,7 @@ def _baseline(args: argparse.Namespace) -> list[Run]:
     return _runs(f"{meta['name']} (baseline)", rows, meta)
 
 
-def _write_page(runs: list[Run], path: Path) -> None:
+def _write_page(runs: list[SweepRun], path: Path) -> None:
     from slipstream.bench.sweep.dashboard import render
 
     path.write_text(render(runs), encoding="utf-8")

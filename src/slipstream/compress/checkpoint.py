@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compress.dense import write_tokenizer
-from slipstream.compress.quantize.rounding import Grid, Rounded
+from slipstream.compress.quantize.rounding import QuantGrid, Rounded
 from slipstream.compress.recipe import RECIPE_NAME
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.files import digest, write_whole
@@ -103,11 +103,11 @@ class Names:
                 place(found[at.target], at).copy_(transform(read().float(), at.transform))
         return found
 
-    def read_grids(self, file: Path, formats: Mapping[str, WeightFormat], *, device: torch.device) -> dict[str, Grid]:
+    def read_grids(self, file: Path, formats: Mapping[str, WeightFormat], *, device: torch.device) -> dict[str, QuantGrid]:
         """The grids of the rounded weights in a file of `tensors`; `formats` are by parameter name."""
         from safetensors import safe_open
 
-        found: dict[str, Grid] = {}
+        found: dict[str, QuantGrid] = {}
         with safe_open(file, framework="pt", device="cpu") as opened:
             present = set(opened.keys())
             for name, at in self.places.items():
@@ -118,7 +118,7 @@ class Names:
                 if at.target not in found:
                     shape = (self.shapes[at.target][0], fmt.groups(self.shapes[at.target][1]))
                     zeros = None if fmt.symmetric else torch.empty(shape, dtype=torch.int8, device=device)
-                    found[at.target] = Grid(fmt, torch.empty(shape, dtype=scales.dtype, device=device), zeros)
+                    found[at.target] = QuantGrid(fmt, torch.empty(shape, dtype=scales.dtype, device=device), zeros)
                 grid = found[at.target]
                 place(grid.scales, at).copy_(transform(scales, at.transform))
                 if grid.zeros is not None:

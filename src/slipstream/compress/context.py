@@ -84,7 +84,7 @@ class ContextSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PromptPart:
     """A part of a prompt. A protected one is read, and stays."""
 
     text: str
@@ -121,7 +121,7 @@ class _TextUnit:
 
 
 def compress(
-    prompt: str | Sequence[Part], tokenizer: Encoder, score: Score, settings: ContextSettings | None = None
+    prompt: str | Sequence[PromptPart], tokenizer: Encoder, score: Score, settings: ContextSettings | None = None
 ) -> Compressed:
     """Shorten the prompt. `score` is called as often as the method needs."""
     steps = compressing(prompt, tokenizer, settings or ContextSettings())
@@ -135,7 +135,7 @@ def compress(
 
 
 async def compress_async(
-    prompt: str | Sequence[Part],
+    prompt: str | Sequence[PromptPart],
     tokenizer: Encoder,
     score: Callable[[list[int]], Awaitable[list[float]]],
     settings: ContextSettings,
@@ -151,9 +151,9 @@ async def compress_async(
         return result
 
 
-def compressing(prompt: str | Sequence[Part], tokenizer: Encoder, settings: ContextSettings) -> Steps:
+def compressing(prompt: str | Sequence[PromptPart], tokenizer: Encoder, settings: ContextSettings) -> Steps:
     """The method as a generator, which yields token ids to score."""
-    parts = [Part(prompt)] if isinstance(prompt, str) else list(prompt)
+    parts = [PromptPart(prompt)] if isinstance(prompt, str) else list(prompt)
     units = _split_units(parts, tokenizer, settings)
     before = sum(len(p.token_ids) for p in units)
     if settings.keep < 1 and any(not p.protected for p in units):
@@ -232,7 +232,7 @@ def _choose(units: Sequence[_TextUnit], keep: float) -> None:
 # --- Units ------------------------------------------------------------------------------------------------------------
 
 
-def _split_units(parts: Sequence[Part], tokenizer: Encoder, settings: ContextSettings) -> list[_TextUnit]:
+def _split_units(parts: Sequence[PromptPart], tokenizer: Encoder, settings: ContextSettings) -> list[_TextUnit]:
     """The units of all parts, with the tokens of the whole text that begin in each. A unit without tokens joins its
     neighbour."""
     spans = [span for i, part in enumerate(parts) for span in _spans(i, part, settings)]
@@ -272,7 +272,7 @@ def _split_units(parts: Sequence[Part], tokenizer: Encoder, settings: ContextSet
     return found
 
 
-def _spans(index: int, part: Part, settings: ContextSettings) -> list[tuple[int, str, bool]]:
+def _spans(index: int, part: PromptPart, settings: ContextSettings) -> list[tuple[int, str, bool]]:
     """(part, text, protected) of each unit of a part."""
     if part.protected:
         return [(index, part.text, True)] if part.text else []
@@ -327,7 +327,7 @@ class Shortener:
         chosen = ContextSettings(
             keep=keep, method=method, unit=unit, protect=protect, segment=min(200, context // 2), context=context
         )
-        return await compress_async([Part(*part) for part in parts], tokenizer, self._score, chosen)
+        return await compress_async([PromptPart(*part) for part in parts], tokenizer, self._score, chosen)
 
     async def _score(self, token_ids: list[int]) -> list[float]:
         async for output in self._engine.generate({"prompt_token_ids": token_ids}, SCORED):

@@ -31,7 +31,7 @@ from slipstream.compress.steps import Importance, PruneSettings
 from slipstream.compress.structure import (
     HIDDEN,
     Axis,
-    Kept,
+    PruneSelection,
     Units,
     axes,
     cut_config,
@@ -64,7 +64,7 @@ class Pruned:
     """The smaller model. `kept` are indices in the original. `influence` is of the original's layers, empty if not measured."""
 
     model: DenseModel
-    kept: Kept
+    kept: PruneSelection
     influence: tuple[float, ...]
 
 
@@ -108,7 +108,7 @@ def pruned_spec(family: Family, config: Mapping[str, Any], spec: ModelSpec, sett
         raise ConfigError("drop_layers names every layer; at least one must stay", field="drop_layers")
     units = {key: torch.arange(size) for key, size in _sizes(spec, settings).items()}
     layers = layers[: _num_layers(spec, settings, units)]
-    kept = Kept(layers=tuple(layers), units=units)
+    kept = PruneSelection(layers=tuple(layers), units=units)
     smaller = cut_spec(spec, kept)
     cut_config(family, config, smaller, kept)
     return smaller
@@ -121,7 +121,7 @@ def _num_layers(spec: ModelSpec, settings: PruneSettings, units: Mapping[Units, 
         if settings.layers and count == spec.num_layers:
             raise ConfigError(f"layers={settings.layers} takes out none of {spec.num_layers}; ask for more", field="layers")
         return count if settings.layers else spec.num_layers - len(set(settings.drop_layers))
-    one = cut_spec(spec, Kept(layers=(0,), units=units))
+    one = cut_spec(spec, PruneSelection(layers=(0,), units=units))
     each = one.layers[0].num_parameters(one.hidden_size)
     count = round((settings.size * spec.num_parameters - (one.num_parameters - each)) / each)
     if not 1 <= count < spec.num_layers:
@@ -134,7 +134,7 @@ def _num_layers(spec: ModelSpec, settings: PruneSettings, units: Mapping[Units, 
     return count
 
 
-def choose(spec: ModelSpec, parameters: Mapping[str, Tensor], settings: PruneSettings, measured: Measured) -> Kept:
+def choose(spec: ModelSpec, parameters: Mapping[str, Tensor], settings: PruneSettings, measured: Measured) -> PruneSelection:
     """The most important units of each kind, and the layers that change the residual most."""
     sizes = _sizes(spec, settings)
     layers = [i for i in range(spec.num_layers) if i not in settings.drop_layers]
@@ -144,7 +144,7 @@ def choose(spec: ModelSpec, parameters: Mapping[str, Tensor], settings: PruneSet
         layers = sorted(ranked[:count])
     found = importances(spec, parameters, settings.importance, measured) if sizes else {}
     units = {key: found[key].topk(size).indices.sort().values for key, size in sizes.items()}
-    return Kept(layers=tuple(layers), units=units)
+    return PruneSelection(layers=tuple(layers), units=units)
 
 
 def _sizes(spec: ModelSpec, settings: PruneSettings) -> dict[Units, int]:
@@ -266,7 +266,7 @@ def _add(found: dict[Units, Tensor], axis: Axis, score: Tensor) -> None:
 # --- Hidden width -----------------------------------------------------------------------------------------------------
 
 
-def _keep_scale(spec: ModelSpec, values: dict[str, Tensor], kept: Kept, measured: Measured) -> None:
+def _keep_scale(spec: ModelSpec, values: dict[str, Tensor], kept: PruneSelection, measured: Measured) -> None:
     """Scale the weights of the norms over the hidden width, in place: they divide by √(Σx²/n), and both Σ and n shrink."""
     stays = kept.units[HIDDEN]
     number = {old: new for new, old in enumerate(kept.layers)}

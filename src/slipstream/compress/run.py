@@ -34,7 +34,7 @@ from slipstream.compress.planning import ORDER, TORCH_DTYPES, CompressionPlan, p
 from slipstream.compress.quantize import rotate
 from slipstream.compress.quantize.mixed import choose_bits, measure
 from slipstream.compress.quantize.qat import train
-from slipstream.compress.quantize.rounding import Grid, nearest
+from slipstream.compress.quantize.rounding import QuantGrid, nearest
 from slipstream.compress.recipe import QAT, Budget, KVCache, Quantize, Recipe, Rotate
 from slipstream.compress.sparsify import layer_ratios, outlier_share
 from slipstream.compress.steps import Sparsify
@@ -77,7 +77,7 @@ def compress(
     text_hash = digest([list(w) for w in windows]) if planned.needs_text else ""
     identity = {"recipe": recipe.as_data(), "source": fingerprint(source), "text": text_hash, "dtype": str(dtype)}
     work = WorkFolder(out, identity, restart=restart)
-    run = Run(source, recipe, planned, work, device, dtype)
+    run = CompressionRun(source, recipe, planned, work, device, dtype)
     qat, training = recipe.one(QAT), windows
     if qat is not None and qat.num_windows is not None:
         windows, training = windows[: recipe.calibration.num_windows], windows[: qat.num_windows]
@@ -107,7 +107,7 @@ def compress(
 
 
 @dataclass(frozen=True)
-class Run:
+class CompressionRun:
     """What the stages share. Nothing in it changes during a run."""
 
     original: ModelDescription
@@ -189,7 +189,7 @@ class Run:
 # --- The stages -------------------------------------------------------------------------------------------------------
 
 
-def allocate_bits(run: Run, budget: Budget, windows: Windows, progress: Progress) -> dict[str, int]:
+def allocate_bits(run: CompressionRun, budget: Budget, windows: Windows, progress: Progress) -> dict[str, int]:
     """The bits of each product within the budget."""
     if (note := run.work.note("bits")) is None:
         products = {w.name: (w.rows, w.inner, w.settings) for w in run.plan.weights if w.settings is not None}
@@ -213,7 +213,7 @@ def allocate_bits(run: Run, budget: Budget, windows: Windows, progress: Progress
 
 
 @torch.no_grad()
-def layer_sparsity(run: Run, windows: Windows) -> list[float]:
+def layer_sparsity(run: CompressionRun, windows: Windows) -> list[float]:
     """The share of zeros of each layer. With ratios="outliers" it is measured on the dense model."""
     settings, layers = run.recipe.one(Sparsify), range(run.original.spec.num_layers)
     if settings is None or settings.ratios == "uniform":
@@ -233,7 +233,7 @@ def layer_sparsity(run: Run, windows: Windows) -> list[float]:
     return found
 
 
-def write_ends(run: Run) -> str:
+def write_ends(run: CompressionRun) -> str:
     """Write embeddings, last norm and output head; the name of their part."""
     if run.work.note("ends") is None:
         fmt = run.plan.formats.get("head.weight")
@@ -247,7 +247,7 @@ def write_ends(run: Run) -> str:
     return "ends"
 
 
-def compress_layer(run: Run, index: int, text: Stream | None, sparsity: float) -> LayerState:
+def compress_layer(run: CompressionRun, index: int, text: Stream | None, sparsity: float) -> LayerState:
     """Take one layer through the recipe's steps."""
     prefix = f"layers.{index}."
     planned = {
@@ -261,11 +261,11 @@ def compress_layer(run: Run, index: int, text: Stream | None, sparsity: float) -
     return layer
 
 
-def train_layers(run: Run, parts: Sequence[str], qat: QAT, windows: Windows, progress: Progress) -> list[str]:
+def train_layers(run: CompressionRun, parts: Sequence[str], qat: QAT, windows: Windows, progress: Progress) -> list[str]:
     """Train the rounded weights of all layers together; the names of the new parts, which are written beside the old ones."""
     files = [run.work.part(part) for part in parts]
     values = [run.names.read(file, run.stored, device=run.device) for file in files]
-    grids: dict[str, Grid] = {}
+    grids: dict[str, QuantGrid] = {}
     for file in files:
         grids.update(run.names.read_grids(file, run.plan.formats, device=run.device))
     made = train(
@@ -288,7 +288,7 @@ def train_layers(run: Run, parts: Sequence[str], qat: QAT, windows: Windows, pro
     return trained
 
 
-def publish(run: Run, parts: Sequence[str], finish: Callable[[Path], None]) -> None:
+def publish(run: CompressionRun, parts: Sequence[str], finish: Callable[[Path], None]) -> None:
     """Make the result of the parts."""
     cache = run.recipe.one(KVCache)
     kv = None if cache is None else cache_config(cache.form, cache.per)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compress.calibrate import InputStats
-from slipstream.compress.quantize.rounding import Grid, inverse_factor
+from slipstream.compress.quantize.rounding import QuantGrid, inverse_factor
 from slipstream.compress.steps import Pattern, Sparsify
 from slipstream.errors import ConfigError
 
@@ -71,7 +71,13 @@ def check_inner(inner: int, pattern: Pattern) -> None:
 
 
 def sparsegpt(
-    weight: Tensor, stats: InputStats, ratio: float, pattern: Pattern | None, *, damping: float = 0.01, grid: Grid | None = None
+    weight: Tensor,
+    stats: InputStats,
+    ratio: float,
+    pattern: Pattern | None,
+    *,
+    damping: float = 0.01,
+    grid: QuantGrid | None = None,
 ) -> Tensor:
     """The weight with its zeros and the compensated rest, rounded to `grid` if there is one; 0 is on every symmetric grid.
     Columns keep their order, since a pattern is of neighbours."""

@@ -161,7 +161,7 @@ def _mlp(layer: LayerSpec, units: Units) -> DenseSpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class PruneSelection:
     """The layers that stay, and the units that stay of each kind that loses any; ascending indices in the original."""
 
     layers: tuple[int, ...]
@@ -171,7 +171,7 @@ class Kept:
         return len(self.units[units]) if units in self.units else whole
 
 
-def cut_spec(spec: ModelSpec, kept: Kept) -> ModelSpec:
+def cut_spec(spec: ModelSpec, kept: PruneSelection) -> ModelSpec:
     """The spec of the pruned model. UnsupportedModelError if the rest of the model would change its meaning."""
     hidden = kept.count(HIDDEN, spec.hidden_size)
 
@@ -193,7 +193,7 @@ def cut_spec(spec: ModelSpec, kept: Kept) -> ModelSpec:
     )
 
 
-def _cut_attention(a: AttentionSpec, i: int, kept: Kept) -> AttentionSpec:
+def _cut_attention(a: AttentionSpec, i: int, kept: PruneSelection) -> AttentionSpec:
     groups = num_groups(a)
     count = kept.count(Units("heads", i), groups)
     if count == groups:
@@ -209,7 +209,7 @@ def _cut_attention(a: AttentionSpec, i: int, kept: Kept) -> AttentionSpec:
     return dataclasses.replace(a, num_kv_heads=count, num_heads=count * (a.num_heads // a.num_kv_heads))
 
 
-def _cut_mlp(layer: LayerSpec, i: int, kept: Kept) -> DenseSpec | MoESpec:
+def _cut_mlp(layer: LayerSpec, i: int, kept: PruneSelection) -> DenseSpec | MoESpec:
     m = layer.mlp
     if isinstance(m, DenseSpec):
         return dataclasses.replace(m, intermediate_size=kept.count(Units("channels", i), m.intermediate_size))
@@ -222,7 +222,7 @@ def _cut_mlp(layer: LayerSpec, i: int, kept: Kept) -> DenseSpec | MoESpec:
     return dataclasses.replace(m, expert=dataclasses.replace(m.expert, intermediate_size=sizes.pop()), shared=shared)
 
 
-def cut_parameters(spec: ModelSpec, parameters: Mapping[str, Tensor], kept: Kept) -> dict[str, Tensor]:
+def cut_parameters(spec: ModelSpec, parameters: Mapping[str, Tensor], kept: PruneSelection) -> dict[str, Tensor]:
     """Copies of the parameters of `cut_spec(spec, kept)`."""
     found: dict[str, Tensor] = {}
     number = {old: new for new, old in enumerate(kept.layers)}
@@ -260,7 +260,7 @@ HEADS_SHARE_WIDTH = frozenset(
 """Model types whose head_dim is always hidden size / heads, so that they can't lose heads alone."""
 
 
-def cut_config(family: Family, config: Mapping[str, Any], wanted: ModelSpec, kept: Kept) -> dict[str, Any]:
+def cut_config(family: Family, config: Mapping[str, Any], wanted: ModelSpec, kept: PruneSelection) -> dict[str, Any]:
     """The config that reads as `wanted`, except for `embed_scale`, which may follow from the width. UnsupportedModelError if
     the family's configs can't express it."""
     reader = _RecordingReader(config)

@@ -6,7 +6,7 @@ a shorter context. No torch here.
 """
 
 from slipstream.config.cpu_layers import stage_args
-from slipstream.config.parallel import held_products
+from slipstream.config.parallel import native_products
 from slipstream.config.resolver import resolve
 from slipstream.config.settings import (
     DTYPE_BYTES,
@@ -47,7 +47,7 @@ __all__ = [
     "ParallelConfig",
     "SchedulingConfig",
     "SpeculationConfig",
-    "held_products",
+    "native_products",
     "num_ranks",
     "resolve",
     "setting_help",

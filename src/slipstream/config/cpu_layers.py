@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from slipstream.config.host_experts import room_for_weights, weight_sizes
 from slipstream.config.settings import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig
 from slipstream.errors import ConfigError
-from slipstream.spec.scheme import HELD_PRODUCTS, SCHEMES
+from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
@@ -78,7 +78,7 @@ def _check(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quanti
         (args.deterministic, "deterministic=True does not cover it; leave one out"),
         (drafts, "drafts of a model were not tried beside it; take speculative_model='ngram' or 'suffix'"),
         (
-            scheme is not None and scheme.name not in (*HELD_PRODUCTS["cpu"], "mxfp4"),
+            scheme is not None and scheme.name not in (*NATIVE_PRODUCTS["cpu"], "mxfp4"),
             f"the CPU's kernels have no {quantization} products; use 'int8', 'int4' or 16 bits",
         ),
         (args.kv_cache_dtype == "fp8", "a CPU's cache can't be fp8; use kv_cache_dtype='int8', or leave it at 'auto'"),

@@ -26,7 +26,7 @@ from slipstream.files import parse_json, read_yaml
 
 ENGINE_NAME, SERVE_NAME, PACKED_NAME, TILES_NAME = "slipstream-engine.json", "serve.yaml", "packed", "tiles.json"
 FORMAT = 1
-NOT_KEPT = (
+NOT_SAVED = (
     "model",
     "device",
     "download_dir",
@@ -162,7 +162,7 @@ def read_engine_folder(path: Path) -> EngineFolder:
             EngineArgs(model="", **given)
         except TypeError as error:
             raise ConfigError(f"{path / where}: {error}", field="model") from None
-        if refused := given.keys() & set(NOT_KEPT):
+        if refused := given.keys() & set(NOT_SAVED):
             raise ConfigError(
                 f"{path / where}: {min(refused)} is for each start to say; leave it out", field=min(refused)
             )

@@ -9,8 +9,8 @@ from slipstream.config.settings import GPU_MEMORY_SHARE, DeviceInfo, EngineArgs,
 from slipstream.errors import ConfigError
 from slipstream.spec.host_experts import host_weights, mixtures
 from slipstream.spec.model import MoESpec, OwnActivation
-from slipstream.spec.native_formats import held_weight_bytes
-from slipstream.spec.scheme import HELD_PRODUCTS, SCHEMES
+from slipstream.spec.native_formats import native_weight_bytes
+from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
@@ -56,7 +56,7 @@ def _check(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quanti
         (args.enable_lora, "adapters were not tried beside it; leave out enable_lora"),
         (drafts, "drafts of a model were not tried beside it; take speculative_model='ngram' or 'suffix'"),
         (
-            scheme is not None and scheme.name not in (*HELD_PRODUCTS["cpu"], "mxfp4"),
+            scheme is not None and scheme.name not in (*NATIVE_PRODUCTS["cpu"], "mxfp4"),
             f"the host's kernels have no {quantization} products; use 'int8', 'int4' or 16 bits",
         ),
         (
@@ -84,8 +84,8 @@ def _least(
 
 def weight_sizes(model: ModelDescription, quantization: str | None, dtype_bytes: int) -> dict[str, int]:
     """Bytes of each parameter, as a GPU holds it."""
-    scheme, formats = None if quantization is None else SCHEMES[quantization], model.held_formats(HELD_PRODUCTS["triton"])
-    return {name: held_weight_bytes(name, shape, scheme, formats, dtype_bytes) for name, shape in model.shapes.items()}
+    scheme, formats = None if quantization is None else SCHEMES[quantization], model.native_formats(NATIVE_PRODUCTS["triton"])
+    return {name: native_weight_bytes(name, shape, scheme, formats, dtype_bytes) for name, shape in model.shapes.items()}
 
 
 def room_for_weights(args: EngineArgs, device: DeviceInfo) -> int:

@@ -16,8 +16,8 @@ from slipstream.config.settings import (
 )
 from slipstream.errors import ConfigError
 from slipstream.spec.gguf import TYPES
-from slipstream.spec.parallel import Units, check_split, even_stages
-from slipstream.spec.scheme import HELD_PRODUCTS, SCHEMES
+from slipstream.spec.parallel import SplitUnits, check_split, even_stages
+from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
@@ -108,14 +108,14 @@ def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
     return counts
 
 
-def _units(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None) -> Units:
+def _units(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None) -> SplitUnits:
     """How many inputs of attention's output product, and of an MLP's second, share a scale."""
     attention, mlp = [1], [1]
     if quantization is not None:
         scheme = SCHEMES[quantization]
         mlp.append(scheme.multiple)
         attention += [] if scheme.experts_only else [scheme.multiple]
-    for name, fmt in model.held_formats(held_products(args.kernels, device)).items():
+    for name, fmt in model.native_formats(native_products(args.kernels, device)).items():
         least = 16 if fmt.inputs is not None else 64
         own = attention if ".attention." in name else mlp
         own.append(math.lcm(least, fmt.group_size or 1, fmt.block_rows))
@@ -125,9 +125,9 @@ def _units(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quanti
             if name in model.gguf.tensors and place.target.endswith((".out.weight", ".down.weight")):
                 own = attention if place.target.endswith(".out.weight") else mlp
                 own.append(sizes.get(model.gguf.tensors[name].type, 1))
-    return Units(math.lcm(*attention), math.lcm(*mlp))
+    return SplitUnits(math.lcm(*attention), math.lcm(*mlp))
 
 
-def held_products(kernels: str, device: DeviceInfo) -> frozenset[str]:
+def native_products(kernels: str, device: DeviceInfo) -> frozenset[str]:
     """`OpSet.rounded` of the ops on a device."""
-    return HELD_PRODUCTS["triton" if device.is_cuda else "cpu" if kernels == "auto" else kernels]
+    return NATIVE_PRODUCTS["triton" if device.is_cuda else "cpu" if kernels == "auto" else kernels]

@@ -10,7 +10,7 @@ from slipstream.config.chosen import Chosen, Origins, positive
 from slipstream.config.cpu_layers import with_cpu_layers
 from slipstream.config.host_experts import host_experts
 from slipstream.config.offload import check_offload
-from slipstream.config.parallel import held_products, parallel_section
+from slipstream.config.parallel import native_products, parallel_section
 from slipstream.config.scheduling import scheduling_section
 from slipstream.config.settings import (
     DTYPE_BYTES,
@@ -33,12 +33,12 @@ from slipstream.config.speculative import speculation_section
 from slipstream.errors import ConfigError
 from slipstream.spec.gpu_archs import gpu_arch, least_with_fp8
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
-from slipstream.spec.scheme import HELD_PRODUCTS, SCHEMES
+from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
 
-CPU_SCHEMES = frozenset(name for name, scheme in SCHEMES.items() if scheme.name in HELD_PRODUCTS["cpu"])
+CPU_SCHEMES = frozenset(name for name, scheme in SCHEMES.items() if scheme.name in NATIVE_PRODUCTS["cpu"])
 DENSE_SHARE = 0.25
 """The largest share of a GPU's memory that dense copies of 4-bit weights take if the user says nothing."""
 
@@ -351,7 +351,7 @@ def _parameters_of_4_bits(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> int:
     """Parameters in 4 bits, without the experts'. Kept a second time, dense, they make steps of many tokens faster."""
-    held = model.held_formats(held_products(args.kernels, device))
+    held = model.native_formats(native_products(args.kernels, device))
     if held:
         sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
         return sum(sizes[name] for name, fmt in held.items() if fmt.product == "int4" and ".experts." not in name)
@@ -369,7 +369,7 @@ def _parameters_of_8_bits(
     if device.is_cuda or args.kernels not in ("auto", "cpu"):
         return 0
     sizes = {name: math.prod(shape) for name, shape in model.shapes.items() if ".experts." not in name}
-    if held := model.held_formats(held_products(args.kernels, device)):
+    if held := model.native_formats(native_products(args.kernels, device)):
         return sum(sizes[name] for name, fmt in held.items() if name in sizes and fmt.product == "int8")
     if quantization is None or SCHEMES[quantization].name != "int8":
         return 0
@@ -443,7 +443,7 @@ def _check_formats(args: EngineArgs, model: ModelDescription, device: DeviceInfo
             f"quantization={quantization!r} needs a GPU of compute capability {needed} or more; {has}: use 'int8' or 'int4'",
             field="quantization",
         )
-    held = model.held_formats(held_products(args.kernels, device))
+    held = model.native_formats(native_products(args.kernels, device))
     if eight := [name for name, fmt in held.items() if fmt.kind == "float"]:
         raise ConfigError(
             f"{len(eight)} of the checkpoint's weights ({eight[0]} first) are FP8, whose products need a GPU of compute "

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 from slipstream.arguments import likely_value, suggesting_init, types_of, wrong_type
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence, longest_sequence
-from slipstream.spec.parallel import ONE_UNIT, Shard, Units
+from slipstream.spec.parallel import ONE_UNIT, Shard, SplitUnits
 from slipstream.spec.scheme import SCHEMES
 from slipstream.types import LoRARequest
 
@@ -359,7 +359,7 @@ class ParallelConfig:
     stages: tuple[int, ...] = ()
     sequence: bool = False  # the residual of long steps is shared out by tokens
     on_host: bool = False  # the first of two stages is the host's CPU, the second a GPU
-    units: Units = ONE_UNIT
+    units: SplitUnits = ONE_UNIT
 
     @property
     def num_stages(self) -> int:

@@ -1,6 +1,6 @@
 """Decides how many prompt tokens a step may take beside decodes.
 
-Without an objective for the time between tokens: `chunk_beside`. With one (`Pace`):
+Without an objective for the time between tokens: `chunk_with_decodes`. With one (`Pace`):
 
 1. The time of a step is predicted as a + b·decodes + c·prompt tokens + d·(prompt tokens × the context that each attends to).
    The four are learned from the steps that have ended, by Kalman filters: they drift as contexts grow, and old steps count
@@ -71,7 +71,7 @@ OUTLIER = 4.0
 work."""
 
 
-def chunk_beside(num_decodes: int, chunk: int, waiting: Iterable[Request]) -> int | None:
+def chunk_with_decodes(num_decodes: int, chunk: int, waiting: Iterable[Request]) -> int | None:
     """The most prompt tokens of a step with `num_decodes`: a chunk, or twice as many as there are decodes, since a step of many
     takes long anyway. None: more than a few tokens wait, so the sooner they are computed, the better for all. `waiting`:
     requests with prompt tokens left, and perhaps some that have ended since."""
@@ -153,7 +153,7 @@ class SizeCost:
     step: int
 
 
-class StepCost:
+class LearnedStepCost:
     """The time of a step, learned."""
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ class Pace:
         """`padded`: of the graphs that steps run in. None: a step computes its tokens and no more."""
         self.target_s = target_s
         self._padded = padded
-        self.cost = StepCost()
+        self.cost = LearnedStepCost()
         self._in_flight: dict[int, tuple[float, StepSize]] = {}
         self._last_end = float("-inf")
         self._since_probe = PROBE_EVERY  # steps with decodes and prompts since one without prompts

@@ -36,7 +36,7 @@ _POSITIONS = np.arange(MOST_DRAFTS)
 _FIRST = (_POSITIONS + 8) / (_POSITIONS + 10)  # what is expected at first
 
 
-class Counts:
+class DraftCounts:
     """Tried and accepted drafts by position, [rows, MOST_DRAFTS]."""
 
     def __init__(self, num_rows: int, memory: int) -> None:
@@ -58,7 +58,7 @@ class Counts:
 
 class Chains:
     def __init__(self) -> None:
-        self._own, self._all = Counts(64, OWN_MEMORY), Counts(1, MEMORY)
+        self._own, self._all = DraftCounts(64, OWN_MEMORY), DraftCounts(1, MEMORY)
         self._rows: dict[str, int] = {}  # by request
         self._free = list(range(64))
         self._verified: dict[int, tuple[int, int]] = {}  # drafts and accepted ones by row: not counted yet

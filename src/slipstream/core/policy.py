@@ -27,7 +27,7 @@ class AdmissionPolicy(Protocol):
         ...
 
 
-class InFlight:
+class InFlightPolicy:
     def admits(self, request: Request, *, num_running: int, num_waiting: int, now: float) -> bool:
         return True
 
@@ -81,5 +81,5 @@ class Batched:
 
 def make_policy(config: SchedulingConfig) -> AdmissionPolicy:
     if config.policy == "inflight":
-        return InFlight()
+        return InFlightPolicy()
     return Batched(config.max_num_seqs, config.batch_window_s if config.policy == "dynamic" else 0.0)

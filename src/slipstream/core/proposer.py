@@ -89,7 +89,7 @@ class PairIndex:
         return found
 
 
-class Traffic:
+class RecentAnswers:
     """Answers that ended recently, of requests with the same salt. There are two generations: when the newer is full, it
     replaces the older."""
 
@@ -111,7 +111,7 @@ class LookUp(Proposer):
     __slots__ = ("_index", "_least", "_most_match", "_text", "_traffic")
 
     def __init__(
-        self, *, least: int = 2, most_match: int = MOST_MATCH, text: Sequence[int] = (), traffic: Traffic | None = None
+        self, *, least: int = 2, most_match: int = MOST_MATCH, text: Sequence[int] = (), traffic: RecentAnswers | None = None
     ) -> None:
         self._least, self._most_match, self._traffic = least, most_match, traffic
         self._index: PairIndex | None = None

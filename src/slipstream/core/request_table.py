@@ -85,7 +85,7 @@ class RequestTable:
             if request.status is Status.WAITING:
                 self.wait(request)
 
-    def drop_held(self) -> bool:
+    def drop_waiting_blocks(self) -> bool:
         """Release blocks that requests hold while they wait. Returns whether there were any."""
         dropped = self.kv.tiers is not None and self.kv.tiers.give_way()
         for request in self.by_id.values():

@@ -38,7 +38,7 @@ from itertools import chain
 
 from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
 from slipstream.core.block_pool import BlockPool
-from slipstream.core.budget import Pace, chunk_beside
+from slipstream.core.budget import Pace, chunk_with_decodes
 from slipstream.core.in_flight import StepsInFlight
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import check_length
@@ -260,7 +260,7 @@ class Scheduler:
         scheduling = self.scheduling
         step.budget -= scheduling.max_num_batched_tokens - scheduling.max_num_mixed_tokens
         if scheduling.mixed_chunk is not None:
-            most = chunk_beside(num_decodes, scheduling.mixed_chunk, chain(unfinished, self.requests.waiting))
+            most = chunk_with_decodes(num_decodes, scheduling.mixed_chunk, chain(unfinished, self.requests.waiting))
             step.budget = step.budget if most is None else min(step.budget, most)
 
     def _share_of_step(self) -> list[Request]:
@@ -411,7 +411,7 @@ class Scheduler:
             if count <= 0 or (count < wanted and not scheduling.enable_chunked_prefill):
                 return
             if not self._has_room(request, cached, computed + count, encoded, spare):
-                if not self.requests.running and self.requests.drop_held():
+                if not self.requests.running and self.requests.drop_waiting_blocks():
                     continue
                 return
             self.requests.waiting.pop()
@@ -502,7 +502,7 @@ class Scheduler:
     def _make_room(self, step: StepBuilder) -> Request | None:
         """Free some blocks: those that waiting requests hold, or else those of the last request that is not in this step yet.
         That request is preempted and returned."""
-        if self.requests.drop_held():
+        if self.requests.drop_waiting_blocks():
             return None
         victim = self._last_unscheduled(step)
         self._preempt(victim)

@@ -28,7 +28,7 @@ import numpy as np
 
 from slipstream.config import MOST_DRAFTS, MOST_STEP_DRAFTS, SpeculationConfig
 from slipstream.core.chains import Chains
-from slipstream.core.proposer import LookUp, Proposal, Proposer, Traffic
+from slipstream.core.proposer import LookUp, Proposal, Proposer, RecentAnswers
 from slipstream.core.request import Request
 from slipstream.core.step_times import LEAST_SURVIVAL, MARGIN, STALE, SURE, SURE_STALE, StepCosts, seconds_from
 from slipstream.types import FROM_MODEL
@@ -84,7 +84,7 @@ class Speculation:
         self.accepted_by_position: list[int] = []  # how often the i-th draft of a run was accepted
         self._chains = Chains() if config.by_model else None
         self._acceptance = Acceptance(memory=1024)  # over all requests
-        self._traffic: dict[str, Traffic] = {}
+        self._traffic: dict[str, RecentAnswers] = {}
         self._last: float | None = None  # when the last step ended; None if the engine was idle since
         self._was_plain = False
 
@@ -170,9 +170,9 @@ class Speculation:
             return LookUp(least=config.prompt_lookup_min, most_match=config.prompt_lookup_max, text=text)
         return LookUp(text=text, traffic=self._traffic_of(request))
 
-    def _traffic_of(self, request: Request) -> Traffic:
+    def _traffic_of(self, request: Request) -> RecentAnswers:
         salt = request.spec.cache_salt
-        found = self._traffic[salt] = self._traffic.pop(salt, Traffic())  # now the latest
+        found = self._traffic[salt] = self._traffic.pop(salt, RecentAnswers())  # now the latest
         if len(self._traffic) > MOST_SALTS:
             del self._traffic[next(iter(self._traffic))]
         return found

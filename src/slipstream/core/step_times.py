@@ -37,7 +37,7 @@ EXPECTED_TIMES = 2
 """What is expected of a size counts like so many times that were measured."""
 
 EXCESS_MEMORY = 0.05
-"""The weight of the latest step in the running averages of `Expected`."""
+"""The weight of the latest step in the running averages of `ExpectedStepTimes`."""
 
 STALE = 256
 """Steps after which a size is measured anew: the machine, or the lengths of the sequences, may have changed."""
@@ -54,7 +54,7 @@ COUNTS: tuple[int, ...] = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *
 """Numbers of sequences, and of tokens, whose steps are timed separately. Beyond 64 they grow by an eighth."""
 
 
-class Expected:
+class ExpectedStepTimes:
     """Steps that were measured before requests came: of dummy sequences with short contexts, by an idle host. Between them,
     times rise with the rows that a step's graph computes. By how much steps of requests take longer is a running average, of
     plain steps and of those with drafts."""
@@ -106,11 +106,11 @@ class StepCosts:
         self._measured: dict[tuple[int, int], int] = {}  # the step that measured it last
         self._lines: dict[int, list[tuple[int, float]]] = {}  # by sequences: (tokens, seconds), ascending
         self._step = 0
-        self._expected: Expected | None = None
+        self._expected: ExpectedStepTimes | None = None
 
     def expect(self, times: Sequence[StepTime], padded: Callable[[int], int]) -> None:
-        """These were measured beforehand: no size need be tried to be known. `padded`: as for `Expected`."""
-        self._expected = Expected(times, padded) if times else None
+        """These were measured beforehand: no size need be tried to be known. `padded`: as for `ExpectedStepTimes`."""
+        self._expected = ExpectedStepTimes(times, padded) if times else None
 
     def add(self, num_seqs: int, num_tokens: int, seconds: float) -> None:
         self._step += 1

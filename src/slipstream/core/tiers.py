@@ -158,7 +158,7 @@ class Rates:
         return None if old else False
 
 
-class Load:
+class TierLoad:
     """Blocks on their way to the device, for a request."""
 
     def __init__(self, request: Request, held: list[int], now: float, patience_s: float, era: int) -> None:
@@ -198,9 +198,9 @@ class Tiers:
         # A bound, where the tiers are slower than the device for long; most of the oldest blocks have been used again then.
         self._offers: deque[tuple[int, int, bytes]] = deque(maxlen=4 * pool.num_blocks)  # (last step that writes, block, key)
         self._storing: dict[bytes, int] = {}  # blocks of the device that stores hold, by key
-        self._loads: list[Load] = []  # that are on their way
-        self._loading: dict[bytes, Load] = {}  # by key
-        self._arrived: dict[Request, Load] = {}  # that wait to be admitted
+        self._loads: list[TierLoad] = []  # that are on their way
+        self._loading: dict[bytes, TierLoad] = {}  # by key
+        self._arrived: dict[Request, TierLoad] = {}  # that wait to be admitted
         self._ready: list[Request] = []
         self._counts = dict.fromkeys(
             (
@@ -358,7 +358,7 @@ class Tiers:
             self._counts["declined_tokens"] += num_tokens
         return found
 
-    def _begin(self, request: Request, keys: Sequence[bytes], held: Sequence[int], num_tokens: int) -> Load:
+    def _begin(self, request: Request, keys: Sequence[bytes], held: Sequence[int], num_tokens: int) -> TierLoad:
         """Load the blocks with these keys for the request, which saves it `num_tokens`. The `held` ones on the device stay
         there meanwhile. The device has room."""
         now, computing = self._clock(), self.rates.computing_s(num_tokens)
@@ -366,7 +366,7 @@ class Tiers:
         self._pool.hold(held)
         if (probe := self._arrived.pop(request, None)) is not None:  # whose blocks are among the held ones
             self._pool.release(probe.held)
-        load = Load(request, list(held), now, patience, self._era)
+        load = TierLoad(request, list(held), now, patience, self._era)
         self._loads.append(load)
         copies = []
         for block, key in zip(self._pool.allocate(len(keys)), keys, strict=True):
@@ -383,7 +383,7 @@ class Tiers:
                 self._after.pop(copy.number)(False)
         return load
 
-    def _bring(self, load: Load, block: int, key: bytes) -> BlockCopy:
+    def _bring(self, load: TierLoad, block: int, key: bytes) -> BlockCopy:
         """The first copy of a block's way to the device."""
 
         def arrived(ok: bool) -> None:
@@ -425,7 +425,7 @@ class Tiers:
 
         return self._order("host", "device", key, block, slot, done)
 
-    def _take(self, load: Load, number: int, ok: bool) -> None:
+    def _take(self, load: TierLoad, number: int, ok: bool) -> None:
         """One of a load's blocks has arrived, or is missing."""
         block, key = load.pending.pop(number)
         self._loading.pop(key, None)
@@ -438,7 +438,7 @@ class Tiers:
         if not load.pending:
             self._end(load)
 
-    def _end(self, load: Load) -> None:
+    def _end(self, load: TierLoad) -> None:
         now = self._clock()
         rate = self.rates.disk if load.num_disk else self.rates.host
         if now > load.begun:

@@ -33,7 +33,7 @@ from slipstream.engine.core_process import (
     AddBeams,
     AddTexts,
     Answered,
-    CacheNews,
+    CacheEvents,
     GetStats,
     LoadAdapter,
     Outputs,
@@ -57,11 +57,11 @@ from slipstream.engine.processor import (
     InputProcessor,
     PreparedBeams,
     PreparedRequest,
-    beside,
+    in_thread_if_long,
     load_tokenizer,
     log_canary,
 )
-from slipstream.engine.streams import PendingTexts, Stream
+from slipstream.engine.streams import OutputStream, PendingTexts
 from slipstream.engine.texts import PreparedTexts
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineDeadError, EngineError, SlipstreamError, as_error
@@ -126,7 +126,7 @@ class AsyncLLM:
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps = 0
         self._processes: tuple[int, ...] = ()
-        self._cache_watchers: list[Callable[[CacheNews], None]] = []
+        self._cache_watchers: list[Callable[[CacheEvents], None]] = []
 
     @classmethod
     async def start(
@@ -170,7 +170,7 @@ class AsyncLLM:
         """Deltas, until one is `finished`. A RequestError or EngineDeadError comes before anything is queued, and
         EngineOverloadedError if the queue is full. Closing the iterator cancels the request."""
         refuse_best_of(sampling)
-        stream = Stream()
+        stream = OutputStream()
         cancel = await self.submit(
             prompt,
             sampling,
@@ -230,7 +230,7 @@ class AsyncLLM:
         if sampling.structured_outputs is not None:
             await check_in_thread(sampling.structured_outputs)
         looks_at_all = INLINE_CHARS if sampling.takes("dry") else 0  # tokens of the vocabulary, for its sequence breakers
-        request = await beside(prepare, _num_characters(prompt) + sum(map(len, sampling.bad_words)) + looks_at_all)
+        request = await in_thread_if_long(prepare, _num_characters(prompt) + sum(map(len, sampling.bad_words)) + looks_at_all)
         child = self._running_child()
         if reserve is not None:
             own, *_ = engine = request.engine_requests
@@ -246,7 +246,7 @@ class AsyncLLM:
             if answer_token_ids:
                 begun = TokenOutput(request.engine_requests[0].request_id, tuple(answer_token_ids))
                 for delta in self._output.process([begun])[0]:
-                    self._tell(delta)
+                    self._deliver(delta)
                 if request.request_id not in self._sinks:
                     return cancel  # a stop string was complete
             child.send(Add(list(request.engine_requests)))
@@ -286,7 +286,7 @@ class AsyncLLM:
         def prepare() -> PreparedTexts:
             return self._input.texts.prepare(prompts, priority=priority, truncate_to=truncate_to)
 
-        prepared = await beside(prepare, sum(map(_num_characters, prompts)))
+        prepared = await in_thread_if_long(prepare, sum(map(_num_characters, prompts)))
         waiting = PendingTexts(TextsAnswer(prepared), asyncio.get_running_loop().create_future())
         if not prepared.prompts:
             return waiting.answer.vectors()
@@ -329,7 +329,7 @@ class AsyncLLM:
                 share=share,
             )
 
-        prepared = await beside(prepare, _num_characters(prompt))
+        prepared = await in_thread_if_long(prepare, _num_characters(prompt))
         if reserve is not None:
             reserve(len(prepared.request.prompt_token_ids), params.beam_width * params.max_tokens)
         child = self._running_child()
@@ -415,7 +415,7 @@ class AsyncLLM:
         """Requests that run end as they would. AdapterError: there is none of that name."""
         await self._ask_for(lambda ticket: UnloadAdapter(name, ticket))
 
-    def watch_cache(self, watcher: Callable[[CacheNews], None]) -> Callable[[], None]:
+    def watch_cache(self, watcher: Callable[[CacheEvents], None]) -> Callable[[], None]:
         """Tell `watcher` which blocks the prefix cache holds: all of them soon, also after the core's death, and changes from
         then on. Returns what ends it."""
         self._cache_watchers.append(watcher)
@@ -480,7 +480,7 @@ class AsyncLLM:
                     waiting.set_result(found)
             deltas, aborts = self._output.take(message.request_ids, message.token_ids, message.tokens)
             for delta in deltas:
-                self._tell(delta)
+                self._deliver(delta)
             self._abort(aborts)
         elif isinstance(message, Rejected):
             error = as_error(message.error, message.message, message.field)
@@ -509,7 +509,7 @@ class AsyncLLM:
                 answered.set_exception(as_error(message.kind, message.error, message.field))
             else:
                 answered.set_result(None)
-        elif isinstance(message, CacheNews):
+        elif isinstance(message, CacheEvents):
             for watcher in tuple(self._cache_watchers):
                 watcher(message)
         elif isinstance(message, AdaptersChanged):
@@ -517,7 +517,7 @@ class AsyncLLM:
         elif isinstance(message, Ready):
             self.core_ready(message)  # it woke up
 
-    def _tell(self, delta: RequestOutput) -> None:
+    def _deliver(self, delta: RequestOutput) -> None:
         sink = self._sinks.get(delta.request_id)
         if delta.finished:
             self._sinks.pop(delta.request_id, None)

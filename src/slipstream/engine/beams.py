@@ -87,7 +87,7 @@ Candidate: TypeAlias = tuple[float, int, int]
 
 
 @dataclass(slots=True)
-class Group:
+class BeamGroup:
     """Beams that search by themselves: all of a search, or one of its `num_beam_groups`. Those of a step have places in it."""
 
     params: BeamSearchParams
@@ -151,7 +151,7 @@ class Search:
     request: BeamsRequest
     kind: tuple[int, int, tuple[int, ...]]  # width, groups and end tokens; searches of a kind are chosen for together
     rows: list[int]
-    groups: list[Group]
+    groups: list[BeamGroup]
     num_awaited: int = 1  # requests whose step has not come yet
     taken: list[int] = field(default_factory=list)  # tokens of the step's beams, of the groups so far; while it is chosen
     num_cached_tokens: int = 0
@@ -170,7 +170,7 @@ def num_wanted(params: BeamSearchParams, num_ends: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class BeamUpdates:
     """What a step's outputs mean for the searches."""
 
     outputs: list[EngineOutput] = field(default_factory=list)  # without those of beams, with those of searches that ended
@@ -203,7 +203,7 @@ class BeamSearches:
             self._grow(params.beam_width)
         rows = [self._free.pop() for _ in range(params.beam_width)]
         kind = params.beam_width, params.num_beam_groups, request.eos_token_ids
-        search = Search(request, kind, rows, [Group(params, rows[:1]) for _ in range(params.num_beam_groups)])
+        search = Search(request, kind, rows, [BeamGroup(params, rows[:1]) for _ in range(params.num_beam_groups)])
         self._running[request.request_id] = search
         return self._beam(search, rows[0])
 
@@ -222,8 +222,8 @@ class BeamSearches:
     def clear(self) -> None:
         self.forget(list(self._running))
 
-    def take(self, outputs: Iterable[StepOutput]) -> Taken:
-        taken, ready = Taken(), list[Search]()
+    def take(self, outputs: Iterable[StepOutput]) -> BeamUpdates:
+        taken, ready = BeamUpdates(), list[Search]()
         for output in outputs:
             if isinstance(output, LikeliestTokens):
                 ready += self._noted(output)
@@ -299,9 +299,9 @@ class BeamSearches:
                 firsts = zip(*(values[r, :width].tolist() for values in best), strict=True)
                 group.settle([*firsts], stops[r, :width].tolist(), zip(*chosen, strict=True))
 
-    def _place(self, searches: Sequence[Search], taken: Taken) -> None:
-        """Say where the chosen beams are computed, of searches with as many rows and beams. `Group.rows` are those they come
-        from. The first of a row stays there, and the others go to rows from which nobody goes on."""
+    def _place(self, searches: Sequence[Search], taken: BeamUpdates) -> None:
+        """Say where the chosen beams are computed, of searches with as many rows and beams. `BeamGroup.rows` are those they
+        come from. The first of a row stays there, and the others go to rows from which nobody goes on."""
         sources = np.array([_joined([group.rows for group in s.groups]) for s in searches])  # [R, B]
         tokens = np.array([_joined([group.steps[-1][1] for group in s.groups if group.rows]) for s in searches])
         own = np.array([search.rows for search in searches])  # [R, P]
@@ -373,7 +373,7 @@ def _joined(lists: list[list[int]]) -> list[int]:
     return lists[0] if len(lists) == 1 else [x for one in lists for x in one]
 
 
-def _answer(group: Group, ended: Ended) -> BeamAnswer:
+def _answer(group: BeamGroup, ended: Ended) -> BeamAnswer:
     tokens = group.tokens(ended.length - 1, ended.place)
     if ended.reason == "stop":
         return BeamAnswer(tokens, ended.logprob, ended.score, FinishReason.STOP)

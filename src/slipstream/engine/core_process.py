@@ -5,7 +5,7 @@ Messages are msgpack over a ZeroMQ pair on a Unix socket, in a folder that only 
 standard input closes, so it never outlives its parent.
 
 Parent to child: Start, Add, AddTexts, AddBeams, Abort, GetStats, Sleep, WakeUp, LoadAdapter, UnloadAdapter, WatchCache,
-Attach, Detach, Stop. Child to parent: Phase, Ready, Outputs, Rejected, Stats, Answered, AdaptersChanged, CacheNews, Failed.
+Attach, Detach, Stop. Child to parent: Phase, Ready, Outputs, Rejected, Stats, Answered, AdaptersChanged, CacheEvents, Failed.
 
 Front ends have a pair of their own, by a number: the parent attaches them. They send Add, AddTexts, AddBeams, Abort, GetStats,
 Sleep, WakeUp, LoadAdapter, UnloadAdapter and WatchCache. They get Ready, AdaptersChanged, and the outputs of their own requests
@@ -117,7 +117,7 @@ class UnloadAdapter(msgspec.Struct, tag=True):
 
 
 class WatchCache(msgspec.Struct, tag=True):
-    """Tell which blocks the prefix cache holds, with CacheNews: all of them now, changes after each step. Or no more."""
+    """Tell which blocks the prefix cache holds, with CacheEvents: all of them now, changes after each step. Or no more."""
 
     on: bool
 
@@ -211,7 +211,7 @@ class Answered(msgspec.Struct, tag=True):
     field: str | None = None
 
 
-class CacheNews(msgspec.Struct, tag=True):
+class CacheEvents(msgspec.Struct, tag=True):
     """Changes of the prefix cache. Keys are those of `core.prefix_cache`, concatenated. Of a model with several KV groups, only
     the first group's keys are sent. Messages are numbered; after a gap the whole content is sent again (`whole`)."""
 
@@ -225,7 +225,7 @@ class CacheNews(msgspec.Struct, tag=True):
 
 
 ToParent: TypeAlias = (
-    Phase | Ready | Outputs | Rejected | Stats | Answered | AdaptersChanged | CacheNews | Failed
+    Phase | Ready | Outputs | Rejected | Stats | Answered | AdaptersChanged | CacheEvents | Failed
 )
 
 
@@ -248,7 +248,7 @@ class CoreProcess:
         self._to_wake: list[tuple[int, WakeUp]] = []
         self._adapters: dict[str, LoRARequest] = {}  # that are served by name
         self._cache_watchers: set[int] = set()
-        self._cache_news = 0  # the number of the last
+        self._cache_event_number = 0  # the number of the last
         self._last_adapter = 0  # the highest id given
         self._tending = False  # blocks go on to the tiers below the device's cache while there are no requests
         self._last_report = time.monotonic()
@@ -307,7 +307,7 @@ class CoreProcess:
         self._send_all(self._ready)
         if self._cache_watchers:
             core.listen_to_cache(on=True)
-            self._tell_cache(whole_to=tuple(self._cache_watchers))
+            self._send_cache_events(whole_to=tuple(self._cache_watchers))
 
     def _serve(self) -> bool:
         """Make steps until it is to sleep, or (False) to stop."""
@@ -330,7 +330,7 @@ class CoreProcess:
             if core.has_work:
                 self._deliver(core.step())
                 if self._cache_watchers:
-                    self._tell_cache()
+                    self._send_cache_events()
             self._report()
         return True
 
@@ -376,17 +376,17 @@ class CoreProcess:
             self._send_all(self._stats())
             self._last_report = now
 
-    def _tell_cache(self, whole_to: Iterable[int] = ()) -> None:
+    def _send_cache_events(self, whole_to: Iterable[int] = ()) -> None:
         """What changed, to those that watch; before that all there is to `whole_to`."""
         core = self._core
         assert core is not None
-        news = core.cache_changes()
-        if news is not None:
-            self._cache_news += 1
+        changes = core.cache_changes()
+        if changes is not None:
+            self._cache_event_number += 1
             for number in self._cache_watchers - set(whole_to):
-                self._send(CacheNews(self._cache_news, *core.cache_identity(), *news), number)
+                self._send(CacheEvents(self._cache_event_number, *core.cache_identity(), *changes), number)
         for number in whole_to:
-            self._send(CacheNews(self._cache_news, *core.cache_identity(), core.cached_keys(), whole=True), number)
+            self._send(CacheEvents(self._cache_event_number, *core.cache_identity(), core.cached_keys(), whole=True), number)
 
     def _stats(self, *, asked: bool = False) -> Stats:
         return Stats(self._core.stats(experts=asked) if self._core else EngineStats(is_sleeping=True), asked)
@@ -457,7 +457,7 @@ class CoreProcess:
             if core is not None:
                 core.listen_to_cache(on=bool(self._cache_watchers))
                 if message.on:
-                    self._tell_cache(whole_to=(number,))
+                    self._send_cache_events(whole_to=(number,))
         elif isinstance(message, Attach):
             self._connect(message.number, f"ipc://{message.path}")
             self._send(self._ready, message.number)

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.engine.bounded_threads import BoundedThreads
-from slipstream.engine.string_lengths import Counts, LengthVocabulary, StringLengths, counts_only
+from slipstream.engine.string_lengths import CountedStrings, LengthVocabulary, StringLengths, counts_only
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.engine.tokenizer_parts import is_panic
 from slipstream.errors import RequestError
@@ -372,11 +372,11 @@ class _Vocabulary:
         return self._tokenizer.encode(text.decode(), add_special_tokens=False)
 
 
-Compiled: TypeAlias = "tuple[LLMatcher, tuple[LLMatcher, Counts] | None]"
+Compiled: TypeAlias = "tuple[LLMatcher, tuple[LLMatcher, CountedStrings] | None]"
 """A grammar's matcher, and the one by the lengths of strings, where that helps."""
 
 
-def _counts(params: StructuredOutputsParams) -> Counts | None:
+def _counts(params: StructuredOutputsParams) -> CountedStrings | None:
     if params.json is None or params.around is not None or params.whitespace_pattern is not None:
         return None
     return counts_only(json.loads(params.json) if isinstance(params.json, str) else params.json)

@@ -48,7 +48,7 @@ INLINE_CHARS = 16_384
 _T = TypeVar("_T")
 
 
-async def beside(work: Callable[[], _T], num_characters: int) -> _T:
+async def in_thread_if_long(work: Callable[[], _T], num_characters: int) -> _T:
     """What `work` gives, which renders or tokenises so many characters. Other requests' tokens don't wait for much of it."""
     if num_characters <= INLINE_CHARS:
         return work()

@@ -12,7 +12,7 @@ from slipstream.errors import EngineError
 from slipstream.outputs import RequestOutput
 
 
-class Stream:
+class OutputStream:
     """What is new of one request, on its way to the consumer. Later deltas are merged into a pending one."""
 
     on_token = None

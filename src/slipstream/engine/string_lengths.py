@@ -48,22 +48,22 @@ _LISTED, _COMBINED = {"enum", "const"}, {"anyOf", "oneOf", "allOf"}
 KNOWN = _STRUCTURE | _VALUES | _WORDS | _LISTED | _COMBINED
 
 
-class Counts(enum.Enum):
+class CountedStrings(enum.Enum):
     """Inside which strings of a schema only their length counts."""
 
     BOUNDED = "those that have a maxLength"  # others may be names of properties, which must stay distinct
     ALL = "all"
 
 
-def counts_only(schema: Any) -> Counts | None:
+def counts_only(schema: Any) -> CountedStrings | None:
     """What holds of a schema; None: nothing, or nothing that helps. It may list strings (`enum`) where no other string can
     stand in their place."""
     keywords: set[str] = set()
     if not _known(schema, keywords) or (keywords & _LISTED and keywords & _COMBINED):
         return None
     if "open" not in keywords and not keywords & _COMBINED:
-        return Counts.ALL
-    return Counts.BOUNDED if "maxLength" in keywords else None
+        return CountedStrings.ALL
+    return CountedStrings.BOUNDED if "maxLength" in keywords else None
 
 
 def _known(schema: Any, keywords: set[str]) -> bool:
@@ -123,13 +123,13 @@ class LengthVocabulary:
         self._plain: Bits = np.packbits(plain, bitorder="little").view(np.int32)  # [8]
         self._masks: OrderedDict[bytes, Bits] = OrderedDict()
 
-    def expand(self, own: Bits, counts: Counts) -> Bits | None:
+    def expand(self, own: Bits, counts: CountedStrings) -> Bits | None:
         """A mask of the model's vocabulary, int32 [words], from one of this, int32 [num_words]; None if that does not follow,
         since it is not inside a string whose length alone counts."""
         if ((own[1:9] & self._plain) != self._plain).any():
             return None  # as many characters can follow only inside a string that is not one of a list
         last = 32 + 256 - 2 + self._most
-        if counts is Counts.BOUNDED and own[last >> 5] >> (last & 31) & 1:
+        if counts is CountedStrings.BOUNDED and own[last >> 5] >> (last & 31) & 1:
             return None
         key = own.tobytes()
         mask = self._masks.get(key)
@@ -172,7 +172,7 @@ class _Own:
 class StringLengths:
     """One answer, followed in a `LengthVocabulary`."""
 
-    def __init__(self, vocabulary: LengthVocabulary, matcher: LLMatcher, counts: Counts) -> None:
+    def __init__(self, vocabulary: LengthVocabulary, matcher: LLMatcher, counts: CountedStrings) -> None:
         self.vocabulary, self.matcher, self._counts = vocabulary, matcher, counts
         self.may_be_inside = False  # a string
         self._is_inside = False  # the last mask was found here, and nothing was accepted since

@@ -39,7 +39,7 @@ from slipstream.types import FinishReason, StructuredOutputsParams
 Choice = Literal["auto", "none", "required"]
 
 
-class Tokenizer(Protocol):
+class GrammarTokenizer(Protocol):
     """What grammars need of a tokenizer."""
 
     @property
@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class OfferedTools:
     """The tools of a request. `only` names the one that must be called."""
 
     tools: tuple[Tool, ...] = ()
@@ -76,7 +76,7 @@ class Offer:
         return bool(self.tools) and self.choice != "none"
 
 
-def offer(tools: Sequence[Any] | None, choice: Any = None, parallel: bool | None = None) -> Offer:
+def offer(tools: Sequence[Any] | None, choice: Any = None, parallel: bool | None = None) -> OfferedTools:
     """Of OpenAI's fields, as Python has them. RequestError names what is wrong with them."""
     made, strict = [], False
     for i, spec in enumerate(tools or ()):
@@ -96,7 +96,7 @@ def offer(tools: Sequence[Any] | None, choice: Any = None, parallel: bool | None
     if (choice not in (None, "auto", "none", "required")) if not isinstance(choice, dict) else not isinstance(only, str):
         message = 'tool_choice is "auto", "none", "required" or {"type": "function", "function": {"name": …}}'
         raise RequestError(message, field="tool_choice")
-    return Offer(tools=tuple(made), choice=None if only else choice, only=only, parallel=parallel, strict=strict)
+    return OfferedTools(tools=tuple(made), choice=None if only else choice, only=only, parallel=parallel, strict=strict)
 
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -129,7 +129,7 @@ class Reading:
         parser = self.parser()
         return message_of(parser.feed(text) + parser.finish())
 
-    def shows(self, tokenizer: Tokenizer) -> bool:
+    def shows(self, tokenizer: GrammarTokenizer) -> bool:
         """Whether the parser looks for special tokens."""
         markers = (*(self.form.markers if self.form else ()), *(self.think or ()))
         return any(_special(tokenizer, marker) is not None for marker in markers)
@@ -151,7 +151,7 @@ class Reading:
             except RequestError as error:
                 raise RequestError(error.message, field=field) from None
 
-    def structured(self, asked: StructuredOutputsParams | None, tokenizer: Tokenizer) -> StructuredOutputsParams | None:
+    def structured(self, asked: StructuredOutputsParams | None, tokenizer: GrammarTokenizer) -> StructuredOutputsParams | None:
         """The grammar of the answers."""
         writer = Writer(lambda text: _special(tokenizer, text))
         before = self._before(writer)
@@ -185,7 +185,7 @@ class Reading:
         return f"({writer.text(begin)} {writer.up_to(end)} {writer.spaces()})?"
 
 
-def _special(tokenizer: Tokenizer, text: str) -> int | None:
+def _special(tokenizer: GrammarTokenizer, text: str) -> int | None:
     """The id of a special token by its text."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return ids[0] if len(ids) == 1 and ids[0] in tokenizer.special_ids else None
@@ -208,7 +208,9 @@ class Formats:
         return form, None if form is not None and form.reasons else think
 
 
-def reading(formats: Formats, offered: Offer, template: str | None, end: Callable[[], str], *, to_name: str) -> Reading | None:
+def reading(
+    formats: Formats, offered: OfferedTools, template: str | None, end: Callable[[], str], *, to_name: str
+) -> Reading | None:
     """How answers behind a prompt are read that ends with the text `end()`. None: the answer is its text. RequestError if the
     model can't call tools; `to_name` is what names its format."""
     form, think = formats.of(template)

@@ -59,7 +59,7 @@ class LayerDivergence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class LikelyToken:
     """A likely token, as text."""
 
     token: str
@@ -75,8 +75,8 @@ class WorstPrompt:
     kl: float  # of the token
     text: str
     actual: str
-    expected_a: tuple[Candidate, ...]
-    expected_b: tuple[Candidate, ...]
+    expected_a: tuple[LikelyToken, ...]
+    expected_b: tuple[LikelyToken, ...]
     continuation_a: str
     continuation_b: str
 
@@ -248,10 +248,10 @@ def _worst(a: Scorer, b: Scorer, window: Window, number: int, kl: Tensor) -> Wor
     at = _worst_token(window, kl)
     before = window.token_ids[:at]
 
-    def expected(scorer: Scorer) -> tuple[Candidate, ...]:
+    def expected(scorer: Scorer) -> tuple[LikelyToken, ...]:
         best = scorer.logits(scorer.hidden(before)[-1:]).softmax(-1)[0].topk(TOP)
         return tuple(
-            Candidate(token=scorer.tokenizer.decode([t], skip_special_tokens=False), probability=p)
+            LikelyToken(token=scorer.tokenizer.decode([t], skip_special_tokens=False), probability=p)
             for t, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         )
 

@@ -139,4 +139,5 @@ class Scorer:
     def step(self, start: int, num_tokens: int) -> AttentionMetadata:
         """The attention metadata of `num_tokens` tokens from position `start` on."""
         size, groups = self.kv[0].block_size, len(self.spec.cache_groups)
-        return AttentionMetadata.alone(start, num_tokens, block_size=size, device=self.decoder.device, num_groups=groups)
+        device = self.decoder.device
+        return AttentionMetadata.single_sequence(start, num_tokens, block_size=size, device=device, num_groups=groups)

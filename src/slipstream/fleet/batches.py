@@ -11,7 +11,7 @@ from slipstream.fleet.members import Members, Replica
 from slipstream.server.state import ServerState
 
 
-class FleetRoom:
+class FleetLineRunner:
     """When a client's request goes to a replica that runs lines, they are cancelled there and run again where there is room. If
     a model is scaled to zero, one line starts a replica."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from slipstream.bench.load import Poisson
 from slipstream.errors import ConfigError
-from slipstream.plan.capacity import Objectives, find_capacity, keeps_up
+from slipstream.plan.capacity import LatencyObjectives, find_capacity, keeps_up
 from slipstream.plan.simulate import SimulatedEngine, simulate
 from slipstream.plan.traffic import TrafficRequest, Workload
 
@@ -66,7 +66,7 @@ class RecentCapacity:
     RECENT, FEWEST, FIRST_S, EVERY_S = 2000, 100, 60.0, 600.0
 
     def __init__(
-        self, engine: SimulatedEngine, prior: Workload, objectives: Objectives, *, sizes: Sequence[int] = SIZES
+        self, engine: SimulatedEngine, prior: Workload, objectives: LatencyObjectives, *, sizes: Sequence[int] = SIZES
     ) -> None:
         self._engine, self._objectives, self._sizes = engine, objectives, sizes
         self._lengths: deque[TrafficRequest] = deque(maxlen=self.RECENT)
@@ -98,7 +98,7 @@ class RecentCapacity:
 def fleet_capacity(
     engine: SimulatedEngine,
     workload: Workload,
-    objectives: Objectives,
+    objectives: LatencyObjectives,
     *,
     sizes: Sequence[int] = SIZES,
     seed: int = 0,

@@ -19,7 +19,7 @@ _DAYS = 3650  # as long as a fleet runs; it ends with its folder
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class CertificateFiles:
     """PEM files: the authority, and the certificate with its key of gateway and replicas."""
 
     ca: str
@@ -36,16 +36,16 @@ class Files:
         return context
 
 
-def given(tls: Tls) -> Files:
+def given(tls: Tls) -> CertificateFiles:
     """One certificate of the user's for both sides; it must be valid for the name `replica`."""
     assert tls.ca
     assert tls.certificate
     assert tls.key
     pair = tls.certificate, tls.key
-    return Files(tls.ca, pair, pair)
+    return CertificateFiles(tls.ca, pair, pair)
 
 
-def make(folder: Path) -> Files:
+def make(folder: Path) -> CertificateFiles:
     """New ones, in files that only this user can read."""
     try:
         from cryptography import x509
@@ -106,4 +106,4 @@ def make(folder: Path) -> Files:
         )
         certificate = sign(name, key, "slipstream fleet", authority, is_ca=False)
         pairs.append((keep(f"{name}.pem", certificate), keep(f"{name}-key.pem", pem)))
-    return Files(ca, pairs[0], pairs[1])
+    return CertificateFiles(ca, pairs[0], pairs[1])

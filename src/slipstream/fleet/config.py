@@ -39,7 +39,7 @@ class Spec(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     pass
 
 
-class Between(Spec, frozen=True, kw_only=True):
+class ReplicaRange(Spec, frozen=True, kw_only=True):
     """Replicas: as few and as many as an autoscaler may keep. Without one there are `min`, at least one."""
 
     min: Count = 1
@@ -59,7 +59,7 @@ class Pool(Spec, frozen=True, kw_only=True):
     """Replicas of one kind. What is left out is the version's."""
 
     name: Name
-    replicas: Count | Between | None = None
+    replicas: Count | ReplicaRange | None = None
     engine: dict[str, Any] = {}  # beside the version's
     resources: Resources | None = None
     weight: Annotated[float, Meta(gt=0)] | None = None
@@ -70,7 +70,7 @@ class Version(Spec, frozen=True, kw_only=True):
     model: str  # as `slipstream serve` takes it
     share: Share = 1.0  # of the model's requests, against its other versions
     shadow: Annotated[float, Meta(ge=0, le=1)] = 0.0  # this share of requests is sent here, too; the answers are dropped
-    replicas: Count | Between = 1
+    replicas: Count | ReplicaRange = 1
     engine: dict[str, Any] = {}  # fields of EngineArgs
     server: dict[str, Any] = {}  # some fields of ServerSettings
     resources: Resources = Resources()
@@ -80,7 +80,7 @@ class Version(Spec, frozen=True, kw_only=True):
     step_s: Seconds = 0.02
 
 
-class Objectives(Spec, frozen=True, kw_only=True):
+class ScalingObjectives(Spec, frozen=True, kw_only=True):
     """What an autoscaler keeps for 99 of 100 requests: seconds to the first token, and between tokens, in a request's mean."""
 
     ttft_s: Seconds | None = None
@@ -91,7 +91,7 @@ class Autoscale(Spec, frozen=True, kw_only=True):
     """The head changes the number of replicas between their `min` and `max`. With `min: 0`, requests that come while there is
     none wait at the gateway: `max_waiting` of them, `wait_s` each."""
 
-    objectives: Objectives | None = None  # the fleet's
+    objectives: ScalingObjectives | None = None  # the fleet's
     interval_s: Seconds = 10.0  # between decisions
     hold_s: Seconds = 60.0  # fewer only when fewer were enough for so long
     idle_s: Seconds = 600.0  # none after so long without requests, if `min` is 0
@@ -169,7 +169,7 @@ class Fleet(Spec, frozen=True, kw_only=True):
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 30.0
     start_timeout_s: Seconds = 600.0
     router: Routing = Routing()
-    objectives: Objectives = Objectives()
+    objectives: ScalingObjectives = ScalingObjectives()
     tls: Tls | Literal["auto"] | None = None
 
 
@@ -383,7 +383,7 @@ def pools(fleet: Fleet) -> list[PoolSpec]:
 
 def _pool(model: str, version: Version, pool: Pool, where: str) -> PoolSpec:
     replicas = version.replicas if pool.replicas is None else pool.replicas
-    least, most = (replicas.min, replicas.max) if isinstance(replicas, Between) else (replicas, replicas)
+    least, most = (replicas.min, replicas.max) if isinstance(replicas, ReplicaRange) else (replicas, replicas)
     if least > most:
         raise ConfigError(f"{where}.replicas: min {least} is above max {most}", field=f"{where}.replicas")
     settings = {**version.engine, **pool.engine}

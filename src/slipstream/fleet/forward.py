@@ -8,7 +8,7 @@
 5. If no replica can take a request, it waits at the gateway, `queue_s` at most.
 6. A request whose first token takes longer than `first_token_s`, or its next one longer than `next_token_s`, goes to another
    replica though its own lives: it counts as lost there. The progress of an answer that is not streamed comes by
-   `Answer.on_interim`.
+   `UpstreamConnection.on_interim`.
 7. A shadow request has no client: it has one try, counts in no budget, and nothing waits for it.
 8. A line of a batch goes to a replica that has no requests of clients, or does not go yet (`fleet.batches`).
 """
@@ -29,8 +29,8 @@ from starlette.types import Scope, Send
 from slipstream.fleet.members import Members, Replica, Version
 from slipstream.fleet.prompts import chain
 from slipstream.fleet.router import Decision
-from slipstream.fleet.streams import ELSEWHERE, Marked, error_event
-from slipstream.fleet.upstream import Answer, UpstreamError
+from slipstream.fleet.streams import ELSEWHERE, MarkedStream, error_event
+from slipstream.fleet.upstream import UpstreamConnection, UpstreamError
 from slipstream.server.errors import ApiError, overloaded, unavailable
 from slipstream.server.fleet import BATCH
 from slipstream.server.metrics import Metrics
@@ -52,7 +52,7 @@ _PASSED = (b"content-type", b"cache-control", b"retry-after", b"inference-header
 _MAX_STORED = 100_000  # places of kept answers that are remembered
 
 
-class Elsewhere(Exception):  # noqa: N818 - no failure of the request
+class RetryElsewhere(Exception):  # noqa: N818 - no failure of the request
     """This replica can't answer; another may. `error` is its answer, if there was one."""
 
     def __init__(self, why: str, *, gone: bool = False, error: ApiError | None = None, blame: bool = True) -> None:
@@ -75,7 +75,7 @@ class Call:
     adapter: str | None = None  # that its body names
     tokens: list[int] = field(default_factory=list)  # of its prompt
     session: str | None = None
-    marked: Marked = field(default_factory=Marked)
+    marked: MarkedStream = field(default_factory=MarkedStream)
     begun: bool = False  # a part of the answer was sent
     tried: set[str] = field(default_factory=set)
     only: str | None = None  # the replica that it must go to
@@ -123,15 +123,15 @@ class Forwarder:
             self.members.hedges.request()
         self.members.budget.request()
         most, number, told = self.members.fleet.router.retries.most, 0, 0
-        last: Elsewhere | None = None
+        last: RetryElsewhere | None = None
         while True:
             if not call.begun:
-                call.marked = Marked()
+                call.marked = MarkedStream()
             replica, decision = await self._choose(version, call, last)
             try:
                 await self._attempt(Opened(version, replica, decision, call), call)
                 return
-            except Elsewhere as failed:
+            except RetryElsewhere as failed:
                 last = failed
             self.num_failovers += 1
             if len(call.marked.tokens) > told:  # it has come further, so this is no request that kills replicas
@@ -146,7 +146,7 @@ class Forwarder:
         call.record.status, call.record.error = error.status, error.code
         await call.send({"type": "http.response.body", "body": error_event(call.scope, error), "more_body": False})
 
-    async def _choose(self, version: Version, call: Call, last: Elsewhere | None) -> tuple[Replica, Decision]:
+    async def _choose(self, version: Version, call: Call, last: RetryElsewhere | None) -> tuple[Replica, Decision]:
         """Waits at the gateway if no replica can take the request. ApiError if that takes too long."""
         now = time.monotonic()
         until = now + self.members.fleet.router.queue_s
@@ -204,7 +204,7 @@ class Forwarder:
                 opened.close()
             return
         tries = {asyncio.ensure_future(self._open(opened, call)): opened}
-        failed: Elsewhere | None = None
+        failed: RetryElsewhere | None = None
         try:
             await asyncio.wait(tries, timeout=max(hedging.after_s, 3 * opened.decision.predicted_ttft_s))
             if not any(task.done() for task in tries) and (second := self._second(opened, call)) is not None:
@@ -215,7 +215,7 @@ class Forwarder:
                     one = tries.pop(task)
                     try:
                         await task
-                    except Elsewhere as error:
+                    except RetryElsewhere as error:
                         failed = error
                         one.close()
                         continue
@@ -255,7 +255,7 @@ class Forwarder:
         return seconds
 
     async def _open(self, opened: Opened, call: Call) -> None:
-        """Ask a replica; return when it has begun to answer. Elsewhere: it can't."""
+        """Ask a replica; return when it has begun to answer. RetryElsewhere: it can't."""
         replica, loop = opened.replica, asyncio.get_running_loop()
         patience = asyncio.timeout(self._first_token_s(opened, call))
 
@@ -285,9 +285,9 @@ class Forwarder:
             opened.began()
         except BaseException as error:
             if isinstance(error, TimeoutError):
-                error = Elsewhere(f"replica {replica.id} gave no token in time", blame=not call.is_line)
+                error = RetryElsewhere(f"replica {replica.id} gave no token in time", blame=not call.is_line)
             elif isinstance(error, UpstreamError):
-                error = Elsewhere(f"replica {replica.id}: {error}", gone=True)
+                error = RetryElsewhere(f"replica {replica.id}: {error}", gone=True)
             opened.failed(error)
             raise error from None
 
@@ -339,14 +339,14 @@ class Forwarder:
                     data = await answer.read()
         except (UpstreamError, TimeoutError) as error:
             why = str(error) if isinstance(error, UpstreamError) else "it gave no more tokens in time"
-            failed = Elsewhere(f"replica {opened.replica.id}: {why}", gone=isinstance(error, UpstreamError))
+            failed = RetryElsewhere(f"replica {opened.replica.id}: {why}", gone=isinstance(error, UpstreamError))
             raise self._unless_lost(opened, call, failed) from None
         if marked.ended is not None:
             call.record.num_prompt_tokens, call.record.num_output_tokens = marked.ended
         else:  # it sent an error event, or it is a route without marks
             code = marked.error_code
             if code in ELSEWHERE:
-                failed = Elsewhere(f"replica {opened.replica.id}: {code}", error=unavailable("the replica failed", code))
+                failed = RetryElsewhere(f"replica {opened.replica.id}: {code}", error=unavailable("the replica failed", code))
                 raise self._unless_lost(opened, call, failed)
             if not call.begun:
                 call.begun = True
@@ -364,7 +364,7 @@ class Forwarder:
         if not call.is_shadow:
             self.metrics.e2e.observe(time.monotonic() - call.record.start)
 
-    def _unless_lost(self, opened: Opened, call: Call, failed: Elsewhere) -> Exception:
+    def _unless_lost(self, opened: Opened, call: Call, failed: RetryElsewhere) -> Exception:
         """`failed`, if the request can continue; otherwise the error for its client."""
         call.marked.broken()
         opened.failed(failed)
@@ -416,7 +416,7 @@ class Forwarder:
         scope = {"path": call.scope["path"], "record": RequestRecord(key=call.record.key)}
         given = (call.method, call.path, call.raw, call.headers, call.streams, call.generates)
         copy = Call(scope, nowhere, *given, tokens=call.tokens, session=call.session, is_shadow=True)
-        with contextlib.suppress(ApiError, Elsewhere):
+        with contextlib.suppress(ApiError, RetryElsewhere):
             replica, decision = await self._choose(version, copy, None)
             await self._attempt(Opened(version, replica, decision, copy), copy)
 
@@ -426,7 +426,7 @@ class Opened:
 
     def __init__(self, version: Version, replica: Replica, decision: Decision, call: Call) -> None:
         self.version, self.replica, self.decision, self._is_line = version, replica, decision, call.is_line
-        self.answer: Answer | None = None
+        self.answer: UpstreamConnection | None = None
         self.first: bytes | None = None  # of a stream
         self.whole: bytes | None = None
         self._sent = time.monotonic()
@@ -445,7 +445,7 @@ class Opened:
             self.version.guard.let_go(self.replica.id)
 
     def failed(self, error: BaseException) -> None:
-        if isinstance(error, Elsewhere) and error.blame:
+        if isinstance(error, RetryElsewhere) and error.blame:
             self.version.guard.failed(self.replica.id, str(error), time.monotonic(), gone=error.gone)
 
     def close(self) -> None:
@@ -480,7 +480,7 @@ def _about(record: RequestRecord) -> bytes:
     return about.encode()
 
 
-def _refused(status: int, body: bytes, answer: Answer) -> Elsewhere:
+def _refused(status: int, body: bytes, answer: UpstreamConnection) -> RetryElsewhere:
     """A replica's answer that another may better."""
     try:
         told = msgspec.json.decode(body)["error"]
@@ -488,10 +488,10 @@ def _refused(status: int, body: bytes, answer: Answer) -> Elsewhere:
     except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
         message, code = "the replica failed", None
     if status == 429:
-        return Elsewhere(message, error=overloaded(message), blame=False)
+        return RetryElsewhere(message, error=overloaded(message), blame=False)
     if status in (500, 502, 503):
-        return Elsewhere(message, error=unavailable(message, code or "replica_failed"), blame=code != "shutting_down")
-    return Elsewhere(message, error=ApiError(status, message, code=code), blame=False)
+        return RetryElsewhere(message, error=unavailable(message, code or "replica_failed"), blame=code != "shutting_down")
+    return RetryElsewhere(message, error=ApiError(status, message, code=code), blame=False)
 
 
 def _resume_body(call: Call) -> bytes:

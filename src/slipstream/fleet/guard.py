@@ -23,7 +23,7 @@ MAX_OUT = 0.5
 _LEARN = 0.15
 
 
-class Budget:
+class RetryBudget:
     """Of requests that are sent again: a share of all requests, with a reserve for a beginning."""
 
     def __init__(self, share: float, reserve: float = 10.0) -> None:

@@ -32,7 +32,7 @@ from slipstream.config import resolve
 from slipstream.engine.folder import settled
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.fleet import certificates
-from slipstream.fleet.batches import FleetRoom
+from slipstream.fleet.batches import FleetLineRunner
 from slipstream.fleet.config import FIXED, Fleet, PoolSpec, Tls, check, pools
 from slipstream.fleet.gateway import Gateway
 from slipstream.fleet.members import Members, Replica
@@ -82,7 +82,7 @@ class Head:
         self._kept: dict[str, list[Member]] = {}  # by pool
         self._numbers = itertools.count(1)
         self._key = secrets.token_hex(32)
-        self._files: certificates.Files | None = None
+        self._files: certificates.CertificateFiles | None = None
         self._backend: Backend | None = None
         self._ray: RayReplicas | None = None  # in its place: Ray Serve keeps the replicas
         self._server = self._make_server()
@@ -238,7 +238,7 @@ class Head:
         if self.fleet.detect:
             state.watch = _watch(self.members, self.fleet.alert_urls)
         app = RequestLog(ApiKeys(self.gateway, state.keys), state.observers)
-        return Server(uvicorn_config(app, self.settings), state, FleetRoom(self.members, state))
+        return Server(uvicorn_config(app, self.settings), state, FleetLineRunner(self.members, state))
 
     def _tls(self) -> ssl.SSLContext | None:
         return None if self._files is None else self._files.context()

@@ -20,17 +20,17 @@ import msgspec
 
 from slipstream.config import EngineArgs
 from slipstream.core.prefix_cache import KEY_BYTES
-from slipstream.engine.core_process import CacheNews
-from slipstream.fleet.config import Autoscale, Between, Fleet, Model, PoolSpec, pools
+from slipstream.engine.core_process import CacheEvents
+from slipstream.fleet.config import Autoscale, Fleet, Model, PoolSpec, ReplicaRange, pools
 from slipstream.fleet.config import Version as VersionSpec
 from slipstream.fleet.figures import summed
-from slipstream.fleet.guard import Budget, Guard
+from slipstream.fleet.guard import Guard, RetryBudget
 from slipstream.fleet.prompts import Prompts
 from slipstream.fleet.router import ReplicaState, Router
 from slipstream.fleet.scaler import Tally
-from slipstream.fleet.upstream import Pool, UpstreamError
+from slipstream.fleet.upstream import ConnectionPool, UpstreamError
 from slipstream.server.fleet import HEADER, FromReplica, ReplicaLoad
-from slipstream.server.metrics import Counts
+from slipstream.server.metrics import MetricCounts
 from slipstream.stats import EngineStats
 
 logger = logging.getLogger("slipstream.fleet")
@@ -44,7 +44,7 @@ class Replica:
 
     def __init__(self, id_: str, spec: PoolSpec, url: str, version: Version, tls: ssl.SSLContext | None, key: str) -> None:
         self.id, self.spec, self.url, self.version = id_, spec, url, version
-        self.pool = Pool(url, tls, connect_s=version.connect_s)
+        self.pool = ConnectionPool(url, tls, connect_s=version.connect_s)
         self.key_line = f"{HEADER}: {key}".encode()
         self.num_in_flight = 0
         self.num_lines = 0  # of them, those of batches
@@ -55,7 +55,7 @@ class Replica:
         self.adapters = spec.adapters
         self.load: ReplicaLoad | None = None  # the last that its engine answered to
         self.is_up = True  # its engine answers
-        self.counts: Counts | None = None
+        self.counts: MetricCounts | None = None
         self._adapter_roots: dict[str, bytes] = {}  # of adapters that were used
         self._hearing = asyncio.create_task(self._hear())
 
@@ -116,7 +116,7 @@ class Replica:
 
     def _take(self, news: FromReplica) -> None:
         router = self.version.router
-        if isinstance(news, CacheNews):
+        if isinstance(news, CacheEvents):
             self.root_key, self.block_size, self._adapter_roots = news.root_key, news.block_size, news.adapters
             stored, removed = _keys(news.stored), _keys(news.removed)
             if news.whole:
@@ -146,7 +146,7 @@ def _to_zero(model: Model) -> Autoscale | None:
     """The model's `autoscale` if it may have no replica at all."""
     version = model.versions[0]
     replicas = (version.pools[0].replicas if version.pools else None) or version.replicas
-    return model.autoscale if isinstance(replicas, Between) and replicas.min == 0 else None
+    return model.autoscale if isinstance(replicas, ReplicaRange) and replicas.min == 0 else None
 
 
 class Version:
@@ -238,9 +238,9 @@ class Members:
         self.fleet = fleet
         self.models: dict[str, list[Version]] = {}
         self.gone: dict[str, EngineStats] = {}  # by model: the totals of replicas that were removed
-        self.budget = Budget(fleet.router.retries.share)
+        self.budget = RetryBudget(fleet.router.retries.share)
         hedging = fleet.router.hedging
-        self.hedges = Budget(0.0 if hedging is None else hedging.share, reserve=5.0)
+        self.hedges = RetryBudget(0.0 if hedging is None else hedging.share, reserve=5.0)
 
     async def configure(self, fleet: Fleet) -> None:
         """Take over a file. Versions that stay keep their replicas; the replicas of others are removed by who started them."""

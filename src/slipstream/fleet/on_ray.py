@@ -26,10 +26,10 @@ import msgspec
 
 from slipstream.engine.temporary import OwnedFolder
 from slipstream.errors import ConfigError, EngineError, SlipstreamError, as_error
-from slipstream.fleet.certificates import Files
+from slipstream.fleet.certificates import CertificateFiles
 from slipstream.fleet.config import Fleet, PoolSpec, pools
 from slipstream.fleet.processes import server_settings
-from slipstream.fleet.replica import Failed, Serving, Setup
+from slipstream.fleet.replica import Failed, ReplicaSetup, Serving
 
 _HERE_S = 1.0
 _SILENT_S = 5.0
@@ -81,7 +81,7 @@ class ServerReplica:
             path = Path(self._folder.path, name)
             path.touch(0o600)
             path.write_bytes(data)
-        wanted = msgspec.json.decode(setup, type=Setup)
+        wanted = msgspec.json.decode(setup, type=ReplicaSetup)
         if pem:
             names = {"ssl_certfile": "replica.pem", "ssl_keyfile": "replica-key.pem", "ssl_ca_certs": "ca.pem"}
             wanted.server |= {field: f"{self._folder.path}/{name}" for field, name in names.items()}
@@ -137,7 +137,7 @@ class ServerReplica:
 class RayCluster:
     """`make` starts Ray on this machine, or joins the cluster at `ray_address`."""
 
-    def __init__(self, fleet: Fleet, key: str, files: Files | None) -> None:
+    def __init__(self, fleet: Fleet, key: str, files: CertificateFiles | None) -> None:
         self._fleet, self._key, self._files = fleet, key, files
         self._local = fleet.ray_address is None
         self._name = f"slipstream-{secrets.token_hex(4)}"
@@ -145,7 +145,7 @@ class RayCluster:
         self._directory: Any = None
 
     @classmethod
-    async def make(cls, fleet: Fleet, key: str, files: Files | None) -> RayCluster:
+    async def make(cls, fleet: Fleet, key: str, files: CertificateFiles | None) -> RayCluster:
         made = cls(fleet, key, files)
         try:
             await asyncio.to_thread(made._begin)
@@ -238,7 +238,7 @@ class RayCluster:
             pem = {name: Path(path).read_bytes() for name, path in found.items()}
         drain_s = self._fleet.drain_timeout_s
         settings = server_settings(spec, self._key, None, drain_timeout_s=drain_s)
-        setup = msgspec.json.encode(Setup(spec.args, settings))
+        setup = msgspec.json.encode(ReplicaSetup(spec.args, settings))
         resources = spec.resources
         actor = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "resources": resources.custom}
         made: Any = serve.deployment(ServerReplica)

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import msgspec
 
 from slipstream.errors import EngineError, as_error
-from slipstream.fleet.certificates import Files
+from slipstream.fleet.certificates import CertificateFiles
 from slipstream.fleet.config import PoolSpec
-from slipstream.fleet.replica import Failed, Serving, Setup
+from slipstream.fleet.replica import Failed, ReplicaSetup, Serving
 
 _GRACE_S = 10.0
 
@@ -54,7 +54,7 @@ class Backend(Protocol):
         """Leave nothing behind."""
 
 
-def server_settings(spec: PoolSpec, key: str, files: Files | None, **more: Any) -> dict[str, Any]:
+def server_settings(spec: PoolSpec, key: str, files: CertificateFiles | None, **more: Any) -> dict[str, Any]:
     """The fields of a replica's ServerSettings."""
     tls: dict[str, Any] = {}
     if files is not None:
@@ -100,7 +100,9 @@ async def _give_share(pid: int, nice: int) -> bool:
 class Processes:
     """`folder` is the fleet's; replicas on it share what /v1/responses keeps."""
 
-    def __init__(self, folder: str, key: str, files: Files | None, log: Callable[[str], str], drain_s: float) -> None:
+    def __init__(
+        self, folder: str, key: str, files: CertificateFiles | None, log: Callable[[str], str], drain_s: float
+    ) -> None:
         self._folder, self._key, self._files, self._log, self._drain_s = folder, key, files, log, drain_s
         self._running: set[ProcessReplica] = set()
 
@@ -132,7 +134,7 @@ class Processes:
             assert process.stdout is not None
             is_gentle = self._some_serve and await _give_share(process.pid, START_NICE)
             saying = asyncio.ensure_future(process.stdout.readline())
-            process.stdin.write(msgspec.json.encode(Setup(dataclasses.replace(args), settings)) + b"\n")
+            process.stdin.write(msgspec.json.encode(ReplicaSetup(dataclasses.replace(args), settings)) + b"\n")
             if is_gentle:
                 await asyncio.wait({saying}, timeout=GENTLE_S)
                 await _give_share(process.pid, 0)

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from slipstream.config import EngineArgs
 from slipstream.core.prefix_cache import extend_keys
 from slipstream.engine.folder import settled
-from slipstream.engine.processor import InputProcessor, beside, load_tokenizer
+from slipstream.engine.processor import InputProcessor, in_thread_if_long, load_tokenizer
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.hub import resolve_model
@@ -151,14 +151,14 @@ class Prompts:
         if isinstance(prompt, dict):
             return list(prompt["prompt_token_ids"])
         tokenizer = self._state.engine.tokenizer
-        return [] if tokenizer is None else await beside(lambda: tokenizer.encode(prompt), len(prompt))
+        return [] if tokenizer is None else await in_thread_if_long(lambda: tokenizer.encode(prompt), len(prompt))
 
     async def _reserve(self, answer: Answer) -> tuple[int, int]:
         """What `AsyncLLM.submit` and `beam_search` reserve."""
         prompt = output = 0
         plain = dataclasses.replace(answer.sampling, structured_outputs=None, bad_words=(), logits_processors=())
         for part in answer.parts:
-            made = await beside(partial(self.input.prepare, part.prompt, plain), len(part.prompt))
+            made = await in_thread_if_long(partial(self.input.prepare, part.prompt, plain), len(part.prompt))
             own, *_ = made.engine_requests
             prompt += len(own.prompt_token_ids) + len(own.encoder_token_ids)
             if answer.beams is None:

@@ -73,7 +73,7 @@ class _Place:
         self.is_ready = self.is_draining = False
 
 
-class Fleet:
+class FleetReplay:
     """One replay. `run` is called once. `on_end` is called with each request as its answer ends."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Fleet:
         self._engine, self._requests, self._policy = engine, requests, policy
         self._objectives, self._cold_start, self._interval_s = objectives, cold_start, interval_s
         self._rng = random.Random(seed)
-        self._tell_end = on_end
+        self._notify_end = on_end
         self._places: list[_Place] = []
         self._gateway: deque[int] = deque()
         self._records: dict[int, RequestRecord] = {}
@@ -195,7 +195,7 @@ class Fleet:
     def _on_end(self, index: int, at: float) -> None:
         self._finished += 1
         self._met += self._records[index].meets(self._objectives)
-        self._tell_end(self._requests[index])
+        self._notify_end(self._requests[index])
 
     def _decide(self, at: float) -> None:
         for place in [p for p in self._places if p.is_draining and not p.replica.can_step]:

@@ -22,7 +22,7 @@ from slipstream.server.run import bind, configure_logging, serve, settle, url
 from slipstream.server.state import ServerSettings
 
 
-class Setup(msgspec.Struct):
+class ReplicaSetup(msgspec.Struct):
     engine: EngineArgs
     server: dict[str, Any]  # fields of ServerSettings
 
@@ -50,7 +50,7 @@ def _say(message: Serving | Failed) -> None:
     sys.stdout.buffer.flush()
 
 
-async def _run(setup: Setup, settings: ServerSettings) -> None:
+async def _run(setup: ReplicaSetup, settings: ServerSettings) -> None:
     started = asyncio.get_running_loop().time()
     listener = bind(settings)
     with listener:
@@ -78,7 +78,7 @@ def _first_line() -> bytes:
 def main() -> int:
     if not (line := _first_line()):
         return 1
-    setup = msgspec.json.decode(line, type=Setup)
+    setup = msgspec.json.decode(line, type=ReplicaSetup)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         settings = ServerSettings(**setup.server)

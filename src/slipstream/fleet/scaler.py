@@ -21,9 +21,9 @@ from prometheus_client.registry import Collector
 from slipstream.errors import ConfigError
 from slipstream.fleet.autoscaler import Autoscaler, FleetObservation, ScalingLimits
 from slipstream.fleet.capacity import SIZES, RecentCapacity
-from slipstream.fleet.config import Autoscale, Fleet, Objectives, PoolSpec, pools
+from slipstream.fleet.config import Autoscale, Fleet, PoolSpec, ScalingObjectives, pools
 from slipstream.hub import resolve_model
-from slipstream.plan.capacity import Objectives as SimulatedObjectives
+from slipstream.plan.capacity import LatencyObjectives
 from slipstream.plan.devices import find_device
 from slipstream.plan.engines import plan_engine, this_hardware
 from slipstream.plan.traffic import Workload, of_lengths, parse_workload
@@ -43,7 +43,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.num_arrivals = self.num_finished = self.num_met = 0
-        self.objectives: Objectives | None = None  # None: it is not counted what was met
+        self.objectives: ScalingObjectives | None = None  # None: it is not counted what was met
         self.learn: Callable[[int, int], None] = lambda input_tokens, output_tokens: None
 
     def arrived(self) -> None:
@@ -74,7 +74,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Now:
+class PoolState:
     """A pool as it is. `cold_start_s`: of the last starts, the median; None before the first."""
 
     num_at_gateway: int = 0
@@ -100,7 +100,7 @@ class Change:
 class Scaler:
     """Of one version, which has one pool."""
 
-    def __init__(self, spec: PoolSpec, settings: Autoscale, objectives: Objectives, capacity: RecentCapacity) -> None:
+    def __init__(self, spec: PoolSpec, settings: Autoscale, objectives: ScalingObjectives, capacity: RecentCapacity) -> None:
         self.spec, self.settings, self.objectives, self.capacity = spec, settings, objectives, capacity
         self.policy = Autoscaler(
             capacity.replicas_for,
@@ -116,7 +116,7 @@ class Scaler:
         self.num_up = self.num_down = 0
         self._next = 0.0
 
-    def look(self, at: float, now: Now, tally: Tally) -> Change | None:
+    def look(self, at: float, now: PoolState, tally: Tally) -> Change | None:
         """What is to change at `at` (seconds, of any clock that runs on). The head makes it so, and then says `made`."""
         if self.began is None:
             self.began, self._next = at, at + self.settings.interval_s
@@ -156,7 +156,7 @@ class Scaler:
             self.num_down += 1
         logger.info("autoscaler: %s %s", self.spec.key, change)
 
-    def status(self, now: Now, at: float) -> dict[str, Any]:
+    def status(self, now: PoolState, at: float) -> dict[str, Any]:
         """For `slipstream fleet status`, /fleet/status and the page."""
         last = self.last
         return {
@@ -199,7 +199,7 @@ class ScalerMetrics(Collector):
         yield replicas
 
 
-def autoscaled(fleet: Fleet) -> dict[str, tuple[PoolSpec, Autoscale, Objectives]]:
+def autoscaled(fleet: Fleet) -> dict[str, tuple[PoolSpec, Autoscale, ScalingObjectives]]:
     """The pools that are scaled, each the only one of its version (`config.check` has seen to it)."""
     found = {}
     for spec in pools(fleet):
@@ -209,12 +209,12 @@ def autoscaled(fleet: Fleet) -> dict[str, tuple[PoolSpec, Autoscale, Objectives]
     return found
 
 
-def make(spec: PoolSpec, settings: Autoscale, objectives: Objectives) -> Scaler:
+def make(spec: PoolSpec, settings: Autoscale, objectives: ScalingObjectives) -> Scaler:
     """Simulates for seconds: call it in a thread. ConfigError names the field if the model can't be planned, or does not meet
     the objectives even for a request alone."""
     where = f"models.{spec.model}.autoscale"
     limits = {"ttft_s": objectives.ttft_s, "tpot_s": objectives.itl_s}
-    wanted = SimulatedObjectives(limits={k: v for k, v in limits.items() if v is not None}, attainment=ATTAINMENT)
+    wanted = LatencyObjectives(limits={k: v for k, v in limits.items() if v is not None}, attainment=ATTAINMENT)
     args = spec.args
     try:
         description = read_spec(resolve_model(args.model, download_dir=args.download_dir))

@@ -11,7 +11,7 @@ from typing import Any
 from slipstream.fleet.config import Fleet, PoolSpec
 from slipstream.fleet.gateway import Gateway
 from slipstream.fleet.members import Members
-from slipstream.fleet.scaler import LOOK_S, ColdStarts, Now, Scaler, Tally, autoscaled, make
+from slipstream.fleet.scaler import LOOK_S, ColdStarts, PoolState, Scaler, Tally, autoscaled, make
 
 logger = logging.getLogger("slipstream.fleet")
 
@@ -79,14 +79,14 @@ class Scaling:
             if scaler.capacity.is_due(age):
                 self._refreshing[spec.key] = asyncio.create_task(asyncio.to_thread(scaler.capacity.refresh, age))
 
-    def now(self, spec: PoolSpec) -> Now:
+    def now(self, spec: PoolSpec) -> PoolState:
         version = self.members.version(spec.model, spec.version)
         ready, starting = self._numbers_of(spec)
         if version is None:
-            return Now(num_ready=ready, num_starting=starting)
+            return PoolState(num_ready=ready, num_starting=starting)
         replicas = [r for r in version.replicas.values() if r.heard]
         states = [version.router.state(r.id) for r in replicas]
-        return Now(
+        return PoolState(
             num_at_gateway=version.num_waiting,
             num_running=sum(state.running for state in states),
             num_waiting=sum(state.waiting for state in states),

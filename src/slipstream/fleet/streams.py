@@ -14,7 +14,7 @@ ELSEWHERE = frozenset({"engine_dead", "engine_asleep", "engine_unhealthy", "engi
 """Codes of errors that another replica does not have."""
 
 
-class Marked:
+class MarkedStream:
     """A stream with marks, read part by part."""
 
     def __init__(self) -> None:

@@ -29,10 +29,10 @@ class UpstreamError(Exception):
     """The replica could not be reached, or its answer broke off."""
 
 
-class Answer(asyncio.Protocol):
+class UpstreamConnection(asyncio.Protocol):
     """One connection, and the answer that is being read on it."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._loop = asyncio.get_running_loop()
         self.transport: asyncio.Transport
@@ -183,7 +183,7 @@ class Answer(asyncio.Protocol):
             self._news.set_result(None)
 
 
-class Pool:
+class ConnectionPool:
     """Of connections to `url`."""
 
     def __init__(self, url: str, tls: ssl.SSLContext | None, *, connect_s: float = 2.0) -> None:
@@ -192,8 +192,8 @@ class Pool:
         assert parts.port is not None
         self.host, self.port, self._tls, self._connect_s = parts.hostname, parts.port, tls, connect_s
         self._host_line = f"host: {parts.netloc}\r\n".encode()
-        self._idle: list[Answer] = []
-        self._open: set[Answer] = set()
+        self._idle: list[UpstreamConnection] = []
+        self._open: set[UpstreamConnection] = set()
 
     async def ask(
         self,
@@ -204,7 +204,7 @@ class Pool:
         *,
         fresh: bool = False,
         on_interim: OnInterim | None = None,
-    ) -> Answer:
+    ) -> UpstreamConnection:
         """The answer, once its head is there. `headers` are whole lines. UpstreamError. The caller calls `done`. Of interim
         answers (1xx) `on_interim` is given the headers."""
         length = b"content-length: %d\r\n" % len(body) if body or method != b"GET" else b""
@@ -224,7 +224,7 @@ class Pool:
                 answer.done()
                 raise
 
-    async def _connection(self, *, fresh: bool) -> Answer:
+    async def _connection(self, *, fresh: bool) -> UpstreamConnection:
         while self._idle and not fresh:
             answer = self._idle.pop()
             if not answer.is_closed:
@@ -232,20 +232,24 @@ class Pool:
         try:
             async with asyncio.timeout(self._connect_s):
                 _, answer = await asyncio.get_running_loop().create_connection(
-                    lambda: Answer(self), self.host, self.port, ssl=self._tls, server_hostname="replica" if self._tls else None
+                    lambda: UpstreamConnection(self),
+                    self.host,
+                    self.port,
+                    ssl=self._tls,
+                    server_hostname="replica" if self._tls else None,
                 )
         except (OSError, TimeoutError) as error:
             raise UpstreamError(f"no connection: {error or 'it took too long'}") from None
         self._open.add(answer)
         return answer
 
-    def keep(self, answer: Answer) -> None:
+    def keep(self, answer: UpstreamConnection) -> None:
         if len(self._idle) < _MAX_IDLE:
             self._idle.append(answer)
         else:
             answer.transport.abort()
 
-    def lost(self, answer: Answer) -> None:
+    def lost(self, answer: UpstreamConnection) -> None:
         self._open.discard(answer)
         with contextlib.suppress(ValueError):
             self._idle.remove(answer)

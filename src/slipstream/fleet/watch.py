@@ -24,7 +24,7 @@ class FleetWatch(ServerWatch):
         for replica in self._members.all_replicas():
             if replica.counts is not None and not replica.draining:
                 self.see(replica.id, _counters(replica, at))
-        self.tell(at)
+        self.report(at)
 
 
 def _counters(replica: Replica, at: float) -> Counters:

@@ -13,11 +13,11 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from slipstream.config import EngineArgs
-from slipstream.server.metrics import Counts
+from slipstream.server.metrics import MetricCounts
 from slipstream.server.state import ServerSettings
 
 
-class Setup(msgspec.Struct, tag=True):
+class FrontEndSetup(msgspec.Struct, tag=True):
     """The first message. Of two `engines`, the second shortens prompts; `shortens` says that the first does."""
 
     number: int  # of this process, never used twice
@@ -40,7 +40,7 @@ class GetCounts(msgspec.Struct, tag=True):
 class Totals(msgspec.Struct, tag=True):
     """The answer to GetTotals: of every front end, and of those that have ended."""
 
-    counts: list[Counts]
+    counts: list[MetricCounts]
 
 
 class Drain(msgspec.Struct, tag=True):
@@ -67,14 +67,14 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class HaveCounts(msgspec.Struct, tag=True):
-    counts: Counts
+    counts: MetricCounts
 
 
 class GetTotals(msgspec.Struct, tag=True):
-    counts: Counts  # its own
+    counts: MetricCounts  # its own
 
 
-ToFrontEnd: TypeAlias = Setup | EngineDied | GetCounts | Totals | Drain
+ToFrontEnd: TypeAlias = FrontEndSetup | EngineDied | GetCounts | Totals | Drain
 ToSupervisor: TypeAlias = Listen | Serving | Failed | HaveCounts | GetTotals
 
 T = TypeVar("T")

@@ -28,17 +28,17 @@ from slipstream.frontend.control import (
     Drain,
     EngineDied,
     Failed,
+    FrontEndSetup,
     GetCounts,
     GetTotals,
     HaveCounts,
     Listen,
     Serving,
-    Setup,
     ToFrontEnd,
     Totals,
 )
-from slipstream.server.load import Load
-from slipstream.server.metrics import Counts
+from slipstream.server.load import ServerLoad
+from slipstream.server.metrics import MetricCounts
 from slipstream.server.run import Server, configure_logging, make_server, settle
 
 
@@ -62,14 +62,14 @@ class AttachedLink(Link):
 
 
 class FrontEnd:
-    def __init__(self, channel: Channel[ToFrontEnd], setup: Setup, folder: str) -> None:
+    def __init__(self, channel: Channel[ToFrontEnd], setup: FrontEndSetup, folder: str) -> None:
         self._channel, self._setup, self._folder = channel, setup, folder
         self._links: dict[int, AttachedLink] = {}  # by engine: the newest
         self._num_links = 0
-        self._waiters: list[asyncio.Future[list[Counts]]] = []
+        self._waiters: list[asyncio.Future[list[MetricCounts]]] = []
         self._server: Server | None = None
 
-    async def run(self, listener: socket.socket, load: Load) -> None:
+    async def run(self, listener: socket.socket, load: ServerLoad) -> None:
         reading = asyncio.create_task(self._read())
         engines: list[AsyncLLM] = []
         try:
@@ -121,7 +121,7 @@ class FrontEnd:
             elif isinstance(message, Drain) and self._server is not None:
                 self._server.stop()
 
-    async def _totals(self, own: Counts) -> list[Counts]:
+    async def _totals(self, own: MetricCounts) -> list[MetricCounts]:
         self._waiters.append(asyncio.get_running_loop().create_future())
         self._channel.send(GetTotals(own))
         return await self._waiters[-1]
@@ -130,11 +130,11 @@ class FrontEnd:
 async def serve(control: socket.socket, listener: socket.socket, shared: mmap.mmap, folder: str) -> int:
     channel: Channel[ToFrontEnd] = await Channel.open(control, ToFrontEnd)
     setup = await channel.receive()
-    if not isinstance(setup, Setup):
+    if not isinstance(setup, FrontEndSetup):
         return 1
     configure_logging(setup.settings, front_end=setup.slot + 1)
     try:
-        await FrontEnd(channel, setup, folder).run(listener, Load(memoryview(shared), setup.slot))
+        await FrontEnd(channel, setup, folder).run(listener, ServerLoad(memoryview(shared), setup.slot))
         return 0
     except SlipstreamError as error:
         channel.send(Failed(type(error).__name__, error.message, error.field))

@@ -41,18 +41,18 @@ from slipstream.frontend.control import (
     Drain,
     EngineDied,
     Failed,
+    FrontEndSetup,
     GetCounts,
     GetTotals,
     HaveCounts,
     Listen,
     Serving,
-    Setup,
     ToSupervisor,
     Totals,
 )
 from slipstream.hub import resolve_model
 from slipstream.plan.memory import MemoryLedger
-from slipstream.server.load import Load
+from slipstream.server.load import ServerLoad
 from slipstream.server.metrics import Metrics
 from slipstream.server.rates import forget_front_end
 from slipstream.server.run import stop_signals
@@ -94,7 +94,7 @@ class SharedCore:
     """One engine process. Front ends that listen are attached when it is ready."""
 
     def __init__(self, index: int, args: EngineArgs, tell: Callable[[EngineDied], None]) -> None:
-        self.args, self.index, self._tell = args, index, tell
+        self.args, self.index, self._send_to_all = args, index, tell
         self.description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
         self.client = CoreClient(self, CoreSource(functools.partial(ChildLink.start, args)))
         self._paths: dict[int, str] = {}  # where front ends listen, by their numbers
@@ -135,7 +135,7 @@ class SharedCore:
         self._paths.clear()
         died = EngineDied(self.index, reason, final)
         self._stays_down = died if final else None
-        self._tell(died)
+        self._send_to_all(died)
 
 
 class Supervisor:
@@ -155,7 +155,7 @@ class Supervisor:
         engines = [settled(args) for args in engines]
         self._engines, self._shortens = engines, shortens
         self._listener, self._num_front_ends = listener, num_front_ends
-        self._cores = [SharedCore(index, args, self._tell) for index, args in enumerate(engines)]
+        self._cores = [SharedCore(index, args, self._send_to_all) for index, args in enumerate(engines)]
         self._front_ends: dict[int, FrontEnd] = {}  # by slot
         self._numbers = itertools.count(1)
         self._ended = Metrics("")  # what front ends that have ended had counted
@@ -164,7 +164,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._folder = socket_folder()
         self._settings = dataclasses.replace(settings, shared_dir=self._folder.path)
-        self._load_fd = _shared_memory(Load.size(num_front_ends))
+        self._load_fd = _shared_memory(ServerLoad.size(num_front_ends))
         self._load = mmap.mmap(self._load_fd, 0)
         listener.setblocking(False)
 
@@ -270,7 +270,7 @@ class Supervisor:
             process.wait()
             raise
         number = next(self._numbers)
-        channel.send(Setup(number, slot, self._engines, self._settings, self._shortens))
+        channel.send(FrontEndSetup(number, slot, self._engines, self._settings, self._shortens))
         front_end = self._front_ends[slot] = FrontEnd(number, slot, process, channel)
         if self._stopping.is_set():
             process.kill()  # the signal came before the process could get the message
@@ -304,7 +304,7 @@ class Supervisor:
         front_end.process.stdin.close()
         front_end.channel.close()
         del self._front_ends[front_end.slot]
-        Load(memoryview(self._load), front_end.slot).clear()
+        ServerLoad(memoryview(self._load), front_end.slot).clear()
         forget_front_end(self._folder.path, front_end.slot)
         self._ended.add(front_end.counts)
         front_end.took_counts()
@@ -317,7 +317,7 @@ class Supervisor:
             await asyncio.wait([f.ask_counts() for f in others], timeout=_COUNTS_TIMEOUT_S)
         asker.channel.send(Totals([self._ended.counts(), *(f.counts for f in self._front_ends.values())]))
 
-    def _tell(self, message: EngineDied) -> None:
+    def _send_to_all(self, message: EngineDied) -> None:
         for front_end in self._front_ends.values():
             front_end.channel.send(message)
 

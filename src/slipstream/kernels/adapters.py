@@ -22,7 +22,7 @@ from slipstream.kernels.weights import Activations, Linear
 if TYPE_CHECKING:
     from slipstream.kernels.metadata import ExpertLoad
     from slipstream.kernels.ops import Experts, OpSet
-    from slipstream.platform import Group
+    from slipstream.platform import RankGroup
 
 FEW_TOKENS = 256
 """Steps of up to so many tokens are cut into tiles of TILES[0] tokens, larger ones into tiles of TILES[1]."""
@@ -109,7 +109,7 @@ class AdapterOps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def pieces(self, x: Tensor, group: Group) -> Sequence[slice]:
+    def pieces(self, x: Tensor, group: RankGroup) -> Sequence[slice]:
         """None: `tokens` are the whole step's."""
         return ()
 

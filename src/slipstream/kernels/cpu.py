@@ -31,7 +31,7 @@ from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormPara
 from slipstream.kernels.programs import Argmax, LinearProgram, add_attention, add_norm, add_rope_and_cache
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.spec.model import Activation, OwnActivation, OwnNorm
-from slipstream.spec.scheme import CPU_BLOCK_BYTES, HELD_PRODUCTS, InputFormat, Scheme
+from slipstream.spec.scheme import CPU_BLOCK_BYTES, NATIVE_PRODUCTS, InputFormat, Scheme
 
 AnyLinear = TypeVar("AnyLinear", NativeLinear, NativeExperts, Linear)
 
@@ -40,7 +40,7 @@ class NativeOps(CpuOps):
     """`isa` is the instruction set; by default the machine's best. `sparse_from` replaces `SPARSE_FROM`."""
 
     name = "cpu"
-    rounded = HELD_PRODUCTS["cpu"]
+    rounded = NATIVE_PRODUCTS["cpu"]
     block_types = frozenset(CPU_BLOCK_BYTES)
 
     def __init__(

@@ -47,7 +47,7 @@ from slipstream.kernels.reference import (
 )
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear
 from slipstream.spec.model import Activation, OwnNorm
-from slipstream.spec.scheme import HELD_PRODUCTS, InputFormat, Scheme
+from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 
 MAX_TEMPORARY_BYTES = 4 * 2**20
 """Prefill is cut into pieces of queries, decodes of sequences, whose mask, scores or gathered keys stay below this."""
@@ -95,7 +95,7 @@ def keep_freed_memory() -> bool:
 
 class CpuOps(ReferenceOps):
     name = "torch"
-    rounded = HELD_PRODUCTS["torch"]
+    rounded = NATIVE_PRODUCTS["torch"]
 
     def __init__(self) -> None:
         keep_freed_memory()
@@ -139,7 +139,7 @@ class CpuOps(ReferenceOps):
         up, down, spec = experts.up, experts.down, experts.spec
         weights, chosen = route(router_logits, spec, experts.correction)
         count_experts(chosen, load)
-        held = spec.num_held
+        held = spec.num_local_experts
         if spec.held is not None:  # others come behind all that are here, and get no product
             here = (chosen >= spec.held[0]) & (chosen < spec.held[0] + held)
             chosen, weights = torch.where(here, chosen - spec.held[0], held), torch.where(here, weights, 0.0)

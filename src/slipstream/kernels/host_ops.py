@@ -34,7 +34,7 @@ from slipstream.kernels.programs import LinearProgram
 from slipstream.kernels.weights import BlockLinear, GroupedLinear, Linear, ScaledLinear
 from slipstream.spec.cpu_isas import CPU_ISAS
 from slipstream.spec.model import LatentAttentionSpec
-from slipstream.spec.scheme import CPU_BLOCK_BYTES, HELD_PRODUCTS, Scheme
+from slipstream.spec.scheme import CPU_BLOCK_BYTES, NATIVE_PRODUCTS, Scheme
 
 Weights = npt.NDArray[Any]
 
@@ -58,7 +58,7 @@ class HostOps:
 
     name = "cpu"
     has_host_experts = False
-    rounded = HELD_PRODUCTS["cpu"]
+    rounded = NATIVE_PRODUCTS["cpu"]
     block_types = frozenset(CPU_BLOCK_BYTES)
     eight_bits = "int8"  # `OpSet.eight_bits`
 

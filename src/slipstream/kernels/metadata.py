@@ -171,7 +171,7 @@ class AttentionMetadata:
         return dataclasses.replace(self, shared=shared, groups=groups)
 
     @classmethod
-    def alone(
+    def single_sequence(
         cls, start: int, num_tokens: int, *, block_size: int, device: torch.device, num_groups: int = 1
     ) -> AttentionMetadata:
         """One sequence, in blocks 1, 2, … which the groups take in turn. Its tokens are start … start + num_tokens − 1, and

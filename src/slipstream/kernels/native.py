@@ -472,10 +472,10 @@ class Program:
         """Run the program, and then the program `then` over the same tokens, without a return to Python in between."""
         self._library.ss_run(self._pointer, None if then is None else then._pointer, ctypes.byref(step))
 
-    def begin(self, step: StepInputs, then: Program | None, kept: object) -> Running:
+    def begin(self, step: StepInputs, then: Program | None, kept: object) -> RunningStep:
         """`run` without waiting: the pool's other threads compute while the caller does other work. `kept`: the memory that
         the step reads and writes."""
-        running = Running(self, then, kept)  # made before the step begins, in case Ctrl-C comes in between
+        running = RunningStep(self, then, kept)  # made before the step begins, in case Ctrl-C comes in between
         self._library.ss_begin(self._pointer, None if then is None else then._pointer, ctypes.byref(step))
         return running
 
@@ -496,7 +496,7 @@ class Program:
         return list(ns)
 
 
-class Running:
+class RunningStep:
     """A step that was begun, with the memory that must live until it is done. Its deletion waits for the step."""
 
     _program: Program | None = None

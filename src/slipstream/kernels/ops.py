@@ -37,7 +37,7 @@ from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, 
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.quantize import numbers, round_linear
 from slipstream.kernels.weights import Activations, Linear, Pair, Quantized, SplitLinear
-from slipstream.platform import Group, SumBeside
+from slipstream.platform import OverlappedSum, RankGroup
 from slipstream.spec.model import Activation, AttentionSpec, LatentAttentionSpec, MoESpec, OwnNorm
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat, Scheme
@@ -50,7 +50,7 @@ class OpSet(ABC):
     block_types: frozenset[str] = frozenset()
     """GGUF types that `pack_weight` takes without dequantising."""
     rounded: frozenset[str] = frozenset()
-    """The products, of `spec.scheme.HELD_PRODUCTS`, whose quantised weights `pack_weight` and `pack_experts` take. Other
+    """The products, of `spec.scheme.NATIVE_PRODUCTS`, whose quantised weights `pack_weight` and `pack_experts` take. Other
     weights are expanded first."""
 
     has_host_experts = False
@@ -142,7 +142,7 @@ class OpSet(ABC):
         layers: Sequence[LayerTensors],
         product: Linear,
         cos_sin: Tensor | None,
-        group: Group | None = None,
+        group: RankGroup | None = None,
         experts: Linear | None = None,
     ) -> Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor] | Reason:
         """A function for all layers of a step of one token, x [1, E] → the residual after the last layer [1, E]; or a `Reason`
@@ -171,11 +171,11 @@ class OpSet(ABC):
         mine = (local >= 0) & (local < size)
         return self.embed(local.masked_fill(~mine, 0), table, scale).masked_fill(~mine[:, None], 0.0)
 
-    def all_reduce(self, x: Tensor, group: Group) -> Tensor:
+    def all_reduce(self, x: Tensor, group: RankGroup) -> Tensor:
         """The sum of x over the ranks of `group`; x may be written. [T, E] → [T, E]"""
         return group.all_reduce(x)
 
-    def sum_of_parts(self, x: Tensor, group: Group) -> Tensor:
+    def sum_of_parts(self, x: Tensor, group: RankGroup) -> Tensor:
         """`all_reduce`, but x stays as it is."""
         return self.all_reduce(x.clone(), group)
 
@@ -184,7 +184,7 @@ class OpSet(ABC):
         x: Tensor,
         norm: NormParams,
         *,
-        group: Group,
+        group: RankGroup,
         residual: Tensor | None = None,
         inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
@@ -192,22 +192,22 @@ class OpSet(ABC):
         value is the sum."""
         return self.norm(self.all_reduce(x, group), norm, residual=residual, inputs=inputs)
 
-    def pieces(self, x: Tensor, group: Group) -> Sequence[slice]:
+    def pieces(self, x: Tensor, group: RankGroup) -> Sequence[slice]:
         """The pieces of the tokens of x [T, E] whose sums over `group` go on beside products; none: sums are made at once."""
         return () if group.beside is None else group.beside.pieces(len(x))
 
-    def begin_sum(self, x: Tensor, group: Group, *, place: int, index: int, rows: slice) -> SumBeside:
-        """Begin the sum over `group` of x, this rank's part for a piece of the step's tokens (`SumsBeside.begin`)."""
+    def begin_sum(self, x: Tensor, group: RankGroup, *, place: int, index: int, rows: slice) -> OverlappedSum:
+        """Begin the sum over `group` of x, this rank's part for a piece of the step's tokens (`OverlappedSums.begin`)."""
         assert group.beside is not None
         return group.beside.begin(x, place=place, index=index, rows=rows)
 
-    def sum_arriving(self, sums: Sequence[SumBeside]) -> Tensor:
+    def sum_arriving(self, sums: Sequence[OverlappedSum]) -> Tensor:
         """The sums of neighbouring pieces: [T, E]"""
         whole = [functools.reduce(torch.add, s.parts()) for s in sums]
         return whole[0] if len(whole) == 1 else torch.cat(whole)
 
     def norm_arriving(
-        self, sums: Sequence[SumBeside], norm: NormParams, *, residual: Tensor, inputs: InputFormat | None = None
+        self, sums: Sequence[OverlappedSum], norm: NormParams, *, residual: Tensor, inputs: InputFormat | None = None
     ) -> tuple[Activations, Tensor]:
         """`norm` of `sum_arriving`, which rounds the sums to the model's type. The new residual is where the old one was."""
         rows, total = self.norm(self.sum_arriving(sums), norm, residual=residual, inputs=inputs)
@@ -215,23 +215,23 @@ class OpSet(ABC):
             residual.copy_(total)
         return rows, residual
 
-    def scatter_tokens(self, x: Tensor, group: Group) -> Tensor:
+    def scatter_tokens(self, x: Tensor, group: RankGroup) -> Tensor:
         """This rank's tokens of the sum of x over the ranks of `group`, the last ones' filled up with zeros: [T, E] → [⌈T / n⌉,
         E]"""
         missing = -len(x) % group.size
         return group.reduce_scatter(torch.cat((x, x.new_zeros(missing, x.shape[1]))) if missing else x)
 
-    def gather_tokens(self, x: Tensor, group: Group, num_tokens: int) -> Tensor:
+    def gather_tokens(self, x: Tensor, group: RankGroup, num_tokens: int) -> Tensor:
         """All ranks' tokens: [⌈T / n⌉, E] → [T, E]"""
         return group.all_gather(x).flatten(0, 1)[:num_tokens]
 
-    def own_tokens(self, x: Tensor, group: Group) -> Tensor:
+    def own_tokens(self, x: Tensor, group: RankGroup) -> Tensor:
         """This rank's of x [T, …], which all ranks have: [⌈T / n⌉, …]"""
         each = -(-len(x) // group.size)
         own = x[group.rank * each : (group.rank + 1) * each]
         return torch.cat((own, x.new_zeros(each - len(own), *x.shape[1:]))) if len(own) < each else own
 
-    def all_gather(self, x: Tensor, group: Group, width: int) -> Tensor:
+    def all_gather(self, x: Tensor, group: RankGroup, width: int) -> Tensor:
         """The ranks' columns side by side, without those beyond `width`: [N, W] → [N, width]."""
         parts = group.all_gather(x)
         if parts.shape[1] == 1:  # they lie side by side
@@ -241,7 +241,7 @@ class OpSet(ABC):
             out[:, start : start + x.shape[1]] = part[:, : width - start]
         return out
 
-    def best_of_ranks(self, logits: Tensor, group: Group, width: int) -> Tensor:
+    def best_of_ranks(self, logits: Tensor, group: RankGroup, width: int) -> Tensor:
         """The ranks' columns [N, W] side by side, without those beyond `width` → int64 [N]: where a row is largest, of equals
         the first. A rank sends two numbers a row."""
         first = group.rank * logits.shape[1]
@@ -350,7 +350,7 @@ class OpSet(ABC):
         ]
         return torch.cat((*normed, v), dim=1)  # type: ignore[arg-type]
 
-    def norm_qk_part(self, qkv: Tensor, spec: AttentionSpec, q_norm: Tensor, k_norm: Tensor, group: Group) -> Tensor:
+    def norm_qk_part(self, qkv: Tensor, spec: AttentionSpec, q_norm: Tensor, k_norm: Tensor, group: RankGroup) -> Tensor:
         """`norm_qk` over rows of which each rank of `group` has the heads of `spec`. A kv head counts as often as it is held,
         which is the same for all; heads of zeros do not count."""
         norm = spec.qk_norm
@@ -482,7 +482,7 @@ class OpSet(ABC):
     @abstractmethod
     def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         """`moe` with a choice that was made: weights float32 and experts int32, [T, k] each. The experts that are here
-        (`MoESpec.num_held`) count from 0; a number behind them is none, and has the weight 0."""
+        (`MoESpec.num_local_experts`) count from 0; a number behind them is none, and has the weight 0."""
 
     @abstractmethod
     def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:

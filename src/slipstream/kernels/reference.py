@@ -26,7 +26,7 @@ from slipstream.kernels.weights import (
     TileScaledLinear,
 )
 from slipstream.spec.model import Activation, ClampedSwiglu, MoESpec, OwnActivation, OwnNorm
-from slipstream.spec.scheme import HELD_PRODUCTS, InputFormat, Scheme
+from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 
 # --- Layers ---------------------------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ ROUNDED = (ScaledLinear, TileScaledLinear, GroupedLinear)
 
 class ReferenceOps(OpSet):
     name = "reference"
-    rounded = HELD_PRODUCTS["reference"]
+    rounded = NATIVE_PRODUCTS["reference"]
 
     def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
@@ -193,10 +193,10 @@ class ReferenceOps(OpSet):
         up, down, spec = experts.up, experts.down, experts.spec
         how: dict[str, Any] = dict(activation=spec.expert.activation, gated=spec.expert.gated, inputs=down.inputs)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in (i for i in chosen.unique().tolist() if 0 <= i < spec.num_held):
+        for expert in (i for i in chosen.unique().tolist() if 0 <= i < spec.num_local_experts):
             tokens, slots = torch.where(chosen == expert)
             up_rows, down_rows = (
-                slice(expert * n, (expert + 1) * n) for n in (spec.expert.up_rows, down.out_features // spec.num_held)
+                slice(expert * n, (expert + 1) * n) for n in (spec.expert.up_rows, down.out_features // spec.num_local_experts)
             )
             h = self.activation(self.linear(x[tokens], up.part(up_rows)), **how)
             out[tokens] += self.linear(h, down.part(down_rows)).float() * weights[tokens, slots, None]

@@ -29,7 +29,7 @@ from slipstream.spec.adapter_slots import ALONE, SlotLayout, SlotPlace, adapted_
 from slipstream.spec.adapters import WEIGHTS_NAME, AdapterConfig, read_adapter_config
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.parallel import Shard
-from slipstream.spec.parameters import Placement, Swap, Transpose, Ungroup, Unpermute
+from slipstream.spec.parameters import Placement, SwapGateUp, Transpose, Ungroup, Unpermute
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
@@ -37,7 +37,7 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 def adapted_products(decoder: Decoder) -> dict[str, Linear]:
     """The decoder's products that can have an adapter, by the names of their weights."""
     found: dict[str, Linear | None] = {}
-    for i, layer in zip(decoder.spec.held, decoder.layers, strict=True):
+    for i, layer in zip(decoder.spec.local_layers, decoder.layers, strict=True):
         a, m = layer.attention, layer.mlp
         own: dict[str, Linear | None]
         if isinstance(a, Attention):
@@ -96,7 +96,7 @@ class _Piece:
         return len(self.value) * self.columns
 
 
-class Layout:
+class AdapterLayout:
     """The places of a decoder's products in a slot, for adapters of up to `max_rank` ranks a part. `decoder` is the `shard`'s
     part of the model."""
 
@@ -191,7 +191,7 @@ class Layout:
         key = canonical(f"{module}.weight", self.description.family.prefixes, self._layout.names)
         part = None if key is None else self._layout.names[key]
         if part is not None and adapted_stem(part.target) and part.copies is None:
-            assert part.transform is None or isinstance(part.transform, Transpose | Ungroup | Unpermute | Swap)
+            assert part.transform is None or isinstance(part.transform, Transpose | Ungroup | Unpermute | SwapGateUp)
             return part
         if part is None:
             why = f"this model ({self.description.spec.family}) has no such module; it was trained for another base model"

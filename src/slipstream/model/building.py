@@ -55,7 +55,8 @@ def build_layer(
 
     def mixture(s: MoESpec) -> MoE:
         up, down = (
-            _experts(f"{name}experts.{part}", parameters, ops, of_experts, products, s.num_held) for part in ("up", "down")
+            _experts(f"{name}experts.{part}", parameters, ops, of_experts, products, s.num_local_experts)
+            for part in ("up", "down")
         )
         return MoE(
             s,

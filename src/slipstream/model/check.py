@@ -95,7 +95,7 @@ def compare(ours: LoadedModel, theirs: nn.Module, tokens: Sequence[int], *, tole
 
 def _metadata(decoder: Decoder, count: int) -> tuple[AttentionMetadata, AttentionMetadata]:
     """One sequence in blocks of its own, and its encoder's text of the same length in the blocks after them."""
-    meta = AttentionMetadata.alone(0, count, block_size=BLOCK_SIZE, device=decoder.device)
+    meta = AttentionMetadata.single_sequence(0, count, block_size=BLOCK_SIZE, device=decoder.device)
     num_blocks = meta.block_table.shape[1]
     read = dataclasses.replace(
         meta,

@@ -28,16 +28,16 @@ from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
 from slipstream.spec.native_formats import is_expandable
 from slipstream.spec.parameters import (
+    Deinterleave,
     Flatten,
     MinusOne,
     Placement,
     Shape,
-    Swap,
+    SwapGateUp,
     Transform,
     Transpose,
     Ungroup,
     Unpermute,
-    Untwine,
     parameters,
 )
 
@@ -53,7 +53,7 @@ PASSED_OVER = ("weight_shape", "input_scale", "output_scale", "k_scale", "v_scal
 """What stands beside a rounded weight and is only noted there."""
 
 
-class HeldWeights(Protocol):
+class StoredWeights(Protocol):
     """Weights that are not filled as parameters: they take a checkpoint's tensors as these are, or in their stead."""
 
     def __contains__(self, target: str) -> bool:
@@ -94,7 +94,7 @@ def fill_parameters(
     values: Mapping[str, Value],
     assign: Callable[[Value, Value, Transform | None, Shape], None],
     *,
-    held: HeldWeights | None = None,
+    held: StoredWeights | None = None,
     cache_scales: CacheScales | None = None,
 ) -> None:
     """Fill `values`, by our names, with the checkpoint's tensors, but those that `held` and `cache_scales` take.
@@ -155,7 +155,7 @@ def expands(find: Callable[[str], Placement | None], values: Container[str]) -> 
 def read_parameters(
     description: ModelDescription,
     dtype: str,
-    held: HeldWeights | None = None,
+    held: StoredWeights | None = None,
     cache_scales: CacheScales | None = None,
 ) -> dict[str, Array]:
     """All parameters of the description's model by our names, but those that `held` and `cache_scales` take: arrays of `dtype`
@@ -295,7 +295,7 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
     """How a checkpoint stores what becomes `shape`."""
     if isinstance(transform, Flatten):
         return (shape[0], *transform.kernel)
-    turned = isinstance(transform, Transpose) or (isinstance(transform, Untwine) and transform.transposed)
+    turned = isinstance(transform, Transpose) or (isinstance(transform, Deinterleave) and transform.transposed)
     return (*shape[:-2], shape[-1], shape[-2]) if turned else shape
 
 
@@ -316,10 +316,10 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
             return value.reshape(value.shape[0], -1)
         case MinusOne():
             return xp.asarray(value, dtype=xp.float32) - 1.0
-        case Swap():
+        case SwapGateUp():
             half = value.shape[0] // 2
             return xp.concatenate((value[half:], value[:half]))
-        case Untwine(transposed=transposed):
+        case Deinterleave(transposed=transposed):
             if transposed:
                 return xp.concatenate((value[..., ::2].swapaxes(-1, -2), value[..., 1::2].swapaxes(-1, -2)), axis=-2)
             return xp.concatenate((value[:, ::2], value[:, 1::2]), axis=1)  # [experts, rows …]

@@ -32,7 +32,7 @@ from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, Spli
 from slipstream.model.checkpoint import PASSED_OVER
 from slipstream.model.packing import unpack_words
 from slipstream.model.stored_weights import SCALES, stored_parts, stored_shape
-from slipstream.spec.native_formats import held_group
+from slipstream.spec.native_formats import native_group_size
 from slipstream.spec.parameters import Placement, Shape
 from slipstream.spec.quantization_config import AWQ_COLUMNS, PLAIN_ZEROS, Method
 from slipstream.spec.scheme import WeightFormat
@@ -79,8 +79,8 @@ class RoundedWeights:
                 blocks = (-(-outer // fmt.block_rows), fmt.groups(inner)) if fmt.block_rows > 1 else (outer,)
                 scales = torch.zeros(blocks, dtype=torch.float32, device=device)
             else:
-                size = held_group(fmt, outer, inner)
-                assert size, "`check_scheme` and `held_formats` see to it"
+                size = native_group_size(fmt, outer, inner)
+                assert size, "`check_scheme` and `native_formats` see to it"
                 codes = torch.zeros(outer, inner // 4, dtype=torch.int16, device=device)
                 scales = torch.zeros(inner // size, outer, dtype=dtype, device=device)
                 zeros = torch.zeros_like(scales) if method == "awq" or not fmt.symmetric else None
@@ -120,7 +120,7 @@ class RoundedWeights:
             shape = (inner, rows // 8) if awq else (inner // 8, rows)
             words = _checked(name, read(), shape, torch.int32).to(into.codes.device)
             codes = _awq_codes(words) if awq else torch.stack(_nibbles(words), dim=1).flatten(0, 1)
-            into.codes[at] = pack4(codes.T.contiguous(), chunk_of(inner, held_group(fmt, rows, inner) or inner))
+            into.codes[at] = pack4(codes.T.contiguous(), chunk_of(inner, native_group_size(fmt, rows, inner) or inner))
         elif part in SCALES:
             self._scales(name, fmt, read(), into, at)
         elif fmt.inputs is not None:
@@ -137,7 +137,7 @@ class RoundedWeights:
             inner = into.codes.shape[1] * 4
             words = _checked(name, read(), stored_shape(fmt, part, rows, inner), torch.int32).to(into.codes.device)
             codes = unpack_words(words, fmt.bits, inner).int() + 8
-            into.codes[at] = pack4(codes, chunk_of(inner, held_group(fmt, rows, inner) or inner))
+            into.codes[at] = pack4(codes, chunk_of(inner, native_group_size(fmt, rows, inner) or inner))
         into.filled.add((placement.start, part))
         return True
 
@@ -188,7 +188,7 @@ class RoundedWeights:
             rows, inner = w.codes.shape[0], w.codes.shape[1] * 4
             if self.formats[name].block_rows > 1:
                 made[name] = TileScaledLinear(weight=w.codes, scales=w.scales, out_dtype=self.dtype)
-            elif size := held_group(self.formats[name], rows, inner):
+            elif size := native_group_size(self.formats[name], rows, inner):
                 chunk = chunk_of(inner, size)
                 made[name] = GroupedLinear(weight=w.codes, scales=w.scales, zeros=w.zeros, group_size=size, chunk=chunk)
             elif self.formats[name].split:

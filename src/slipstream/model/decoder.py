@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from slipstream.model.device_stream import DeviceStream
     from slipstream.model.layer_stream import LayerStream
     from slipstream.model.layers import Pending
-    from slipstream.platform import Group
+    from slipstream.platform import RankGroup
 
 
 class Decoder:
@@ -112,12 +112,12 @@ class Decoder:
             norm = None if c.norm is None else build_norm(c.norm, "classifier.norm", parameters)
             self.classifier = Classifier(c, dense, norm, out)
         self.stream: LayerStream | DeviceStream | None = None  # if some layers' weights are read as they are needed
-        self.take_layers(layers if layers is not None else stack(spec.layers, "", spec.held))
+        self.take_layers(layers if layers is not None else stack(spec.layers, "", spec.local_layers))
         assert not parameters, f"unused: {list(parameters)}"
 
     def take_layers(self, layers: Sequence[Layer]) -> None:
         """Have these layers, the first of those that are held first."""
-        groups = zip(layers, self.spec.group_of_layer[self.spec.held.start : self.spec.held.stop], strict=False)
+        groups = zip(layers, self.spec.group_of_layer[self.spec.local_layers.start : self.spec.local_layers.stop], strict=False)
         self.layers = [dataclasses.replace(x, group=g, cross_group=self.spec.cross_group) for x, g in groups]
 
     def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
@@ -160,7 +160,7 @@ class Decoder:
             hidden = self.finished(*run_layers(self.ops, self.layers, h, kv, meta, look))
         return hidden, hidden if taken is None else taken
 
-    def _sharing(self, h: Tensor) -> Group | None:
+    def _sharing(self, h: Tensor) -> RankGroup | None:
         """The ranks that share a step's residual out by tokens; None: each has all of it."""
         part = self.partition
         return part.group if part is not None and part.sequence and part.shares_tokens(len(h)) else None
@@ -223,7 +223,7 @@ class Decoder:
             if isinstance(layer.mlp, MoE):
                 counts = self.ops.new_counts(layer.mlp.spec.num_experts, self.device)
                 self.layers[i] = dataclasses.replace(layer, expert_counts=counts)
-        counted = zip(self.spec.held, self.layers, strict=True)
+        counted = zip(self.spec.local_layers, self.layers, strict=True)
         return {i: x.expert_counts for i, x in counted if x.expert_counts is not None}
 
     def with_ops(self, ops: OpSet) -> Decoder:

@@ -20,11 +20,11 @@ from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_layer
 from slipstream.model.cache_scales import CacheScales
-from slipstream.model.checkpoint import HeldWeights
+from slipstream.model.checkpoint import StoredWeights
 from slipstream.model.decoder import Decoder
 from slipstream.model.device_stream import DeviceStream, layer_bytes, with_tensors, without_data
 from slipstream.model.layers import Layer
-from slipstream.model.loaded import LoadedModel, decoder_bytes, decoder_forms, held_bytes
+from slipstream.model.loaded import LoadedModel, decoder_bytes, decoder_forms, tensor_bytes
 from slipstream.model.weights import by_layer, dummy_values, load_parameters
 from slipstream.platform import platform_of
 from slipstream.spec.description import ModelDescription
@@ -50,7 +50,7 @@ class DeviceLoader:
         is_dummy: bool,
         seed: int,
         scheme: Scheme | None,
-        held_of: Callable[[Callable[[str], bool]], HeldWeights | None],
+        held_of: Callable[[Callable[[str], bool]], StoredWeights | None],
         cache_scales: CacheScales | None,
     ) -> None:
         self.description, self.ops, self.device, self.dtype = description, ops, device, dtype
@@ -70,7 +70,7 @@ class DeviceLoader:
         spec, stream = self.description.spec, DeviceStream(platform_of(self.device))
         decoder = self._ends()
         sizes, small = self._sizes()
-        others = decoder_bytes(decoder) + held_bytes(vars(self.tables)) + small
+        others = decoder_bytes(decoder) + tensor_bytes(vars(self.tables)) + small
         plan = plan_offload(sizes, others, budget)
         streamed = () if plan is None else plan.streamed
         stream.expect({i: sizes[i] for i in streamed})
@@ -96,15 +96,15 @@ class DeviceLoader:
         found: dict[Any, tuple[int, int]] = {}
         shared = 0
         for i, layer in self._layers({kinds.index(kind) for kind in kinds}):
-            shared = held_bytes(vars(self.tables))
-            found[kinds[i]] = layer_bytes(layer), held_bytes(without_data(layer), vars(self.tables)) - shared
+            shared = tensor_bytes(vars(self.tables))
+            found[kinds[i]] = layer_bytes(layer), tensor_bytes(without_data(layer), vars(self.tables)) - shared
             del layer
         return [found[kind][0] for kind in kinds], sum(found[kind][1] for kind in kinds)
 
     def _kind(self, index: int) -> Any:
         """Layers of one kind are laid out alike."""
         description, prefix = self.description, _prefix(index)
-        formats, columns = description.held_formats(self.ops.rounded), description.split_columns()
+        formats, columns = description.native_formats(self.ops.rounded), description.split_columns()
         shapes = {n: s for n, s in parameters(description.spec).items() if n.startswith(prefix)}
         of_weights = tuple((n.removeprefix(prefix), s, formats.get(n), len(columns.get(n, ()))) for n, s in shapes.items())
         return description.spec.layers[index], of_weights

@@ -177,7 +177,7 @@ class DeviceStream:
             self._idle = False
 
     @torch.inference_mode()
-    def read_alone(self) -> float:
+    def measure_read_rate(self) -> float:
         """Bytes a second of copying all layers as a step does, but without computing."""
         self._platform.synchronize()
         self._arrivals.clear()

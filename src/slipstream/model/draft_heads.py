@@ -26,7 +26,7 @@ from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_layer, build_linear, build_norm
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import AnyTap, Attention, JoinedTap, Layer, Tap, whole
-from slipstream.model.loaded import held_bytes
+from slipstream.model.loaded import tensor_bytes
 from slipstream.model.step_program import CompiledOps, Floats, compiled
 from slipstream.model.vocabulary import Vocabulary
 from slipstream.spec.draft_heads import WRAPPED, HeadDescription, HeadSpec, LayeredSpec, MedusaSpec
@@ -340,7 +340,7 @@ class LoadedHead:
     @classmethod
     def of(cls, head: LayeredHead | MedusaHead, target_ids: Any, decoder: Decoder) -> LoadedHead:
         of_model = vars(decoder).values()
-        own = held_bytes(*vars(head).values(), *of_model) - held_bytes(*of_model)
+        own = tensor_bytes(*vars(head).values(), *of_model) - tensor_bytes(*of_model)
         return cls(head, target_ids, own)
 
 

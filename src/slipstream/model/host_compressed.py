@@ -21,7 +21,7 @@ from slipstream.kernels.cpu_moe import pack4
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, chunk_of
 from slipstream.model.checkpoint import PASSED_OVER
 from slipstream.model.stored_weights import stored_parts, stored_shape, unpack_words
-from slipstream.spec.native_formats import held_group
+from slipstream.spec.native_formats import native_group_size
 from slipstream.spec.parameters import Placement, Shape
 from slipstream.spec.quantization_config import AWQ_COLUMNS, PLAIN_ZEROS, Method
 from slipstream.spec.scheme import WeightFormat
@@ -44,7 +44,7 @@ class _Weight:
 
 
 class HostRoundedWeights:
-    """`HeldWeights`: takes a checkpoint's rounded tensors. `formats` by our names: of those that are held as stored."""
+    """`StoredWeights`: takes a checkpoint's rounded tensors. `formats` by our names: of those that are held as stored."""
 
     def __init__(self, shapes: Mapping[str, Shape], formats: Mapping[str, WeightFormat], method: Method, dtype: str) -> None:
         self._formats, self._method, self._dtype = formats, method, np.dtype(dtype)
@@ -54,8 +54,8 @@ class HostRoundedWeights:
             if fmt.inputs is not None:
                 self._weights[name] = _Weight(np.empty((rows, inner), np.int8), np.empty(rows, np.float32), None)
                 continue
-            size = held_group(fmt, rows, inner)
-            assert size, "`check_scheme` and `held_formats` see to it"
+            size = native_group_size(fmt, rows, inner)
+            assert size, "`check_scheme` and `native_formats` see to it"
             scales = np.empty((inner // size, rows), self._dtype)
             zeros = np.empty_like(scales) if method == "awq" or not fmt.symmetric else None
             self._weights[name] = _Weight(np.empty((rows, inner // 4), np.int16), scales, zeros, chunk_of(inner, size))

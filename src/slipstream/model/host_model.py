@@ -10,12 +10,12 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels.host_ops import HostOps
 from slipstream.kernels.native import stand_in
 from slipstream.model.cache_scales import CacheScales
-from slipstream.model.checkpoint import HeldWeights, dummy_arrays, read_parameters
+from slipstream.model.checkpoint import StoredWeights, dummy_arrays, read_parameters
 from slipstream.model.decoder import Decoder
 from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.host_compressed import HostRoundedWeights
 from slipstream.model.loaded import LoadedModel, check_scheme, decoder_bytes, decoder_forms, dummy_scheme
-from slipstream.model.packed_cache import KeptFile, KeptWeights
+from slipstream.model.packed_cache import CachedWeights, PackedCacheFile
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.native_formats import rounds, scheme_formats
 from slipstream.spec.parameters import parameters
@@ -47,7 +47,7 @@ def load_host_model(
     formats = dict[str, WeightFormat]()
     if stored is not None and stored.rounds:
         if stored.formats is not None:
-            formats = description.held_formats(ops.rounded)
+            formats = description.native_formats(ops.rounded)
         elif stored.scheme is not None:
             formats = scheme_formats(description.shapes, stored.scheme)
             check_scheme(spec, SCHEMES[stored.scheme], ops)
@@ -55,15 +55,15 @@ def load_host_model(
     elif scheme is not None:
         check_scheme(spec, scheme, ops)
     if (scheme is not None or formats) and weights_folder is not None and not dummy:
-        file = KeptFile(weights_folder, description, scheme, dtype, ops)
+        file = PackedCacheFile(weights_folder, description, scheme, dtype, ops)
         kept = file.read()
-    held: HeldWeights | None = None
+    held: StoredWeights | None = None
     if not dummy and description.family.gguf is not None and description.gguf is not None:
         names, empty = description.family.gguf.names(spec), partial(stand_in, dtype=dtype)
         blocks = BlockWeights(description.gguf, names, parameters(spec), ops.block_types, empty, scheme)
-        held = blocks if kept is None else KeptWeights(kept, blocks, rounded=False)
+        held = blocks if kept is None else CachedWeights(kept, blocks, rounded=False)
     elif kept is not None:
-        held = KeptWeights(kept, None, rounded=bool(formats))
+        held = CachedWeights(kept, None, rounded=bool(formats))
     elif stored is not None and stored.rounds:
         held = HostRoundedWeights(parameters(spec), formats, stored.method, dtype)
     if stored is not None and stored.kv_cache is not None:

@@ -165,7 +165,7 @@ class LayerStream:
         if self.forgets:
             os.posix_fadvise(self._file.fileno(), offset, into.size, os.POSIX_FADV_DONTNEED)
 
-    def read_alone(self) -> float:
+    def measure_read_rate(self) -> float:
         """Bytes a second of reading all layers as a step does, but without computing."""
         begin = time.perf_counter()
         for layer in self._order:

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from slipstream.kernels.metadata import AttentionMetadata, LayerKV
     from slipstream.kernels.ops import OpSet
     from slipstream.kernels.weights import Activations, Linear
-    from slipstream.platform import Group, Pipe, SumBeside
+    from slipstream.platform import OverlappedSum, Pipe, RankGroup
 
-    Pending: TypeAlias = "Tensor | Part | Arriving | Pair"
+    Pending: TypeAlias = "Tensor | PartialSum | PendingSum | Pair"
     """What is to be added to the residual before the next norm."""
 
 
@@ -54,7 +54,7 @@ class Attention:
     params: AttentionParams
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
-    group: Group | None = None  # of ranks that have the other heads
+    group: RankGroup | None = None  # of ranks that have the other heads
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]"""
@@ -205,9 +205,9 @@ class Partition:
     this one. `every`: all ranks, if they are more than `group`."""
 
     shard: Shard
-    group: Group
+    group: RankGroup
     pipe: Pipe | None = None
-    every: Group | None = None
+    every: RankGroup | None = None
     sequence: bool = False
     """Steps of `SEQUENCE_TOKENS` tokens or more share the residual and its norms out by tokens (sequence parallelism,
     Korthikanti et al. 2022, arXiv:2205.05198): a sum leaves each rank its tokens, and the next products gather them. That moves
@@ -218,27 +218,27 @@ class Partition:
         return self.sequence and num_tokens >= max(SEQUENCE_TOKENS, self.group.size)
 
     @property
-    def all_ranks(self) -> Group:
+    def all_ranks(self) -> RankGroup:
         return self.every or self.group
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartialSum:
     """This rank's part of a sum over `group`. Sum and next norm are one op."""
 
     x: Tensor
-    group: Group
+    group: RankGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Arriving:
+class PendingSum:
     """A sum over ranks of the step's tokens, whose pieces are on their way."""
 
-    sums: Sequence[SumBeside]
+    sums: Sequence[OverlappedSum]
     pieces: Sequence[slice]
 
 
-SUMS = (Part, Arriving, Pair)
+SUMS = (PartialSum, PendingSum, Pair)
 """What is pending may be one of several tensors."""
 
 
@@ -254,8 +254,8 @@ class Layer:
     expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if they are counted
     group: int = 0  # `ModelSpec.group_of_layer`
     cross_group: int = 0
-    attention_ranks: Group | None = None
-    mlp_ranks: Group | None = None
+    attention_ranks: RankGroup | None = None
+    mlp_ranks: RankGroup | None = None
     shares_tokens: bool = False  # in long steps
 
     def __call__(
@@ -273,7 +273,7 @@ class Layer:
         # All products of a layer have the same scheme, except a router. Rows are gathered before they are quantised.
         to_attention, to_mlp = (None, None) if shared else (self.attention.inputs, self.mlp.inputs)
 
-        def summed(branch: Callable[[Any], Tensor], x: Any, ranks: Group | None) -> Pending:
+        def summed(branch: Callable[[Any], Tensor], x: Any, ranks: RankGroup | None) -> Pending:
             if not shared:
                 return _of_ranks(branch(x), ranks)
             assert ranks is not None
@@ -294,7 +294,7 @@ class Layer:
             for_mlp = ops.norm(residual, n["mlp_norm"], inputs=to_mlp)[0] if "mlp_norm" in n else rows
             if self.attention_ranks is self.mlp_ranks and not shared:  # one sum for both
                 attended, fed = self.attention(ops, rows, kv, meta), self._fed(ops, for_mlp, kv, meta)
-                both = ops.joined(attended, fed) if self.mlp_ranks is None else Part(attended + fed, self.mlp_ranks)
+                both = ops.joined(attended, fed) if self.mlp_ranks is None else PartialSum(attended + fed, self.mlp_ranks)
                 return _scaled(ops, both, scale), residual
             return _scaled(ops, whole(ops, attend(rows)) + whole(ops, feed(for_mlp)), scale), residual
         rows, residual = self._before("pre_attention", ops, pending, residual, to_attention)
@@ -308,9 +308,9 @@ class Layer:
     def _pieces(self, ops: OpSet, pending: Pending) -> Sequence[slice]:
         """Those of `_in_pieces`; none: the layer is not one for it, or the step is too short."""
         ranks = self.attention_ranks
-        if ranks is None or ranks is not self.mlp_ranks or self.shares_tokens or isinstance(pending, Part | Pair):
+        if ranks is None or ranks is not self.mlp_ranks or self.shares_tokens or isinstance(pending, PartialSum | Pair):
             return ()
-        pieces = pending.pieces if isinstance(pending, Arriving) else ops.pieces(pending, ranks)
+        pieces = pending.pieces if isinstance(pending, PendingSum) else ops.pieces(pending, ranks)
         return pieces if pieces and self.spec.is_plain else ()
 
     def _in_pieces(
@@ -335,7 +335,7 @@ class Layer:
             x, _ = ops.norm_arriving(sums[i : i + 1], self.norms["pre_mlp"], residual=part, inputs=self.mlp.inputs)
             # In the place of attention's, whose memory is given back.
             sums[i] = begin(self._fed(ops, x, kv, meta.of_tokens(rows)), place=1, index=i, rows=rows)
-        return Arriving(sums, pieces), residual
+        return PendingSum(sums, pieces), residual
 
     def _fed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """What this rank's part of the MLP gives."""
@@ -455,10 +455,10 @@ def _norm(
     ops: OpSet, norm: NormParams, pending: Pending, residual: Tensor | None, inputs: InputFormat | None = None
 ) -> tuple[Activations, Tensor]:
     """`OpSet.norm`, of a sum over ranks or of two branches too."""
-    if isinstance(pending, Arriving):
+    if isinstance(pending, PendingSum):
         assert residual is not None
         return ops.norm_arriving(pending.sums, norm, residual=residual, inputs=inputs)
-    if isinstance(pending, Part):
+    if isinstance(pending, PartialSum):
         return ops.all_reduce_norm(pending.x, norm, group=pending.group, residual=residual, inputs=inputs)
     if isinstance(pending, Pair):
         return ops.norm_pair(pending, norm, residual=residual, inputs=inputs)
@@ -472,22 +472,22 @@ def _sum(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
 
 def _state(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
     """`_sum`, for a reader before the layer that comes to it, too."""
-    assert not isinstance(pending, Arriving)  # which are read once: no sums go on beside products where a head reads states
-    h = ops.sum_of_parts(pending.x, group=pending.group) if isinstance(pending, Part) else whole(ops, pending)
+    assert not isinstance(pending, PendingSum)  # which are read once: no sums go on beside products where a head reads states
+    h = ops.sum_of_parts(pending.x, group=pending.group) if isinstance(pending, PartialSum) else whole(ops, pending)
     return h if residual is None else h + residual
 
 
-def _of_ranks(h: Tensor, ranks: Group | None) -> Pending:
-    return h if ranks is None else Part(h, ranks)
+def _of_ranks(h: Tensor, ranks: RankGroup | None) -> Pending:
+    return h if ranks is None else PartialSum(h, ranks)
 
 
 def whole(ops: OpSet, h: Pending) -> Tensor:
     """The sum over ranks, if `h` is one's part, or of two branches."""
-    if isinstance(h, Arriving):
+    if isinstance(h, PendingSum):
         return ops.sum_arriving(h.sums)
     if isinstance(h, Pair):
         return h.x + h.y
-    return ops.all_reduce(h.x, group=h.group) if isinstance(h, Part) else h
+    return ops.all_reduce(h.x, group=h.group) if isinstance(h, PartialSum) else h
 
 
 def _scaled(ops: OpSet, x: Pending, scale: float) -> Pending:

@@ -155,10 +155,10 @@ def _contents(*values: object) -> Iterator[object]:
 
 def decoder_bytes(decoder: Decoder) -> int:
     """Bytes of all distinct tensors or arrays that the decoder's device holds, but a packed weight's stand-in."""
-    return held_bytes(*vars(decoder).values(), arrays=not decoder.ops.has_host_experts)
+    return tensor_bytes(*vars(decoder).values(), arrays=not decoder.ops.has_host_experts)
 
 
-def held_bytes(*values: object, arrays: bool = True) -> int:
+def tensor_bytes(*values: object, arrays: bool = True) -> int:
     """Bytes of all distinct tensors, and `arrays`, that the values hold, but a packed weight's stand-in."""
     found: dict[int, int] = {}
     v: Any

@@ -17,7 +17,7 @@ from slipstream.kernels.host_experts import HostExpertOps
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import Linear
 from slipstream.model.cache_scales import CacheScales
-from slipstream.model.checkpoint import HeldWeights
+from slipstream.model.checkpoint import StoredWeights
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.decoder import Decoder
 from slipstream.model.device_loader import DeviceLoader
@@ -25,7 +25,7 @@ from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.layers import Partition
 from slipstream.model.loaded import LoadedModel, check_scheme, decoder_bytes, decoder_forms, dummy_scheme, is_rounded
 from slipstream.model.mxfp4 import Mxfp4Weights
-from slipstream.model.packed_cache import KeptFile, KeptWeights
+from slipstream.model.packed_cache import CachedWeights, PackedCacheFile
 from slipstream.model.sharding import Sharded, check_formats, split_blocks
 from slipstream.model.streamed_loader import load_streamed
 from slipstream.model.vision import ImageTower
@@ -98,14 +98,14 @@ def load_model(
                 load_format=load_format,
                 seed=seed,
                 scheme=scheme,
-                held=None if load_format == "dummy" else _held_weights(description, ops, dtype, device, scheme, None, None),
+                held=None if load_format == "dummy" else _stored_weights(description, ops, dtype, device, scheme, None, None),
                 folder=weights_folder or Path(tempfile.gettempdir()),
                 budget=weights_bytes,
             )
     on_host = host_weights(spec, host_experts)
     assert not on_host or isinstance(ops, HostExpertOps)
     packed: dict[str, Linear] = {}
-    held: HeldWeights | None = None
+    held: StoredWeights | None = None
     cache_scales = file = kept = None
     with torch.inference_mode():
         def take(name: str, value: Tensor | Linear) -> bool:
@@ -126,9 +126,9 @@ def load_model(
             else:
                 repacks = is_rounded(stored) or (scheme is not None and (stored is None or not stored.rounds))
                 if weights_folder is not None and part is None and ops.layout is not None and repacks:
-                    file = KeptFile(weights_folder, description, scheme, str(dtype).removeprefix("torch."), ops)
+                    file = PackedCacheFile(weights_folder, description, scheme, str(dtype).removeprefix("torch."), ops)
                     kept = file.read()
-                held = _held_weights(description, ops, dtype, device, scheme, kept, part, on_host=on_host)
+                held = _stored_weights(description, ops, dtype, device, scheme, kept, part, on_host=on_host)
                 if stored is not None and stored.kv_cache is not None:
                     names = description.family.names(description.spec)
                     shard = None if partition is None else partition.shard
@@ -176,7 +176,7 @@ def _part(description: ModelDescription, ops: OpSet, shard: Shard) -> Sharded:
     stored, formats = description.quantization, dict[str, WeightFormat]()
     gguf = description.family.gguf if description.format == "gguf" else None
     if stored is not None and stored.formats is not None:
-        formats = description.held_formats(ops.rounded)
+        formats = description.native_formats(ops.rounded)
     elif stored is not None and is_rounded(stored):
         formats = scheme_formats(description.shapes, stored.scheme or "")
     names = (gguf or description.family).names(description.spec)
@@ -212,12 +212,12 @@ def _device_loader(
         is_dummy=is_dummy,
         seed=seed,
         scheme=by,
-        held_of=lambda wanted: _held_weights(description, ops, dtype, device, scheme, None, None, wanted),
+        held_of=lambda wanted: _stored_weights(description, ops, dtype, device, scheme, None, None, wanted),
         cache_scales=scales,
     )
 
 
-def _held_weights(
+def _stored_weights(
     description: ModelDescription,
     ops: OpSet,
     dtype: torch.dtype,
@@ -227,7 +227,7 @@ def _held_weights(
     part: Sharded | None,
     wanted: Callable[[str], bool] = every_name,
     on_host: Container[str] = (),
-) -> HeldWeights | None:
+) -> StoredWeights | None:
     """The objects that take a checkpoint's rounded weights as stored, those that are `wanted`, or replace them by those `kept`
     from an earlier start. Those of `on_host` are held in the host's memory, as its kernels can."""
     stored, shapes = description.quantization, parameters(description.spec) if part is None else part.shapes
@@ -240,9 +240,9 @@ def _held_weights(
         if isinstance(ops, HostExpertOps):
             whole, types = {name: shape for name, shape in whole.items() if name in on_host}, ops.host.block_types
         blocks = BlockWeights(description.gguf, names, whole, types, empty, scheme)
-        return blocks if kept is None else KeptWeights(kept, blocks, rounded=False)
+        return blocks if kept is None else CachedWeights(kept, blocks, rounded=False)
     if kept is not None:
-        return KeptWeights(kept, None, rounded=is_rounded(stored))
+        return CachedWeights(kept, None, rounded=is_rounded(stored))
     if stored is not None and stored.method == "mxfp4":
         return Mxfp4Weights(shapes, SCHEMES["mxfp4"], dtype=dtype, device=device, on_host=on_host)
     if stored is None or not is_rounded(stored):
@@ -250,9 +250,9 @@ def _held_weights(
     if part is not None:
         formats = part.formats
     elif stored.formats is not None:
-        formats = description.held_formats(ops.rounded)
+        formats = description.native_formats(ops.rounded)
         if isinstance(ops, HostExpertOps):
-            there = description.held_formats(ops.host.rounded)
+            there = description.native_formats(ops.host.rounded)
             formats = {n: fmt for n, fmt in formats.items() if n not in on_host}
             formats |= {n: fmt for n, fmt in there.items() if n in on_host}
     else:

@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.kernels.quantize import pack4
 from slipstream.kernels.weights import GroupedLinear, Linear, chunk_of
-from slipstream.spec.parameters import Placement, Shape, Untwine
+from slipstream.spec.parameters import Deinterleave, Placement, Shape
 from slipstream.spec.scheme import Scheme
 
 EXPERTS = (".experts.up.weight", ".experts.down.weight")
@@ -71,7 +71,7 @@ class Mxfp4Weights:
             )
         for expert in range(copies):  # one at a time: codes take more room unpacked
             own = value[expert].to(into.weight.device)
-            if isinstance(placement.transform, Untwine):
+            if isinstance(placement.transform, Deinterleave):
                 own = torch.cat((own[::2], own[1::2]))
             at = slice(expert * rows, (expert + 1) * rows)
             if part == "scales":

@@ -46,7 +46,7 @@ UNFINISHED_S = 3600.0
 SAMPLE_BYTES = 64 * 2**10
 
 
-class KeptWeights:
+class CachedWeights:
     """Products of an earlier start, in place of the checkpoint's tensors. `rest` takes the weights that are held as stored.
     `rounded`: the checkpoint stores them rounded, with scales beside them."""
 
@@ -75,7 +75,7 @@ class KeptWeights:
         return self._own if self._rest is None else self._own | self._rest.linears()
 
 
-class KeptFile:
+class PackedCacheFile:
     """The file of one checkpoint's products, for an op set with a layout."""
 
     def __init__(

@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream.kernels.arrays import to_array
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.native import Program, Running
+from slipstream.kernels.native import Program, RunningStep
 from slipstream.model.decoder import Decoder
 from slipstream.model.step_program import StepProgram, compile_step
 from slipstream.model.trace import SPLIT, STREAMED
@@ -75,7 +75,7 @@ class CpuProgram:
 
     def begin_greedy(
         self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
-    ) -> tuple[Tensor, Tensor, Running] | None:
+    ) -> tuple[Tensor, Tensor, RunningStep] | None:
         """`StepProgram.begin_greedy`"""
         begun = self.step.begin_greedy(token_ids, kv, meta)
         return None if begun is None else (torch.from_numpy(begun[0]), torch.from_numpy(begun[1]), begun[2])

@@ -23,7 +23,7 @@ from slipstream.model.checkpoint import place
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import Family
 from slipstream.spec.model import AttentionSpec, ModelSpec, MoESpec
-from slipstream.spec.parameters import Placement, Transpose, Ungroup, Untwine
+from slipstream.spec.parameters import Deinterleave, Placement, Transpose, Ungroup
 
 SHARD_BYTES = 5_000_000_000
 KEPT_FILES = (
@@ -74,9 +74,9 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
             heads = part.unflatten(0, (k * (group + 2), -1))
             q, keys, values = heads.split((k * group, k, k))
             return torch.cat((q.unflatten(0, (k, group)), keys[:, None], values[:, None]), dim=1).flatten(0, 2)
-        case Untwine(transposed=True):
+        case Deinterleave(transposed=True):
             return torch.stack([half.mT for half in part.chunk(2, dim=-2)], dim=-1).flatten(-2)
-        case Untwine():
+        case Deinterleave():
             return torch.stack(part.chunk(2, dim=1), dim=2).flatten(1, 2)
         case other:
             raise UnsupportedModelError(f"{type(other).__name__} is how GGUF files store weights, which aren't written")

@@ -95,7 +95,7 @@ def layer_output(layer: Layer, ops: OpSet, x: Tensor, batch: SequenceBatch) -> T
     return pending if residual is None else pending + residual
 
 
-class Block(nn.Module):
+class TrainableLayer(nn.Module):
     """A layer whose parameters are this module's, by the names of `spec.parameters` less their `layers.N.`."""
 
     def __init__(self, spec: LayerSpec, parameters: dict[str, Tensor], ops: OpSet, tables: PositionTables) -> None:
@@ -134,7 +134,7 @@ class WholeModel(nn.Module):
         for i, layer in enumerate(spec.layers):
             prefix = f"layers.{i}."
             own = {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
-            self.layers.append(Block(layer, own, self.ops, tables))
+            self.layers.append(TrainableLayer(layer, own, self.ops, tables))
         register(self, {name: value for name, value in parameters.items() if not name.startswith("layers.")})
 
     def ends(self) -> Decoder:

@@ -28,9 +28,9 @@ from slipstream.model.stored_weights import Stored
 from slipstream.model.weights import transform
 from slipstream.spec.gguf import TYPES
 from slipstream.spec.model import ModelSpec, Shape, parameters
-from slipstream.spec.native_formats import held_group
-from slipstream.spec.parallel import Cut, Range, Shard, cuts, split_shapes, split_spec
-from slipstream.spec.parameters import Placement, Untwine
+from slipstream.spec.native_formats import native_group_size
+from slipstream.spec.parallel import ParameterShard, Range, Shard, cuts, split_shapes, split_spec
+from slipstream.spec.parameters import Deinterleave, Placement
 from slipstream.spec.scheme import WeightFormat
 
 Blocks: TypeAlias = "npt.NDArray[np.uint8]"
@@ -104,7 +104,7 @@ class Sharded:
         shape: Shape,
         read: Callable[[], Tensor],
         place: Placement,
-        cut: Cut,
+        cut: ParameterShard,
         own: tuple[Range, ...],
     ) -> Stored:
         """A tensor in the model's type, in the order of its parameter."""
@@ -125,7 +125,7 @@ class Sharded:
         return name, placed_shape(self.shapes[place.target], self.names[key]), part
 
     def _of_format(
-        self, name: str, shape: Shape, read: Callable[[], Tensor], cut: Cut, own: tuple[Range, ...], units: _Units
+        self, name: str, shape: Shape, read: Callable[[], Tensor], cut: ParameterShard, own: tuple[Range, ...], units: _Units
     ) -> Stored:
         if math.prod(shape) == 1:  # one scale for the whole weight
             return name, shape, read
@@ -148,14 +148,14 @@ class Sharded:
         return name, tuple(part(torch.empty(shape, device="meta")).shape), lambda: part(read())
 
     def _mxfp4(
-        self, name: str, shape: Shape, read: Callable[[], Tensor], place: Placement, cut: Cut, own: tuple[Range, ...]
+        self, name: str, shape: Shape, read: Callable[[], Tensor], place: Placement, cut: ParameterShard, own: tuple[Range, ...]
     ) -> Stored:
         """Blocks [experts, rows, in / 32, 16], or their scales [experts, rows, in / 32]."""
         columns = None
         if cut.columns is not None:
             columns = tuple((_units_before(a, 32, name), _units_before(b, 32, name)) for a, b in cut.columns)
         value = read()[cut.first : cut.first + cut.count]
-        if isinstance(place.transform, Untwine):
+        if isinstance(place.transform, Deinterleave):
             value = torch.cat((value[:, ::2], value[:, 1::2]), dim=1)
         made = part_of(value, own, columns, 1, fill=127 if value.dim() == 3 else 0)  # as a scale 127 is 1
         return name, tuple(made.shape), lambda: made
@@ -181,7 +181,7 @@ def _taken(value: Tensor, ranges: tuple[Range, ...], dim: int, fill: int) -> Ten
     return torch.cat([filled(b - a) if a < 0 else value.narrow(dim, a, b - a) for a, b in ranges], dim=dim)
 
 
-def cut_whole(value: Tensor, cut: Cut, shape: Shape) -> Tensor:
+def cut_whole(value: Tensor, cut: ParameterShard, shape: Shape) -> Tensor:
     """A rank's part, of `shape`, of a whole parameter. What is beyond its rows (of a vocabulary) is zeros."""
     if not cut.keep:
         return torch.zeros(shape, dtype=value.dtype, device=value.device)
@@ -251,7 +251,7 @@ def check_formats(local: Sharded) -> None:
             )
         if place.start % fmt.block_rows:
             raise _no_boundary(name, fmt.block_rows)
-        if held_group(fmt, *local.shapes[place.target]) is None:
+        if native_group_size(fmt, *local.shapes[place.target]) is None:
             raise _no_boundary(name, fmt.group_size or 16)
 
 
@@ -265,7 +265,7 @@ def split_blocks(linears: Mapping[str, Linear], local: Sharded) -> dict[str, Lin
     }
 
 
-def _split_linear(name: str, w: BlockLinear, cut: Cut, shape: Shape) -> BlockLinear:
+def _split_linear(name: str, w: BlockLinear, cut: ParameterShard, shape: Shape) -> BlockLinear:
     pieces, num_rows = [], w.weight.shape[0]
     for piece in w.pieces:
         copies = None if piece.copies == 1 else piece.copies

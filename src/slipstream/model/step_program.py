@@ -21,7 +21,7 @@ from slipstream.kernels.cpu_mla import add_latent_attention, add_latent_queries
 from slipstream.kernels.cpu_moe import NativeExperts, add_choice, add_experts
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.native import FORM_F32, NativeLinear, Program, Running, ThreadPool, activation_of
+from slipstream.kernels.native import FORM_F32, NativeLinear, Program, RunningStep, ThreadPool, activation_of
 from slipstream.kernels.programs import (
     LinearArgmax,
     LinearProgram,
@@ -119,7 +119,7 @@ class StepProgram:
 
     def begin_greedy(
         self, token_ids: Array, kv: Sequence[LayerKV], meta: AttentionMetadata
-    ) -> tuple[npt.NDArray[np.int64], Floats, Running] | None:
+    ) -> tuple[npt.NDArray[np.int64], Floats, RunningStep] | None:
         """`greedy(forward(...))` of a decoder in one: the tokens, what `forward` gives beside, and the step that is then under
         way, after which they are there. None: as `greedy`."""
         if self._argmax is None:
@@ -175,7 +175,7 @@ class CompiledOps:
         out: Array,
         then: Program,
         more: Sequence[Array] = (),
-    ) -> Running:
+    ) -> RunningStep:
         self.bind(None, out, more)
         inputs, kept = self.inputs(kv, meta, token_ids)
         return self.program.begin(inputs, then, (kept, out, kv, more))

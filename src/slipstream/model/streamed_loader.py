@@ -17,7 +17,7 @@ from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.native import Arena
 from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_layer
-from slipstream.model.checkpoint import HeldWeights
+from slipstream.model.checkpoint import StoredWeights
 from slipstream.model.decoder import Decoder
 from slipstream.model.layer_stream import LayerStream, layer_bytes, without_data
 from slipstream.model.layers import Layer
@@ -39,7 +39,7 @@ def load_streamed(
     load_format: str,
     seed: int,
     scheme: Scheme | None,
-    held: HeldWeights | None,
+    held: StoredWeights | None,
     folder: Path,
     budget: int,
 ) -> LoadedModel:
@@ -81,7 +81,7 @@ def load_streamed(
 
 
 def _parts(
-    description: ModelDescription, dtype: torch.dtype, load_format: str, seed: int, held: HeldWeights | None
+    description: ModelDescription, dtype: torch.dtype, load_format: str, seed: int, held: StoredWeights | None
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The parameters of each layer with the beginning of their names, in order, and at last the others with ""."""
     prefixes, device = [f"layers.{i}." for i in range(description.spec.num_layers)], torch.device("cpu")

@@ -27,7 +27,7 @@ from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_linear, build_norm
 from slipstream.model.layers import MLP, normed
 from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec
-from slipstream.spec.vision import AxialRopeSpec, Grid, GridPositionSpec, ImageProcessing, MLPConnector, VisionSpec
+from slipstream.spec.vision import AxialRopeSpec, GridPositionSpec, ImageProcessing, MLPConnector, PatchGrid, VisionSpec
 
 LongArray = npt.NDArray[np.int64]
 
@@ -170,7 +170,7 @@ class ImageTower:
             rows = h.reshape(-1, spec.merge**2 * spec.hidden_size)
         return ops.linear(rows, self.out)
 
-    def _make_layout(self, grids: tuple[Grid, ...]) -> Layout:
+    def _make_layout(self, grids: tuple[PatchGrid, ...]) -> Layout:
         spec = self.spec
         sizes = np.array([grid.num_patches for grid in grids], np.int64)
         whole = PackedParts.of(sizes.tolist(), self.device)
@@ -189,7 +189,7 @@ class ImageTower:
             starts = np.cumsum([0, *(sizes // spec.merge**2)])
             groups, lengths = list[LongArray](), list[int]()
             for start, grid in zip(starts, grids, strict=False):
-                for window in group_windows(Grid(grid.height // spec.merge, grid.width // spec.merge), spec.window):
+                for window in group_windows(PatchGrid(grid.height // spec.merge, grid.width // spec.merge), spec.window):
                     groups.append(start + window)
                     lengths.append(len(window) * spec.merge**2)
             flat = np.concatenate(groups)
@@ -242,7 +242,7 @@ def pad_units(parameters: dict[str, Tensor], name: str, spec: DenseSpec) -> None
         parameters[name + "down.weight"] = F.pad(parameters[name + "down.weight"], (0, more))
 
 
-def patch_places(grid: Grid, merge: int) -> tuple[LongArray, LongArray]:
+def patch_places(grid: PatchGrid, merge: int) -> tuple[LongArray, LongArray]:
     """The row and the column of each patch, group by group."""
     rows, columns = np.indices(grid, np.int64)
 
@@ -254,7 +254,7 @@ def patch_places(grid: Grid, merge: int) -> tuple[LongArray, LongArray]:
     return grouped(rows), grouped(columns)
 
 
-def grid_positions(grid: Grid, side: int, merge: int) -> LongArray:
+def grid_positions(grid: PatchGrid, side: int, merge: int) -> LongArray:
     """Rows of a table of side × side positions for the patches of a grid, at the same fractions of its sides. They are
     compared in float32, and the ends are torch's, since the models were trained so: with 19, 25 or 29 patches on a side even a
     grid of the table's own size does not read each row once."""
@@ -278,7 +278,7 @@ def axial_rotations(spec: AxialRopeSpec, rows: LongArray, columns: LongArray) ->
     return np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
 
 
-def group_windows(groups: Grid, side: int) -> list[LongArray]:
+def group_windows(groups: PatchGrid, side: int) -> list[LongArray]:
     """The groups of each window of a picture, row by row. Windows at the right and lower edge may be smaller."""
     index = np.arange(groups.num_patches, dtype=np.int64).reshape(groups)
     return [

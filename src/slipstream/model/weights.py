@@ -19,7 +19,7 @@ from slipstream.kernels.arrays import to_array, to_tensor
 from slipstream.model.bitmasks import made_dense
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.checkpoint import (
-    HeldWeights,
+    StoredWeights,
     expands,
     fill_named,
     fill_parameters,
@@ -40,7 +40,7 @@ from slipstream.spec.parameters import (
 )
 
 
-class Part(Protocol):
+class RankShard(Protocol):
     """One of several ranks' part of a model (`model.sharding.Sharded`)."""
 
     shapes: dict[str, Shape]
@@ -63,10 +63,10 @@ def load_parameters(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    held: HeldWeights | None = None,
+    held: StoredWeights | None = None,
     cache_scales: CacheScales | None = None,
     wanted: Callable[[str], bool] = every_name,
-    part: Part | None = None,
+    part: RankShard | None = None,
     on_host: Container[str] = (),
 ) -> dict[str, Tensor]:
     """The `wanted` parameters of the description's model by our names, without those that `held` and `cache_scales` take; of
@@ -137,7 +137,7 @@ def dummy_parameters(
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
-    part: Part | None = None,
+    part: RankShard | None = None,
     take: Callable[[str, Tensor], bool] = lambda name, value: False,
 ) -> dict[str, Tensor]:
     """Random weights of the true shapes, made on the device: std 0.02, norms 1, biases 0. A rank's `part` is of the same

@@ -57,7 +57,7 @@ NOTHING = Prediction(throughput=1e-3, tpot_s=1e3, kl=1e3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class TrialResult:
     """A candidate that was measured, or failed. `fits` says whether its quality is within the limits. `figures` are whatever
     the measuring had to say."""
 
@@ -78,4 +78,4 @@ class Result:
 
 
 Prior: TypeAlias = Callable[[Candidate], Prediction]
-Measure: TypeAlias = Callable[[Candidate], Result]
+Measure: TypeAlias = Callable[[Candidate], TrialResult]

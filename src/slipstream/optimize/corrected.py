@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.optimize.candidates import NOTHING, Candidate, Prior, Result
+from slipstream.optimize.candidates import NOTHING, Candidate, Prior, TrialResult
 
 OF_ALL = 0.5
 OF_COMPRESSION = 0.4
@@ -48,7 +48,7 @@ STEADY = 6.0
 class Corrected:
     """Of candidates −ln throughput and ln seconds. `measured` is in the order of measuring."""
 
-    def __init__(self, prior: Prior, measured: Sequence[Result]) -> None:
+    def __init__(self, prior: Prior, measured: Sequence[TrialResult]) -> None:
         self._prior = prior
         known = [(i, r) for i, r in enumerate(measured) if r.throughput and r.tpot_s and prior(r.candidate) != NOTHING]
         self._known = [r.candidate for _, r in known]

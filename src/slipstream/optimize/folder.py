@@ -13,7 +13,7 @@ from typing import Any
 from slipstream.config import EngineArgs, EngineConfig, num_ranks
 from slipstream.config.engine_folder import (
     MACHINE_DEPENDENT,
-    NOT_KEPT,
+    NOT_SAVED,
     PACKED_NAME,
     EngineFolder,
     is_engine_folder,
@@ -78,7 +78,7 @@ def build_folder(
         progress("copying the checkpoint")
         with writing(out, "out"):
             copy_checkpoint(source, partial)
-        settings = kept_settings(args)
+        settings = saved_settings(args)
         folder = EngineFolder(
             path=partial,
             machine=this_machine(),
@@ -112,13 +112,13 @@ def build_folder(
     )
 
 
-def kept_settings(args: EngineArgs) -> dict[str, Any]:
+def saved_settings(args: EngineArgs) -> dict[str, Any]:
     """The settings that the user chose, except those that each start sets again."""
     defaults = {f.name: f.default for f in dataclasses.fields(args)}
     return {
         name: value
         for name, default in defaults.items()
-        if name not in NOT_KEPT and (value := getattr(args, name)) != default
+        if name not in NOT_SAVED and (value := getattr(args, name)) != default
     }
 
 

@@ -14,7 +14,7 @@ from slipstream.compress.steps import PruneSettings, Sparsify
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.optimize.candidates import NOTHING, ONE_DEVICE, Candidate, Prediction, Prior
-from slipstream.optimize.traffic import Traffic
+from slipstream.optimize.traffic import RecordedTraffic
 from slipstream.plan.capacity import with_limits
 from slipstream.plan.devices import Hardware
 from slipstream.plan.engines import plan_engine
@@ -47,7 +47,7 @@ def guessed_kl(compression: str, cache_dtype: str, num_parameters: float = LARGE
     return kl + (KL_OF_CACHE if cache_dtype != "auto" else 0.0)
 
 
-def simulated_prior(base: EngineArgs, description: ModelDescription, traffic: Traffic, hardware: Hardware) -> Prior:
+def simulated_prior(base: EngineArgs, description: ModelDescription, traffic: RecordedTraffic, hardware: Hardware) -> Prior:
     """The function that `search.Search` takes. `base` holds what all candidates share. Drafts are not simulated.
 
     GPUs that share layers out are the plan's. Those that share them by stages are as several engines, each with its part of

@@ -26,9 +26,9 @@ from slipstream.engine.folder import this_machine
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
 from slipstream.files import digest
 from slipstream.hub import resolve_model
-from slipstream.optimize.candidates import Candidate, Result, Space
+from slipstream.optimize.candidates import Candidate, Space, TrialResult
 from slipstream.optimize.prior import guessed_kl
-from slipstream.optimize.traffic import Traffic
+from slipstream.optimize.traffic import RecordedTraffic
 from slipstream.plan.environment import plain
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.scheme import SCHEMES
@@ -228,7 +228,7 @@ class Measurer:
     and what was found. Called with a candidate it gives its result; an engine that fails raises."""
 
     base: EngineArgs
-    traffic: Traffic
+    traffic: RecordedTraffic
     objectives: Mapping[str, float]
     limits: QualityLoss
     folder: Path
@@ -237,7 +237,7 @@ class Measurer:
     timeout_s: float = 1800.0
     compress_s: float = math.inf  # the longest that one compression may take: others are to be measured, too
     deadline: float = math.inf  # of `time.monotonic()`: what has not ended by then is stopped
-    told: Callable[[str], None] = lambda what: None
+    on_phase: Callable[[str], None] = lambda what: None
     files: Sequence[Path] = ()  # questions, texts and draft models that results follow from
     _quality: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
@@ -248,16 +248,16 @@ class Measurer:
         given += [dataclasses.asdict(_machine()), [files_of(path) for path in self.files]]
         return digest(given, default=plain)[:16]
 
-    def __call__(self, candidate: Candidate) -> Result:
-        self.told(candidate.name)
+    def __call__(self, candidate: Candidate) -> TrialResult:
+        self.on_phase(candidate.name)
         try:
             quality = self.quality(candidate)
         except SlipstreamError as error:  # of its compression: no candidate that shares it can do better
-            return Result(candidate=candidate, error=str(error), fits=False)
+            return TrialResult(candidate=candidate, error=str(error), fits=False)
         if "not_measured" not in quality and (faults := self.limits.faults(quality)):
-            return Result(candidate=candidate, kl=quality["kl"], fits=False, error="; ".join(faults), figures=quality)
+            return TrialResult(candidate=candidate, kl=quality["kl"], fits=False, error="; ".join(faults), figures=quality)
         found = self.speed(self.args_of(candidate))
-        return Result(
+        return TrialResult(
             candidate=candidate,
             throughput=found["output_throughput"],
             tpot_s=found.get("tpot_s_p99"),
@@ -292,7 +292,7 @@ class Measurer:
         recipe = compression.removeprefix("recipe:")
         out = self.folder / "checkpoints" / f"{Path(recipe).stem}-{self._made_of(compression)}"
         if not out.is_dir():
-            self.told(f"compressing, {compression}")
+            self.on_phase(f"compressing, {compression}")
             out.parent.mkdir(parents=True, exist_ok=True)
             words = [*WORKER, "slipstream", "compress", self.base.model, "--recipe", recipe, "--out", str(out), "--no-report"]
             words += ["--device", self.base.device]
@@ -335,7 +335,7 @@ class Measurer:
                 return self._quality[key]
             folder.mkdir(parents=True, exist_ok=True)
             args = self.args_of(Candidate(candidate.compression, tuple(settings.items())))
-            self.told(f"quality of {candidate.compression}")
+            self.on_phase(f"quality of {candidate.compression}")
             job: dict[str, Any] = {"kind": "quality", "original": dataclasses.asdict(self.base), "args": args}
             job |= {"folder": str(folder), "text": dict(self.text), "name": candidate.name, "limit": self.task_limit}
             job |= {"tasks": [name for name, _ in self.limits.tasks], "recipe": {"name": candidate.compression}}
@@ -395,13 +395,13 @@ def files_of(source: Path) -> list[tuple[str, int, int]]:
 # --- What is kept -----------------------------------------------------------------------------------------------------
 
 
-def append_result(result: Result, measurer: Measurer) -> None:
+def append_result(result: TrialResult, measurer: Measurer) -> None:
     row = {"conditions": measurer.conditions, **as_row(result)}
     with (measurer.folder / RESULTS_NAME).open("a", encoding="utf-8") as file:
         file.write(json.dumps(row, default=plain) + "\n")
 
 
-def as_row(result: Result) -> dict[str, Any]:
+def as_row(result: TrialResult) -> dict[str, Any]:
     c = result.candidate
     return {
         "compression": c.compression,
@@ -411,16 +411,16 @@ def as_row(result: Result) -> dict[str, Any]:
     }
 
 
-def result_of(row: Mapping[str, Any], space: Space) -> Result:
+def result_of(row: Mapping[str, Any], space: Space) -> TrialResult:
     """What `as_row` made a row of. KeyError if it is of another space."""
     candidate = Candidate(row["compression"], tuple((name, row["settings"][name]) for name in space.axes))
-    return Result(candidate=candidate, **{name: v for name, v in row.items() if name not in ("compression", "settings")})
+    return TrialResult(candidate=candidate, **{name: v for name, v in row.items() if name not in ("compression", "settings")})
 
 
-def read_results(measurer: Measurer, space: Space) -> list[Result]:
+def read_results(measurer: Measurer, space: Space) -> list[TrialResult]:
     """Those of the same conditions whose choices the space still has; the last of each candidate."""
     file = measurer.folder / RESULTS_NAME
-    found: dict[Candidate, Result] = {}
+    found: dict[Candidate, TrialResult] = {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
         try:
             row = json.loads(line)
@@ -436,13 +436,13 @@ def read_results(measurer: Measurer, space: Space) -> list[Result]:
 # --- Choosing ---------------------------------------------------------------------------------------------------------
 
 
-def misses(result: Result, objectives: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+def misses(result: TrialResult, objectives: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     """The objectives whose 99th percentile is above what is wanted: (measured, wanted)."""
     found = {name: (result.figures.get(f"{name}_p99"), most) for name, most in objectives.items()}
     return {name: (value, most) for name, (value, most) in found.items() if value is not None and value > most}
 
 
-def choose(results: Sequence[Result], objectives: Mapping[str, float]) -> Result | None:
+def choose(results: Sequence[TrialResult], objectives: Mapping[str, float]) -> TrialResult | None:
     """Of those on the front that meet the objectives the one with the most throughput; if none does, the nearest."""
     if not results:
         return None

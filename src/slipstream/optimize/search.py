@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.optimize.candidates import NOTHING, Candidate, Measure, Prediction, Prior, Result, Space
+from slipstream.optimize.candidates import NOTHING, Candidate, Measure, Prediction, Prior, Space, TrialResult
 from slipstream.optimize.corrected import Corrected
 from slipstream.optimize.pareto import expected_gain, front, hypervolume
 
@@ -55,14 +55,14 @@ class Search:
         prior: Prior,
         measure: Measure,
         *,
-        known: Iterable[Result] = (),
+        known: Iterable[TrialResult] = (),
         seed: int = 0,
         kl_limit: float = 0.1,
     ) -> None:
         self.space, self._prior, self._measure = space, prior, measure
         self._kl_limit = kl_limit
         self._all = space.candidates()
-        self.results: list[Result] = [r for r in known if r.candidate in set(self._all)]
+        self.results: list[TrialResult] = [r for r in known if r.candidate in set(self._all)]
         self._optuna = _Explorer(space, seed)
         for result in self.results:
             self._optuna.tell(result)
@@ -72,9 +72,9 @@ class Search:
         self,
         *,
         budget_s: float,
-        on_result: Callable[[Result], None] = lambda result: None,
+        on_result: Callable[[TrialResult], None] = lambda result: None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> list[Result]:
+    ) -> list[TrialResult]:
         """Measure until the front can't move or `budget_s` is over; a candidate is not begun that the time would not suffice
         for, judging by the last ones."""
         begin, longest = clock(), 0.0
@@ -87,7 +87,7 @@ class Search:
             try:
                 result = self._measure(candidate)
             except SlipstreamError as error:
-                result = Result(candidate=candidate, error=str(error))
+                result = TrialResult(candidate=candidate, error=str(error))
             figures = {
                 "predicted_throughput": predicted.throughput,
                 "predicted_tpot_s": predicted.tpot_s,
@@ -135,7 +135,7 @@ class Search:
     def points(self) -> list[tuple[float, float, float]]:
         return [p for r in self.results if (p := r.point) is not None]
 
-    def front(self) -> list[Result]:
+    def front(self) -> list[TrialResult]:
         """The best that were measured, the fastest first."""
         found = [r for r in self.results if r.point is not None]
         best = [found[i] for i in front([r.point for r in found if r.point is not None])]
@@ -226,7 +226,7 @@ class _Explorer:
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=LEAST_MEASURED, multivariate=True)
         self._study = optuna.create_study(directions=["minimize"] * 3, sampler=sampler)
 
-    def tell(self, result: Result) -> None:
+    def tell(self, result: TrialResult) -> None:
         given = {"compression": result.candidate.compression, **dict(result.candidate.settings)}
         numbers = {name: values.index(given[name]) for name, values in self._axes.items()}
         trial, states = self._optuna.trial, self._optuna.trial.TrialState

@@ -20,7 +20,7 @@ TRACE_COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class RecordedTraffic:
     """`arrivals` is what `bench.load.parse_arrivals` takes. `num_left_out` requests of the source were longer than the
     model."""
 
@@ -38,7 +38,7 @@ class Traffic:
         return from_lengths("traffic", self.lengths, vocab_size=vocab_size, seed=self.seed)
 
 
-def parse_traffic(text: str, arrivals: str, *, num_requests: int, longest: int, seed: int = 0) -> Traffic:
+def parse_traffic(text: str, arrivals: str, *, num_requests: int, longest: int, seed: int = 0) -> RecordedTraffic:
     """`text` is IN/OUT for requests that are all alike, such as 128/64, or a file: a recorded trace (.csv, .jsonl) or lengths
     (.json, as `bench --lengths-file`). The first `num_requests` that fit into `longest` tokens are taken."""
     parse_arrivals(arrivals)
@@ -56,7 +56,7 @@ def parse_traffic(text: str, arrivals: str, *, num_requests: int, longest: int, 
     if all(num_out < 2 for _, num_out in taken):
         what = f"traffic={text!r}: answers of one token have no time between tokens to search by; give 2 or more"
         raise ConfigError(what, field="traffic")
-    return Traffic(source=text, lengths=taken, arrivals=arrivals, seed=seed, num_left_out=len(found) - len(fits))
+    return RecordedTraffic(source=text, lengths=taken, arrivals=arrivals, seed=seed, num_left_out=len(found) - len(fits))
 
 
 def read_trace(path: Path) -> list[Length]:

@@ -30,10 +30,10 @@ def speed(job: dict[str, Any]) -> dict[str, Any]:
     from slipstream.bench.power import EnergyMeter
     from slipstream.bench.sweep.results import energy_figures, figures
     from slipstream.bench.workload import warmup
-    from slipstream.optimize.traffic import Traffic
+    from slipstream.optimize.traffic import RecordedTraffic
 
     given = job["traffic"]
-    traffic = Traffic(**{**given, "lengths": tuple((a, b) for a, b in given["lengths"])})
+    traffic = RecordedTraffic(**{**given, "lengths": tuple((a, b) for a, b in given["lengths"])})
 
     async def measure() -> dict[str, Any]:
         async with await AsyncSlipstream.start(EngineArgs(**job["args"])) as engine:

@@ -27,7 +27,7 @@ KEEPS_UP = 0.85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objectives:
+class LatencyObjectives:
     """`limits`: seconds by name (ttft_s, tpot_s, e2e_s). Such a share of the requests has to meet all of them."""
 
     limits: dict[str, float]
@@ -86,7 +86,7 @@ def keeps_up(run: Simulation, rate: float) -> bool:
 def find_capacity(
     engine: SimulatedEngine,
     workload: Workload,
-    objectives: Objectives,
+    objectives: LatencyObjectives,
     *,
     seed: int = 0,
     on_run: Callable[[], None] = lambda: None,
@@ -104,7 +104,7 @@ def find_capacity(
         rate = search.rate
         run = carried(engine, workload, objectives, rate, seed=seed, on_run=on_run) if rate <= 1.1 * most else None
         best = run or best
-        search.tell(run is not None)
+        search.record(run is not None)
         if search.rate is not None and search.rate < most / 1000:
             break
     return Capacity(rate=search.best, run=best, alone=alone)
@@ -113,7 +113,7 @@ def find_capacity(
 def carried(
     engine: SimulatedEngine,
     workload: Workload,
-    objectives: Objectives,
+    objectives: LatencyObjectives,
     rate: float,
     *,
     seed: int = 0,

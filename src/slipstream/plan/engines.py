@@ -20,14 +20,14 @@ from slipstream.hub import resolve_model
 from slipstream.plan.analytic import AnalyticCost, launch_s
 from slipstream.plan.devices import Hardware, find_device, known_devices
 from slipstream.plan.drafts import Acceptance, Drafts
-from slipstream.plan.estimate import bytes_by_part, config_of_draft, estimate, held_weights_bytes, this_device
+from slipstream.plan.estimate import bytes_by_part, config_of_draft, estimate, resident_weights_bytes, this_device
 from slipstream.plan.graph_sizes import padding
 from slipstream.plan.memory import MemoryLedger
 from slipstream.plan.offload import estimate_offload
 from slipstream.plan.operators import products
 from slipstream.plan.simulate import SimulatedEngine
 from slipstream.plan.step_cost import HostCost, Label, StepCost, StepShape, StepTable
-from slipstream.plan.tables import find_table, identity, kept_ceilings
+from slipstream.plan.tables import find_table, identity, read_ceilings
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.scheme import SCHEMES
 
@@ -111,7 +111,7 @@ def this_hardware(device: str, num_threads: int | None = None) -> Hardware:
         except ConfigError:
             known, title = find_device("h200"), f"{info.name}, with an H200's rates"
             known = dataclasses.replace(known, name="this GPU", watts=None, idle_watts=None, label="estimated")
-        ceilings = kept_ceilings(info.name, 0)
+        ceilings = read_ceilings(info.name, 0)
         known = dataclasses.replace(known, title=info.name if ceilings else title, memory_bytes=info.memory_bytes)
         return measured(known, ceilings)
     if num_threads is not None:
@@ -128,7 +128,7 @@ def this_hardware(device: str, num_threads: int | None = None) -> Hardware:
         num_threads=info.num_threads,
         label="estimated",
     )
-    return measured(machine, kept_ceilings(info.name, info.num_threads))
+    return measured(machine, read_ceilings(info.name, info.num_threads))
 
 
 CPU_REACHED = {"read": 0.86, "float32": 0.71, "bfloat16": 0.61, "int8": 0.54}
@@ -214,7 +214,7 @@ def _analytic(config: EngineConfig, description: ModelDescription, hardware: Har
     by_groups = hardware.is_gpu and scheme is not None and scheme.name == "int4"
     held = {part: float(num_bytes) for part, num_bytes in parts.items()}
     if description.stored and not hardware.is_gpu:  # a GGUF file's types, of which only the sum is known
-        share = held_weights_bytes(config, description) / sum(parts.values())
+        share = resident_weights_bytes(config, description) / sum(parts.values())
         held = {part: num_bytes * share for part, num_bytes in held.items()}
     multiplied = products(spec, held)
     return AnalyticCost(

@@ -5,7 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig, ParallelConfig, held_products, resolve
+from slipstream.config import (
+    DTYPE_BYTES,
+    DeviceInfo,
+    EngineArgs,
+    EngineConfig,
+    ParallelConfig,
+    native_products,
+    resolve,
+)
 from slipstream.errors import ConfigError
 from slipstream.plan.graph_sizes import graph_bytes, model_chain_bytes
 from slipstream.plan.hardware import available_cores, cpu_name, gpus, host_memory
@@ -13,7 +21,7 @@ from slipstream.plan.memory import (
     MemoryLedger,
     adapter_bytes,
     block_bytes,
-    held_bytes,
+    native_weights_bytes,
     peer_copy_bytes,
     size_cache,
     weights_bytes,
@@ -21,7 +29,7 @@ from slipstream.plan.memory import (
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.drafts import check_draft_model
 from slipstream.spec.host_experts import host_weights
-from slipstream.spec.native_formats import held_weight_bytes
+from slipstream.spec.native_formats import native_weight_bytes
 from slipstream.spec.parallel import Shard, split_shapes, split_spec
 from slipstream.spec.scheme import SCHEMES
 
@@ -32,9 +40,9 @@ def bytes_by_part(config: EngineConfig, description: ModelDescription, shard: Sh
     shard = shard or largest_shard(config, description)
     spec, size, by_cpu = split_spec(description.spec, shard), DTYPE_BYTES[config.model.dtype], by_cpu_kernels(config)
     shapes = split_shapes(description.spec, shard) if config.parallel.num_ranks > 1 else None
-    formats = description.held_formats(held_products(config.device.kernels, config.device.info))
+    formats = description.native_formats(native_products(config.device.kernels, config.device.info))
     if formats:
-        return held_bytes(spec, size, formats, on_cpu=by_cpu, shapes=shapes)
+        return native_weights_bytes(spec, size, formats, on_cpu=by_cpu, shapes=shapes)
     scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
     if scheme is not None and scheme.experts_only and config.device.kernels == "torch":
         scheme = None  # expanded
@@ -98,11 +106,11 @@ def estimate(
     config = resolve(args, description, info)
     spec = split_spec(description.spec, largest_shard(config, description))
     block = block_bytes(spec, config.cache.block_size, DTYPE_BYTES[config.cache.dtype])
-    weights = held_weights_bytes(config, description)
+    weights = resident_weights_bytes(config, description)
     if draft is not None:
         check_draft_model(draft.spec, spec, config.model.max_model_len)
         own = config_of_draft(config)
-        weights += num_gpus * held_weights_bytes(own, draft)
+        weights += num_gpus * resident_weights_bytes(own, draft)
         block += num_gpus * block_bytes(draft.spec, own.cache.block_size, DTYPE_BYTES[own.cache.dtype])
     activations, graphs, rows = _of_steps(config, description) if with_steps and info.is_cuda else (0, 0, 0)
     if draft is not None and graphs:
@@ -137,7 +145,7 @@ def config_of_draft(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, model=model, cache=cache, parallel=ParallelConfig())
 
 
-def held_weights_bytes(config: EngineConfig, description: ModelDescription, shard: Shard | None = None) -> int:
+def resident_weights_bytes(config: EngineConfig, description: ModelDescription, shard: Shard | None = None) -> int:
     """The weights that are in memory, as an engine with these settings holds them; of several ranks, as one does
     (`bytes_by_part`)."""
     total, bound = all_weights_bytes(config, description, shard), config.model.weights_bytes
@@ -148,18 +156,18 @@ def held_weights_bytes(config: EngineConfig, description: ModelDescription, shar
 def host_expert_bytes(config: EngineConfig, description: ModelDescription, *, on_cpu: bool = True) -> int:
     """Bytes of the experts that are on the host, as the host holds them or, without `on_cpu`, as the GPU would."""
     size = DTYPE_BYTES[config.model.dtype]
-    formats = description.held_formats(held_products(config.device.kernels, config.device.info))
+    formats = description.native_formats(native_products(config.device.kernels, config.device.info))
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
     total = 0
     for name in host_weights(description.spec, config.model.host_experts):
-        total += held_weight_bytes(name, description.shapes[name], scheme, formats, size, on_cpu=on_cpu)
+        total += native_weight_bytes(name, description.shapes[name], scheme, formats, size, on_cpu=on_cpu)
     return total
 
 
 def all_weights_bytes(config: EngineConfig, description: ModelDescription, shard: Shard | None = None) -> int:
-    """`held_weights_bytes`, with layers that are read as they are needed."""
+    """`resident_weights_bytes`, with layers that are read as they are needed."""
     spec, info, num_ranks = description.spec, config.device.info, config.parallel.num_ranks
-    held = description.held_formats(held_products(config.device.kernels, info))
+    held = description.native_formats(native_products(config.device.kernels, info))
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
     own_types = description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype], scheme) if by_cpu_kernels(config) else None
     if own_types is not None and not held:

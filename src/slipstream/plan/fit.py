@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from slipstream.config import EngineConfig, held_products
+from slipstream.config import EngineConfig, native_products
 from slipstream.errors import OutOfMemoryError
-from slipstream.plan.estimate import held_weights_bytes, host_expert_bytes
+from slipstream.plan.estimate import host_expert_bytes, resident_weights_bytes
 from slipstream.plan.hardware import host_memory
 from slipstream.plan.offload import estimate_offload
 from slipstream.spec.description import ModelDescription
@@ -25,7 +25,7 @@ HOST_SHARE = 0.95
 
 def check_weights_fit(config: EngineConfig, description: ModelDescription) -> None:
     """OutOfMemoryError if the weights of a rank are more than its device has free."""
-    free, need = free_for_weights(config), held_weights_bytes(config, description)
+    free, need = free_for_weights(config), resident_weights_bytes(config, description)
     if need <= free:
         check_host_fits(config, description)
         _check_experts_fit(config, description)
@@ -90,12 +90,12 @@ def _remedies(config: EngineConfig, description: ModelDescription) -> str:
     """What would fit."""
     free, info, found = free_for_weights(config), config.device.info, list[str]()
     for name, smaller in _smaller(config, description):
-        if (size := held_weights_bytes(smaller, description)) <= free:
+        if (size := resident_weights_bytes(smaller, description)) <= free:
             found.append(f"quantization={name!r} ({_gib(size)})")
     if info.is_cuda:
         for ranks in (2, 4, MOST_RANKS):
             split = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tensor=ranks))
-            if ranks > config.parallel.num_ranks and held_weights_bytes(split, description) <= free:
+            if ranks > config.parallel.num_ranks and resident_weights_bytes(split, description) <= free:
                 found.append(f"tensor_parallel_size={ranks}")
                 break
     if info.is_cuda and config.parallel.num_ranks == 1 and mixtures(description.spec) and not config.model.host_experts:
@@ -113,7 +113,7 @@ def _smaller(config: EngineConfig, description: ModelDescription) -> Iterator[tu
     """The schemes that weights could be rounded by, with the settings for it."""
     if config.model.quantization is not None or description.quantization is not None or description.format == "gguf":
         return
-    able = held_products(config.device.kernels, config.device.info)
+    able = native_products(config.device.kernels, config.device.info)
     for name in SMALLER:
         if SCHEMES[name].name in able:
             yield name, dataclasses.replace(config, model=dataclasses.replace(config.model, quantization=name))

@@ -12,7 +12,7 @@ from slipstream.spec.adapter_slots import ALONE, SlotLayout
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import ModelSpec
-from slipstream.spec.native_formats import held_group
+from slipstream.spec.native_formats import native_group_size
 from slipstream.spec.parallel import COPIED_SUMS_FROM, Shard
 from slipstream.spec.parameters import Shape, parameters
 from slipstream.spec.scheme import Scheme, WeightForm, WeightFormat
@@ -58,7 +58,7 @@ def weights_bytes(
         found[part] += scheme.weight_bytes(rows, inner, on_cpu=on_cpu) - (0 if beside else rows * inner * dtype_bytes)
 
     encoder = () if spec.encoder is None else spec.encoder.layers
-    for layer in (*encoder, *(spec.layers[i] for i in spec.held)):
+    for layer in (*encoder, *(spec.layers[i] for i in spec.local_layers)):
         for product in layer.weight_shapes(spec.hidden_size):
             if scheme.experts_only and product.copies == 1:
                 continue
@@ -68,7 +68,7 @@ def weights_bytes(
     return found
 
 
-def held_bytes(
+def native_weights_bytes(
     spec: ModelSpec,
     dtype_bytes: int,
     formats: Mapping[str, WeightFormat],
@@ -77,7 +77,7 @@ def held_bytes(
     shapes: Mapping[str, Shape] | None = None,
 ) -> dict[str, int]:
     """`weights_bytes` of a checkpoint that says weight by weight how it is rounded: `formats` are those of the weights held as
-    they are stored (`ModelDescription.held_formats`), the others are expanded."""
+    they are stored (`ModelDescription.native_formats`), the others are expanded."""
     shapes = parameters(spec) if shapes is None else shapes
     found = weights_bytes(spec, dtype_bytes, shapes=shapes)
     for name, fmt in formats.items():
@@ -88,7 +88,7 @@ def held_bytes(
         if fmt.inputs is not None:
             held = rows * inner + 4 * fmt.num_scales(rows, inner)  # scales in float32
         else:
-            size = held_group(fmt, rows, inner) or inner
+            size = native_group_size(fmt, rows, inner) or inner
             scale_bytes = 4 if on_cpu and size == 128 else 2
             held = rows * inner // 2 + rows * (inner // size) * scale_bytes * (1 if fmt.symmetric else 2)
         found[part] += held - rows * inner * dtype_bytes

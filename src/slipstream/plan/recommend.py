@@ -18,7 +18,7 @@ from slipstream.bench.load import ClosedLoop
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.plan.analytic import binds
-from slipstream.plan.capacity import Capacity, Objectives, carried, find_capacity, saturated, with_limits
+from slipstream.plan.capacity import Capacity, LatencyObjectives, carried, find_capacity, saturated, with_limits
 from slipstream.plan.devices import Hardware
 from slipstream.plan.drafts import Acceptance
 from slipstream.plan.engines import PlannedEngine, plan_engine
@@ -94,11 +94,11 @@ class DevicePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class OfferedLoad:
     """The load: `rate` requests a second, or `users` at once. With neither it is the load that one replica carries."""
 
     workload: Workload
-    objectives: Objectives
+    objectives: LatencyObjectives
     rate: float | None = None
     users: int | None = None
     seed: int = 0
@@ -118,7 +118,7 @@ def plan_device(
     args: EngineArgs,
     description: ModelDescription,
     hardware: Hardware,
-    load: Load,
+    load: OfferedLoad,
     *,
     max_gpus: int = 8,
     search: bool = True,
@@ -193,7 +193,7 @@ def smallest(
 
 
 def best_limits(
-    engine: PlannedEngine, capacity: Capacity, load: Load, on_run: Callable[[], None]
+    engine: PlannedEngine, capacity: Capacity, load: OfferedLoad, on_run: Callable[[], None]
 ) -> tuple[PlannedEngine, Capacity, dict[str, int]]:
     """Fewer tokens in steps with decodes, where that carries `MORE`: shorter steps make for even gaps, longer ones for more
     tokens a second."""
@@ -211,7 +211,7 @@ def best_limits(
 
 
 def enough_replicas(
-    engine: PlannedEngine, capacity: Capacity, load: Load, max_gpus: int, on_run: Callable[[], None]
+    engine: PlannedEngine, capacity: Capacity, load: OfferedLoad, max_gpus: int, on_run: Callable[[], None]
 ) -> tuple[int | None, Simulation | None]:
     """The fewest replicas that meet the objectives at the load; the run of the most there may be, if none do."""
     most = max(1, max_gpus // engine.num_gpus) if engine.hardware.is_gpu else max_gpus
@@ -253,7 +253,7 @@ def recommended(
     replicas: int | None,
     bound: str,
     limits: dict[str, int] | None,
-    load: Load,
+    load: OfferedLoad,
 ) -> list[Recommended]:
     ledger, scheduling = engine.ledger, engine.config.scheduling
     found: list[Recommended] = []
@@ -309,7 +309,7 @@ def balancer_weights(plans: Sequence[DevicePlan]) -> list[float]:
     return [rate / total if total else 0.0 for rate in rates]
 
 
-def more_memory(plan: DevicePlan, load: Load, gib: int = 1) -> float | None:
+def more_memory(plan: DevicePlan, load: OfferedLoad, gib: int = 1) -> float | None:
     """Requests a second that one more GiB of KV cache would carry beside; None if the objectives are not met at all."""
     if plan.capacity.rate is None:
         return None
@@ -320,7 +320,7 @@ def more_memory(plan: DevicePlan, load: Load, gib: int = 1) -> float | None:
     return max(0.0, (found.rate or 0.0) - plan.capacity.rate)
 
 
-def check_load(load: Load) -> None:
+def check_load(load: OfferedLoad) -> None:
     if load.rate is not None and not 0 < load.rate < math.inf:
         raise ConfigError(f"rate={load.rate} must be above 0", field="rate")
     if load.users is not None and load.users < 1:
@@ -334,7 +334,7 @@ def label_of(plan: DevicePlan) -> str:
     return worst(plan.load.label, host)
 
 
-def as_data(plan: DevicePlan, load: Load, price: float | None) -> dict[str, Any]:
+def as_data(plan: DevicePlan, load: OfferedLoad, price: float | None) -> dict[str, Any]:
     """One device's plan, as the JSON and the page have it."""
     engine, s, ledger = plan.engine, plan.load.summary, plan.engine.ledger
     shape = mean_shape(plan.load)

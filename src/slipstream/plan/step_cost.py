@@ -109,7 +109,7 @@ class MeasuredStep(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PiecewiseLinear:
     """A function that is linear between `knots` and goes on beyond the last; `values[i]` is that at knot i, the first is 0."""
 
     knots: tuple[float, ...]
@@ -145,7 +145,7 @@ class StepTable:
     made_by: dict[str, Any]
     points: tuple[MeasuredStep, ...]
     constant: float
-    parts: dict[str, Part]
+    parts: dict[str, PiecewiseLinear]
     host: HostCost
     error: float
     shipped: bool = False  # with the program, so not measured on this very machine
@@ -177,7 +177,7 @@ class StepTable:
 
     def scaled(self, factor: float) -> StepTable:
         """All steps `factor` times as long."""
-        parts = {n: Part(p.knots, tuple(v * factor for v in p.values)) for n, p in self.parts.items()}
+        parts = {n: PiecewiseLinear(p.knots, tuple(v * factor for v in p.values)) for n, p in self.parts.items()}
         points = tuple(MeasuredStep(p.shape, p.seconds * factor) for p in self.points)
         return dataclasses.replace(self, points=points, constant=self.constant * factor, parts=parts, _known={}, _most={})
 
@@ -236,7 +236,7 @@ def fit_steps(
             if of == name:
                 total += slope * (knots[name][i + 1] - knots[name][i])
                 values.append(total)
-        parts[name] = Part(knots[name], tuple(values))
+        parts[name] = PiecewiseLinear(knots[name], tuple(values))
     table = StepTable(
         identity=identity,
         made_by=made_by,

@@ -68,15 +68,15 @@ def ceilings_path(device: str, num_threads: int) -> Path:
     return machine_folder() / f"ceilings-{hashlib.blake2b(key, digest_size=8).hexdigest()}.json"
 
 
-def keep_ceilings(device: str, num_threads: int, found: dict[str, float]) -> Path:
+def write_ceilings(device: str, num_threads: int, found: dict[str, float]) -> Path:
     path = ceilings_path(device, num_threads)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps({"kind": "ceilings", "device": device, "found": found}) + "\n")
     return path
 
 
-def kept_ceilings(device: str, num_threads: int) -> dict[str, float]:
-    """What `keep_ceilings` kept of this machine; empty if it was not measured."""
+def read_ceilings(device: str, num_threads: int) -> dict[str, float]:
+    """What `write_ceilings` kept of this machine; empty if it was not measured."""
     try:
         data = json.loads(ceilings_path(device, num_threads).read_text(encoding="utf-8"))
         return {str(name): float(value) for name, value in data["found"].items()}

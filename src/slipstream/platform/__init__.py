@@ -21,11 +21,11 @@ from slipstream.platform.base import Event as Event
 from slipstream.platform.base import Graph as Graph
 from slipstream.platform.base import GraphRecorder as GraphRecorder
 from slipstream.platform.base import Platform as Platform
-from slipstream.platform.collectives import Group as Group
+from slipstream.platform.collectives import OverlappedSum as OverlappedSum
 from slipstream.platform.collectives import PeerSums as PeerSums
 from slipstream.platform.collectives import Pipe as Pipe
+from slipstream.platform.collectives import RankGroup as RankGroup
 from slipstream.platform.collectives import Rendezvous as Rendezvous
-from slipstream.platform.collectives import SumBeside as SumBeside
 from slipstream.platform.cpu import CpuPlatform
 from slipstream.platform.cuda import CudaPlatform
 

@@ -50,7 +50,7 @@ class Rendezvous:
         self._store = store(host, port, size, is_master=rank == 0, timeout=wait, wait_for_workers=False)
         self.port = int(self._store.port)
 
-    def join(self, backend: str, device: torch.device) -> Group:
+    def join(self, backend: str, device: torch.device) -> RankGroup:
         """The group, once all ranks are there. `backend`: the platform's `collectives`."""
         wait = datetime.timedelta(seconds=TIMEOUT_S)
         backend = "gloo" if self.mixed else backend
@@ -58,7 +58,7 @@ class Rendezvous:
         dist.init_process_group(
             backend, store=self._store, rank=self.rank, world_size=self.size, timeout=wait, device_id=own
         )
-        return Group(self.rank, self.size, device, through_host=self.mixed)
+        return RankGroup(self.rank, self.size, device, through_host=self.mixed)
 
 
 class Pipe:
@@ -97,25 +97,25 @@ class PeerSums(Protocol):
         """The sum of all ranks' x, in memory of its own."""
 
 
-class SumBeside(Protocol):
+class OverlappedSum(Protocol):
     """A sum over ranks that goes on beside what is queued."""
 
     def parts(self) -> tuple[Tensor, ...]:
         """Tensors whose sum it is. What is queued from now on runs once they are there. To be called once."""
 
 
-class SumsBeside(Protocol):
+class OverlappedSums(Protocol):
     """Sums of a step's tokens, piece by piece."""
 
     def pieces(self, num_tokens: int) -> Sequence[slice]:
         """The pieces of a step's tokens; none where pieces would not pay."""
 
-    def begin(self, x: Tensor, *, place: int, index: int, rows: slice) -> SumBeside:
+    def begin(self, x: Tensor, *, place: int, index: int, rows: slice) -> OverlappedSum:
         """Begin the sum of x [R, E], of the tokens `rows`, which are piece number `index`. x may not be written any more.
         `place`: 0 and 1 in turns. Before the first sum in a place, all of the other place have been read."""
 
 
-class Group:
+class RankGroup:
     """The ranks 0 … size − 1. Every rank makes the same calls in the same order, with values of the same shapes."""
 
     def __init__(
@@ -133,17 +133,17 @@ class Group:
         self._through_host = through_host
         self.sums: PeerSums | None = None
         """Set where ranks write to one another's memory."""
-        self.beside: SumsBeside | None = None
+        self.beside: OverlappedSums | None = None
         """Set where sums of long steps go on beside products."""
         self._shared: list[object] = []
 
-    def stages(self, count: int) -> tuple[Group, Pipe | None]:
+    def stages(self, count: int) -> tuple[RankGroup, Pipe | None]:
         """Of all ranks: the group of this rank's stage, of `count` with neighbouring ranks, and the way to other stages."""
         if count == 1:
             return self, None
         each = self.size // count
         handles = [dist.new_group(list(range(i * each, (i + 1) * each))) for i in range(count)]  # each rank makes all of them
-        own = Group(self.rank % each, each, self.device, handles[self.rank // each])
+        own = RankGroup(self.rank % each, each, self.device, handles[self.rank // each])
         return own, Pipe(self.rank - each, self.rank + each, self.device, through_host=self._through_host)
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from slipstream.platform.base import CopyQueue, Event, Graph, Platform
 from slipstream.spec.parallel import COPIED_SUMS_FROM
 
 if TYPE_CHECKING:
-    from slipstream.platform.collectives import Group
+    from slipstream.platform.collectives import RankGroup
 
 PIECE_TOKENS = 2560
 """Of a dense model: with 20 tiles of rows, products that give 4,096 or 14,336 numbers keep 97 % of an H200 busy."""
@@ -51,7 +51,7 @@ def cut(num_tokens: int, is_mixture: bool) -> tuple[slice, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CopiedSum:
-    """`platform.SumBeside`. `own`: this rank's part; `other`: where the other's arrives."""
+    """`platform.OverlappedSum`. `own`: this rank's part; `other`: where the other's arrives."""
 
     own: Tensor
     other: Tensor
@@ -67,11 +67,11 @@ class CopiedSum:
 
 
 class PeerCopies:
-    """`platform.SumsBeside` of the two ranks of `group`, for steps of up to `most_tokens` tokens, whose rows have `size`
+    """`platform.OverlappedSums` of the two ranks of `group`, for steps of up to `most_tokens` tokens, whose rows have `size`
     numbers. `is_mixture`: see `cut`. Every rank makes the same calls in the same order."""
 
     def __init__(
-        self, group: Group, queue: CopyQueue, most_tokens: int, size: int, dtype: torch.dtype, is_mixture: bool = False
+        self, group: RankGroup, queue: CopyQueue, most_tokens: int, size: int, dtype: torch.dtype, is_mixture: bool = False
     ) -> None:
         assert group.size == 2
         self.group, self._queue, self._peer, self._is_mixture = group, queue, 1 - group.rank, is_mixture
@@ -95,7 +95,7 @@ class PeerCopies:
 
 
 def try_peer_copies(
-    group: Group, platform: Platform, most_tokens: int, size: int, dtype: torch.dtype, is_mixture: bool = False
+    group: RankGroup, platform: Platform, most_tokens: int, size: int, dtype: torch.dtype, is_mixture: bool = False
 ) -> None:
     """Have `group` sum long steps beside their products from now on, if it is of two ranks that write to each other's memory,
     if there is memory for it, and if they get what the library gets."""

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.outputs import PositionLogprobs
 from slipstream.server import chat
-from slipstream.server.blocks import Block, BlockAnswer, sse
+from slipstream.server.blocks import BlockAnswer, ContentBlock, sse
 from slipstream.server.errors import SHAPES, ApiError, bad_request
 from slipstream.server.generation import Answer, GenerationRoute, encode, renamed
 from slipstream.server.limits import counted, in_flight, read_as
@@ -382,14 +382,14 @@ class MessageAnswer(BlockAnswer):
     def opening(self) -> bytes:
         return sse("message_start", {"message": self._message([], None, None, 0)})
 
-    def begin(self, block: Block) -> bytes:
+    def begin(self, block: ContentBlock) -> bytes:
         return sse("content_block_start", {"index": block.index, "content_block": _content(block, empty=True)})
 
-    def more(self, block: Block, text: str, logprobs: Sequence[PositionLogprobs]) -> bytes:
+    def more(self, block: ContentBlock, text: str, logprobs: Sequence[PositionLogprobs]) -> bytes:
         kind, field = _DELTAS[block.kind]
         return sse("content_block_delta", {"index": block.index, "delta": {"type": kind, field: text}})
 
-    def close(self, block: Block) -> bytes:
+    def close(self, block: ContentBlock) -> bytes:
         return sse("content_block_stop", {"index": block.index})
 
     def end(self) -> bytes:
@@ -442,7 +442,7 @@ _DELTAS = {
 }
 
 
-def _content(block: Block, *, empty: bool = False) -> dict[str, Any]:
+def _content(block: ContentBlock, *, empty: bool = False) -> dict[str, Any]:
     text = "" if empty else block.text
     match block.kind:
         case "reasoning":

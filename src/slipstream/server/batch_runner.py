@@ -5,7 +5,8 @@ runner, and so has a fleet's gateway.
    goes on.
 2. Lines run while an engine has nothing else to do, up to `batch_max_concurrent` at once. Beside requests of clients there are
    at most `batch_beside`: others are cancelled within 50 ms, and run again later. One that was cancelled three times is left to
-   end, one at a time, so that work is done on a busy server, too. All have the last priority. `Room` says where there is room.
+   end, one at a time, so that work is done on a busy server, too. All have the last priority. `LineRunner` says where there is
+   room.
 3. An answer is one line, appended to a file of its batch. That file is the only record of finished lines. After a crash a torn
    last line is cut off, and lines with an answer are not run again.
 4. An error of a line (400, 500) is its answer. One of the server (429, 503) is none: the line waits.
@@ -127,14 +128,14 @@ def repaired(path: Path) -> set[str]:
     return found
 
 
-class Room(Protocol):
+class LineRunner(Protocol):
     """Where lines run."""
 
     def look(self, running: Sequence[Scope]) -> tuple[int, Sequence[Scope]]:
         """How many more may begin; and of those that run, oldest first, the ones that are to end, the first to go first."""
 
 
-class EngineRoom:
+class EngineLineRunner:
     """In this process's own engine."""
 
     def __init__(self, state: ServerState) -> None:
@@ -155,7 +156,7 @@ class EngineRoom:
         return most if online <= 0 else min(most, settings.batch_beside)
 
 
-class Running:
+class RunningLine:
     """A line that runs. `scope` is its request's, from which a Room finds the place of the request."""
 
     def __init__(self, line: Line, endpoint: str) -> None:
@@ -173,7 +174,7 @@ class Work:
         self._lines = lines_of(self.files.path(batch.input_file_id))
         self.again: deque[Line] = deque()
         self.cancels: Counter[str] = Counter()  # of lines, by custom_id
-        self.running: dict[asyncio.Task[None], Running] = {}
+        self.running: dict[asyncio.Task[None], RunningLine] = {}
         self.paused_until = 0.0  # time.monotonic()
         self.failure: BatchError | None = None
         self.counted = 0.0
@@ -212,7 +213,7 @@ class Work:
 
 
 class BatchRunner:
-    def __init__(self, state: ServerState, store: BatchStore, app: ASGIApp, room: Room) -> None:
+    def __init__(self, state: ServerState, store: BatchStore, app: ASGIApp, room: LineRunner) -> None:
         self.state, self.store, self.app, self.room = state, store, app, room
         self._works: dict[str, Work] = {}
         self._lock = -1
@@ -307,7 +308,7 @@ class BatchRunner:
         if running:
             await asyncio.wait(running)
         if then == "expired":
-            await asyncio.to_thread(self._tell_expired, work)
+            await asyncio.to_thread(self._write_expired, work)
         status = then
 
         def close(found: Batch) -> None:
@@ -323,7 +324,7 @@ class BatchRunner:
         del self._works[work.id]
         await self._finalize(found)
 
-    def _tell_expired(self, work: Work) -> None:
+    def _write_expired(self, work: Work) -> None:
         error = {"code": "batch_expired", "message": "This request could not be executed before the completion window expired."}
         try:
             for line in work.unanswered():
@@ -367,14 +368,14 @@ class BatchRunner:
             if line is None:
                 ready.remove(work)
                 continue
-            one = Running(line, work.batch.endpoint)
+            one = RunningLine(line, work.batch.endpoint)
             task = asyncio.create_task(self._ask(work, one))
             work.running[task] = one
             task.add_done_callback(work.running.pop)
             room -= 1
 
     @staticmethod
-    def _cancel(tasks: Sequence[tuple[asyncio.Task[None], Work, Running]], surplus: Sequence[Scope]) -> None:
+    def _cancel(tasks: Sequence[tuple[asyncio.Task[None], Work, RunningLine]], surplus: Sequence[Scope]) -> None:
         """One that was cancelled often may stay."""
         tired = next((one.scope for _, work, one in tasks if work.cancels[one.line.custom_id] >= MAX_CANCELS), None)
         wrong = {id(scope) for scope in surplus if scope is not tired}
@@ -383,7 +384,7 @@ class BatchRunner:
                 work.cancels[one.line.custom_id] += 1
                 task.cancel()
 
-    async def _ask(self, work: Work, one: Running) -> None:
+    async def _ask(self, work: Work, one: RunningLine) -> None:
         line = one.line
         try:
             key, found = self._key(work)

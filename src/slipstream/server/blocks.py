@@ -20,7 +20,7 @@ from slipstream.server.generation import Answer, encode
 
 
 @dataclass(slots=True)
-class Block:
+class ContentBlock:
     kind: Literal["reasoning", "text", "call"]
     index: int
     name: str = ""  # of the function that is called
@@ -41,7 +41,7 @@ class BlockAnswer(Answer):
     def __init__(self, reading: Reading | None, *args: Any) -> None:
         super().__init__(*args)
         self.parser = None if reading is None else reading.parser()
-        self.blocks: list[Block] = []
+        self.blocks: list[ContentBlock] = []
         self.stop_reason: str | int | None = None  # the stop string or token that ended it
         self.num_reasoning_tokens = 0  # from the first piece of reasoning to what follows it
         self._events: list[bytes] = []
@@ -55,13 +55,13 @@ class BlockAnswer(Answer):
         """A stream's first events."""
         raise NotImplementedError
 
-    def begin(self, block: Block) -> bytes:
+    def begin(self, block: ContentBlock) -> bytes:
         raise NotImplementedError
 
-    def more(self, block: Block, text: str, logprobs: Sequence[PositionLogprobs]) -> bytes:
+    def more(self, block: ContentBlock, text: str, logprobs: Sequence[PositionLogprobs]) -> bytes:
         raise NotImplementedError
 
-    def close(self, block: Block) -> bytes:
+    def close(self, block: ContentBlock) -> bytes:
         raise NotImplementedError
 
     # --- Reading --------------------------------------------------------------------------------------------------------
@@ -105,31 +105,31 @@ class BlockAnswer(Answer):
         last = self.blocks[-1] if self.blocks else None
         if last is None or last.kind != kind or isinstance(event, BeginCall):
             self._close()
-            last = Block(kind, len(self.blocks), event.name if isinstance(event, BeginCall) else "")
+            last = ContentBlock(kind, len(self.blocks), event.name if isinstance(event, BeginCall) else "")
             # The same if the answer goes on elsewhere.
             last.id = blake2b(f"{self.record.id} {last.index}".encode(), digest_size=12).hexdigest()
             self.blocks.append(last)
             self._closed = False
-            self._tell(self.begin, last)
+            self._add_event(self.begin, last)
         if isinstance(event, BeginCall):
             return
         self._add(last, event.text, with_logprobs=is_last)
 
-    def _add(self, block: Block, text: str, *, with_logprobs: bool = True) -> None:
+    def _add(self, block: ContentBlock, text: str, *, with_logprobs: bool = True) -> None:
         logprobs: list[PositionLogprobs] = []
         if with_logprobs:
             logprobs, self._untold_logprobs = self._untold_logprobs, []
         block.pieces.append(text)
         if block.kind == "text":
             block.logprobs += logprobs
-        self._tell(self.more, block, text, logprobs)
+        self._add_event(self.more, block, text, logprobs)
 
     def _close(self) -> None:
         if self.blocks and not self._closed:
             self._closed = True
-            self._tell(self.close, self.blocks[-1])
+            self._add_event(self.close, self.blocks[-1])
 
-    def _tell(self, write: Any, *args: Any) -> None:
+    def _add_event(self, write: Any, *args: Any) -> None:
         if self.stream:
             self._events.append(write(*args))
 

@@ -63,7 +63,7 @@ class ChatAnswer(Answer):
             **choice_details(self.body, choice),
         }
 
-    def beside(self) -> dict[str, Any]:
+    def extra_fields(self) -> dict[str, Any]:
         return prompt_details(self.body, self.prompt_info[0])
 
     def _begin(self, index: bytes, role: bytes) -> bytes:

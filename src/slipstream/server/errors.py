@@ -107,7 +107,7 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, kind="service_unavailable", code=code, headers=headers)
 
 
-def not_kept(message: str, error: OSError) -> ApiError:
+def storage_error(message: str, error: OSError) -> ApiError:
     """507 if the disk is full, else 503."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ApiError(507, f"{message}: {error.strerror}", kind="server_error", code="disk_full")

@@ -30,7 +30,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from slipstream.server.errors import ApiError, ClientDisconnected, bad_request, not_kept, unavailable
+from slipstream.server.errors import ApiError, ClientDisconnected, bad_request, storage_error, unavailable
 from slipstream.server.limits import counted
 from slipstream.server.replies import json_response, page_answer, page_options
 from slipstream.server.state import ServerState
@@ -115,7 +115,7 @@ class FileStore:
             await asyncio.to_thread(copy)
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise not_kept("the file cannot be kept", error) from None
+            raise storage_error("the file cannot be kept", error) from None
         now = int(time.time())
         file = StoredFile(id_, owner, purpose, size, now, now + life_s, name)
         try:
@@ -131,7 +131,7 @@ class FileStore:
         that are under way, beside what was `used` when it began: together they would fill the disk before any is refused."""
         counted = 0
 
-        def tell(num_bytes: int) -> None:
+        def count(num_bytes: int) -> None:
             nonlocal counted
             more = max(0, num_bytes - _AROUND) - counted
             counted += more
@@ -139,7 +139,7 @@ class FileStore:
             self._require_room(owner, used, (self._arriving.total(), self._arriving[owner]))
 
         try:
-            yield tell
+            yield count
         finally:
             self._arriving[owner] -= counted
             self._arriving += Counter()  # forgets who has none
@@ -252,7 +252,7 @@ def files_off() -> ApiError:
     return ApiError(403, "start the server with --files-dir DIR to use files and batches", code="files_disabled")
 
 
-class Files:
+class FileRoutes:
     def __init__(self, state: ServerState) -> None:
         self.state = state
 
@@ -264,8 +264,8 @@ class Files:
 
     async def upload(self, request: Request) -> Response:
         store, owner = self._store, request.scope["record"].owner
-        with store.arrival(owner, await store.used(owner)) as tell:
-            return json_response((await self._stored(await self._form(request, tell), owner)).public())
+        with store.arrival(owner, await store.used(owner)) as count:
+            return json_response((await self._stored(await self._form(request, count), owner)).public())
 
     async def _stored(self, form: dict[str, Any], owner: str) -> StoredFile:
         try:
@@ -287,7 +287,7 @@ class Files:
                 if isinstance(value, UploadFile):
                     await value.close()
 
-    async def _form(self, request: Request, tell: Callable[[int], None]) -> dict[str, Any]:
+    async def _form(self, request: Request, count: Callable[[int], None]) -> dict[str, Any]:
         limit, content_type = self.state.settings.max_file_bytes, request.headers.get("content-type", "")
         if not content_type.lower().startswith("multipart/form-data"):
             raise bad_request("the body must be multipart/form-data, with file and purpose", "file")
@@ -295,16 +295,16 @@ class Files:
         if length.isdecimal() and int(length) > limit + _AROUND:
             raise _too_long(limit)
         try:
-            chunks = self._chunks(request, limit, tell)
+            chunks = self._chunks(request, limit, count)
             parser = MultiPartParser(Headers(scope=request.scope), chunks, max_files=1, max_fields=8)
             form = await parser.parse()
         except (MultiPartException, KeyError, ValueError) as error:
             raise bad_request(f"the body is no valid multipart/form-data: {error}", "file") from None
         except OSError as error:
-            raise not_kept("the file cannot be kept", error) from None
+            raise storage_error("the file cannot be kept", error) from None
         return dict(form.multi_items())
 
-    async def _chunks(self, request: Request, limit: int, tell: Callable[[int], None]) -> AsyncGenerator[bytes, None]:
+    async def _chunks(self, request: Request, limit: int, count: Callable[[int], None]) -> AsyncGenerator[bytes, None]:
         """The body. A slow one ends with 408: each MiB has the time that a whole body has elsewhere."""
         patience, received = self.state.settings.body_timeout_s, 0
         begun = asyncio.get_running_loop().time()
@@ -321,7 +321,7 @@ class Files:
             received += len(data)
             if received > limit + _AROUND:
                 raise _too_long(limit)
-            tell(received)
+            count(received)
             yield data
             if not event.get("more_body", False):
                 return
@@ -378,7 +378,7 @@ def _unknown(id_: str) -> ApiError:
 
 
 def routes(state: ServerState) -> list[Route]:
-    files = Files(state)
+    files = FileRoutes(state)
     return [
         Route("/v1/files", counted(state, files.upload), methods=["POST"]),
         Route("/v1/files", files.list, methods=["GET"]),

@@ -17,8 +17,8 @@ out:
 POST /fleet/resume {"path", "body", "answer_token_ids"}: what `path` answers to `body`, behind the tokens that another replica
 has written. The output of those tokens is not sent again.
 
-GET /fleet/events: messages of msgpack, each behind its length in four bytes: `CacheNews` of the engine, and `ReplicaLoad` at
-least each second, whatever the engine does. The first CacheNews is whole. A reader that falls behind loses some and gets a
+GET /fleet/events: messages of msgpack, each behind its length in four bytes: `CacheEvents` of the engine, and `ReplicaLoad` at
+least each second, whatever the engine does. The first CacheEvents is whole. A reader that falls behind loses some and gets a
 whole one.
 """
 
@@ -39,13 +39,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.engine.core_process import CacheNews
+from slipstream.engine.core_process import CacheEvents
 from slipstream.errors import EngineError
 from slipstream.server.auth import OPEN_ROUTES
 from slipstream.server.errors import ApiError, bad_request, response_to
 from slipstream.server.keys import Key
 from slipstream.server.limits import own_receive, read_as
-from slipstream.server.metrics import Counts
+from slipstream.server.metrics import MetricCounts
 from slipstream.server.protocol import TokenId, register
 from slipstream.server.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.state import ServerState
@@ -71,10 +71,10 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     num_open: int  # sequences of open requests
     max_model_len: int
     canary_ok: bool | None = None
-    counts: Counts | None = None
+    counts: MetricCounts | None = None
 
 
-FromReplica: TypeAlias = CacheNews | ReplicaLoad
+FromReplica: TypeAlias = CacheEvents | ReplicaLoad
 
 
 class ResumeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -120,12 +120,12 @@ def _key(owner: str = "", priority: str = "-", weight: str = "1") -> Key | None:
 
 
 def _with_tokens(record: RequestRecord, send: Send) -> Send:
-    async def told(message: Message) -> None:
+    async def send_with_tokens(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), (TOKENS_HEADER, record.tokens_told)]
+            message["headers"] = [*message.get("headers", ()), (TOKENS_HEADER, record.token_counts)]
         await send(message)
 
-    return told
+    return send_with_tokens
 
 
 def routes(state: ServerState, router: Callable[[], Router]) -> list[Route]:
@@ -138,7 +138,7 @@ def routes(state: ServerState, router: Callable[[], Router]) -> list[Route]:
         return _Resumed(body, router())
 
     async def events(request: Request) -> Response:
-        return StreamingResponse(_news(state), media_type="application/octet-stream")
+        return StreamingResponse(_events(state), media_type="application/octet-stream")
 
     return [Route("/fleet/resume", resume, methods=["POST"]), Route("/fleet/events", events)]
 
@@ -157,16 +157,16 @@ class _Resumed(Response):
         await self._router(inner, own_receive(body, receive), send)
 
 
-async def _news(state: ServerState) -> AsyncIterator[bytes]:
+async def _events(state: ServerState) -> AsyncIterator[bytes]:
     encode = msgspec.msgpack.Encoder().encode
     waiting: deque[FromReplica] = deque()
     came = asyncio.Event()
 
-    def take(news: CacheNews) -> None:
-        waiting.append(news)
+    def take(event: CacheEvents) -> None:
+        waiting.append(event)
         came.set()
 
-    async def tell_load() -> None:
+    async def send_load() -> None:
         asking: asyncio.Task[EngineStats] | None = None
         answered, counted = time.monotonic(), 0.0
         try:
@@ -188,7 +188,7 @@ async def _news(state: ServerState) -> AsyncIterator[bytes]:
                 asking.cancel()
 
     end = state.engine.watch_cache(take)
-    telling = asyncio.create_task(tell_load())
+    sending = asyncio.create_task(send_load())
     try:
         while True:
             await came.wait()
@@ -204,11 +204,11 @@ async def _news(state: ServerState) -> AsyncIterator[bytes]:
                 parts += [len(message).to_bytes(4, "little"), message]
             yield b"".join(parts)
     finally:
-        telling.cancel()
+        sending.cancel()
         end()
 
 
-def _load(state: ServerState, stats: EngineStats | None, *, is_up: bool, counts: Counts | None) -> ReplicaLoad:
+def _load(state: ServerState, stats: EngineStats | None, *, is_up: bool, counts: MetricCounts | None) -> ReplicaLoad:
     engine = state.engine
     return ReplicaLoad(
         stats=stats,

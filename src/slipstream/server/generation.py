@@ -144,7 +144,7 @@ class Answer:
         self.identity = {"id": self.id_prefix + record.id, "created": record.created, "model": body.model}
         self._num_running = len(prompts)
         self._news = asyncio.Event()  # for the task: something waits to be sent, or all is there, or it failed
-        self._untold: dict[int, CompletionOutput] = {}  # by choice: what waits for the task
+        self._unsent: dict[int, CompletionOutput] = {}  # by choice: what waits for the task
         self._unwritten = b""  # the events before that
         self._error: Exception | None = None
         self._write: Write | None = None  # if nothing waits
@@ -191,7 +191,7 @@ class Answer:
     def collected(self) -> bytes:
         given = self.choices_given()
         choices = [{**self.choice(i), "index": index} for index, i in enumerate(given)]
-        return encode({"object": self.kind, **self.identity, "choices": choices, "usage": self.usage(), **self.beside()})
+        return encode({"object": self.kind, **self.identity, "choices": choices, "usage": self.usage(), **self.extra_fields()})
 
     def choices_given(self) -> list[int]:
         """The numbers of the choices that the collected answer has, prompt by prompt: with `best_of` the best, in order."""
@@ -201,7 +201,7 @@ class Answer:
         ranked = [sorted(some, key=lambda i: -mean_logprob(self.choices[i].logprobs)) for some in drawn]
         return [i for some in ranked for i in some[: self.sampling.n]]
 
-    def beside(self) -> dict[str, Any]:
+    def extra_fields(self) -> dict[str, Any]:
         """What else the collected answer holds."""
         return {}
 
@@ -243,7 +243,7 @@ class Answer:
             while self._num_running:
                 await self._news.wait()
                 self._news.clear()
-                while self._num_running and (self._unwritten or self._untold):
+                while self._num_running and (self._unwritten or self._unsent):
                     yield self._take_events(mark=True)
                 if self._error is not None:
                     raise self._error
@@ -277,7 +277,7 @@ class Answer:
             ]
             part.put(RequestOutput(self.record.id, output.prompt, prompt, own, True, None, output.num_cached_tokens))
 
-    def tell(self, outputs: list[CompletionOutput], *, finished: bool) -> None:
+    def push(self, outputs: list[CompletionOutput], *, finished: bool) -> None:
         """Pass on what is new; `finished`: it is the last of a prompt."""
         self._num_running -= finished
         if self._replays:
@@ -295,8 +295,8 @@ class Answer:
             self._write = None
             self._news.set()
             for new in outputs:
-                if (untold := self._untold.setdefault(new.index, new)) is not new:
-                    extend(untold, new)
+                if (unsent := self._unsent.setdefault(new.index, new)) is not new:
+                    extend(unsent, new)
 
     @property
     def can_write(self) -> bool:
@@ -313,8 +313,8 @@ class Answer:
         self._news.set()
 
     def _take_events(self, *, mark: bool = False) -> bytes:
-        untold, self._untold = self._untold, {}
-        events, self._unwritten = [self._unwritten, *map(self.chunk, untold.values())], b""
+        unsent, self._unsent = self._unsent, {}
+        events, self._unwritten = [self._unwritten, *map(self.chunk, unsent.values())], b""
         return b"".join([*events, self.mark()] if mark else events)
 
     def mark(self) -> bytes:
@@ -379,7 +379,7 @@ class _Part:
             for new in delta.outputs:
                 new.index += self.first
                 answer.note(new, now)
-            answer.tell(delta.outputs, finished=delta.finished)
+            answer.push(delta.outputs, finished=delta.finished)
         except Exception as error:  # of ours: the request fails, and no other
             answer.fail(error)
 
@@ -395,7 +395,7 @@ class _Part:
         if not answer.stream:
             choice.text.append(text)
         elif not answer.can_write:
-            answer.tell([CompletionOutput(self.first, text, [token])], finished=False)
+            answer.push([CompletionOutput(self.first, text, [token])], finished=False)
         elif text:
             try:
                 answer.send(self.head + encode(text) + self.tail + answer.mark())
@@ -448,7 +448,7 @@ class GenerationRoute:
                     answer.begun = scope.get("answer_token_ids", ())
                     if answer.begun and not (answer.stream and len(answer.choices) == 1):
                         raise bad_request("only a stream of one choice can go on elsewhere", "answer_token_ids")
-                    async with _telling(answer, scope), aclosing(answer.events(scope.get("write_chunk"))) as events:
+                    async with _reporting_progress(answer, scope), aclosing(answer.events(scope.get("write_chunk"))) as events:
                         async for some in events:
                             if not started:
                                 started = True
@@ -470,12 +470,12 @@ class GenerationRoute:
             return
         if not started:
             await send({"type": "http.response.start", "status": 200, "headers": answer.headers})
-        end = b":e %b\n" % record.tokens_told if answer.marks else b""
+        end = b":e %b\n" % record.token_counts if answer.marks else b""
         await send({"type": "http.response.body", "body": last + end, "more_body": False})
 
 
 @asynccontextmanager
-async def _telling(answer: Answer, scope: Scope) -> AsyncGenerator[None, None]:
+async def _reporting_progress(answer: Answer, scope: Scope) -> AsyncGenerator[None, None]:
     """While the code inside runs, a fleet's gateway gets the progress of an answer that is not streamed. A beam search has no
     progress before its end; the gateway gets only the sign that it runs."""
     write = scope.get("write_interim") if scope.get("from_gateway", False) and not answer.stream else None
@@ -483,19 +483,19 @@ async def _telling(answer: Answer, scope: Scope) -> AsyncGenerator[None, None]:
         yield
         return
 
-    async def tell() -> None:
-        told = 0
+    async def report() -> None:
+        reported = 0
         while True:
             await asyncio.sleep(_PROGRESS_S)
-            if answer.record.num_output_tokens > told or answer.beams is not None:
-                told = answer.record.num_output_tokens
-                write(TOKENS_HEADER, answer.record.tokens_told)
+            if answer.record.num_output_tokens > reported or answer.beams is not None:
+                reported = answer.record.num_output_tokens
+                write(TOKENS_HEADER, answer.record.token_counts)
 
-    telling = asyncio.create_task(tell())
+    reporting = asyncio.create_task(report())
     try:
         yield
     finally:
-        telling.cancel()
+        reporting.cancel()
 
 
 async def _break_off(exc: Exception, answer: Answer, send: Send) -> None:

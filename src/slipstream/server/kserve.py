@@ -380,15 +380,15 @@ class Description:
 
     @staticmethod
     def model(name: str) -> dict[str, Any]:
-        def told(tensors: Mapping[str, str]) -> list[dict[str, Any]]:
+        def tensor_list(tensors: Mapping[str, str]) -> list[dict[str, Any]]:
             return [{"name": n, "datatype": kind, "shape": [_SHAPE.get(n, 1)]} for n, kind in tensors.items()]
 
         about = {"name": name, "versions": [VERSION], "platform": "slipstream"}
-        return {**about, "inputs": told(INPUTS), "outputs": told(OUTPUTS)}
+        return {**about, "inputs": tensor_list(INPUTS), "outputs": tensor_list(OUTPUTS)}
 
     @staticmethod
     def config(name: str) -> dict[str, Any]:
-        def told(tensors: Mapping[str, str]) -> list[dict[str, Any]]:
+        def tensor_list(tensors: Mapping[str, str]) -> list[dict[str, Any]]:
             return [
                 {"name": n, "data_type": _CONFIG_TYPES[kind], "dims": [_SHAPE.get(n, 1)]}
                 | ({"optional": True} if tensors is INPUTS and n != "text_input" else {})
@@ -397,7 +397,7 @@ class Description:
 
         about = {"name": name, "platform": "slipstream", "backend": "slipstream", "max_batch_size": 0}
         policy = {"model_transaction_policy": {"decoupled": True}}
-        return {**about, "input": told(INPUTS), "output": told(OUTPUTS), **policy}
+        return {**about, "input": tensor_list(INPUTS), "output": tensor_list(OUTPUTS), **policy}
 
     def index(self) -> list[dict[str, str]]:
         return [{"name": name, "version": VERSION, "state": "READY"} for name in self.state.model_names]

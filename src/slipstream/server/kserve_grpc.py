@@ -135,7 +135,7 @@ class Gateway:
     # --- Methods --------------------------------------------------------------------------------------------------------
 
     def _handlers(self) -> dict[str, Any]:
-        told: dict[str, Callable[[Any], Any]] = {
+        responders: dict[str, Callable[[Any], Any]] = {
             "ServerLive": lambda _: {"live": True},
             "ServerReady": lambda _: {"ready": self.about.is_ready},
             "ModelReady": self._model_ready,
@@ -146,11 +146,11 @@ class Gateway:
         }
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(
-                self._telling(name, tell),
+                self._unary(name, respond),
                 request_deserializer=MESSAGES[f"{name}Request"].FromString,
                 response_serializer=lambda answer: answer.SerializeToString(),
             )
-            for name, tell in told.items()
+            for name, respond in responders.items()
         }
         read = MESSAGES["ModelInferRequest"].FromString
         handlers["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._infer, request_deserializer=read)
@@ -178,17 +178,17 @@ class Gateway:
             tensor["data_type"] = _CONFIG_TYPES[tensor["data_type"]]
         return {"config": config}
 
-    def _telling(self, name: str, tell: Callable[[Any], Any]) -> Any:
+    def _unary(self, name: str, respond: Callable[[Any], Any]) -> Any:
         async def answer(asked: Any, context: Any) -> Any:
             record = RequestRecord()
             try:
                 if name not in OPEN:
                     record.key = self._key(context)
-                told = MESSAGES[f"{name}Response"](**tell(asked))
+                response = MESSAGES[f"{name}Response"](**respond(asked))
                 record.status = 200
-                return told
+                return response
             except Exception as exc:
-                await _refuse(context, _told(exc, record))
+                await _refuse(context, _api_error(exc, record))
             finally:
                 if name not in OPEN or record.status >= 400:
                     finish(self.state.observers, record, "gRPC", name)
@@ -201,7 +201,7 @@ class Gateway:
             async with aclosing(self._answers(asked, record, self._key(context), streamed=False)) as responses:
                 return await anext(responses)
         except Exception as exc:
-            await _refuse(context, _told(exc, record))
+            await _refuse(context, _api_error(exc, record))
             raise
         finally:
             finish(self.state.observers, record, "gRPC", "ModelInfer")
@@ -211,9 +211,9 @@ class Gateway:
             self._key(context)
         except ApiError as error:
             record = RequestRecord()
-            told = _told(error, record)
+            refused = _api_error(error, record)
             finish(self.state.observers, record, "gRPC", "ModelStreamInfer")
-            await _refuse(context, told)
+            await _refuse(context, refused)
             return
         async for asked in requests:
             record = RequestRecord(status=CLIENT_CLOSED_REQUEST)  # unless it comes to an end
@@ -223,7 +223,7 @@ class Gateway:
                     async for response in responses:
                         yield response
             except Exception as exc:
-                failed = MESSAGES["ModelStreamInferResponse"](error_message=_text(_told(exc, record)))
+                failed = MESSAGES["ModelStreamInferResponse"](error_message=_text(_api_error(exc, record)))
                 failed.infer_response.id = asked.id
                 failed.infer_response.model_name = asked.model_name
                 failed.infer_response.parameters[_FINAL].bool_param = True
@@ -245,8 +245,8 @@ class Gateway:
         record.key = key
         body = self._read(asked, streamed=streamed)
         if self.state.settings.audit_prompts:
-            told = {"model": body.model, "inputs": body.tensors, "parameters": body.parameters}
-            record.body = encode(told).decode()
+            described = {"model": body.model, "inputs": body.tensors, "parameters": body.parameters}
+            record.body = encode(described).decode()
         try:
             body.check()
             if self.state.observers.refuses:
@@ -312,7 +312,7 @@ async def _never() -> Message:
     raise AssertionError
 
 
-def _told(exc: Exception, record: RequestRecord) -> ApiError:
+def _api_error(exc: Exception, record: RequestRecord) -> ApiError:
     error = as_api_error(exc)
     record.status, record.error, record.param = error.status, error.code or error.kind, error.param
     if error.status == 500:

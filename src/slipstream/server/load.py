@@ -17,7 +17,7 @@ _WAIT_S = 0.001
 _FULL_S = 1.0
 
 
-class Load:
+class ServerLoad:
     """Counts of each front end, in memory that all of them share; of a server that is alone, in its own. Each writes its own
     counts only, so that those of a front end that dies can be taken off."""
 
@@ -66,7 +66,7 @@ class Acceptor:
     def __init__(
         self,
         listener: socket.socket,
-        load: Load,
+        load: ServerLoad,
         protocol: Callable[[], asyncio.Protocol],
         num_open: Callable[[], int],
         tls: ssl.SSLContext | None,

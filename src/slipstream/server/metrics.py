@@ -1,6 +1,6 @@
 """Prometheus metrics, one registry per app. Names are vLLM's, with the prefix `slipstream:`.
 
-Each front end counts for itself; a scrape adds up their `Counts`.
+Each front end counts for itself; a scrape adds up their `MetricCounts`.
 
 Everything runs on one event loop, so counts are plain numbers that a scrape turns into families: an observation on
 the token path is one bisection. Engine numbers (queue, cache, tokens) are the engine's own, asked for at each scrape;
@@ -140,7 +140,7 @@ class Stalls:
         return self._ended_s + sum(now - since for since in self._waiting.values())
 
 
-class Counts(msgspec.Struct):
+class MetricCounts(msgspec.Struct):
     """What a front end has counted."""
 
     histograms: list[tuple[list[int], float]]  # in the order of `Metrics.histograms`
@@ -176,12 +176,12 @@ class Metrics(Collector):
     def write_stall_s(self) -> float:
         return self.stalls.total_s + self.others_stall_s
 
-    def counts(self) -> Counts:
+    def counts(self) -> MetricCounts:
         histograms = [(list(histogram.counts), histogram.total) for histogram in self.histograms]
         responses, limited, feedback = list(self.responses.items()), dict(self.limited), dict(self.feedback)
-        return Counts(histograms, dict(self.finished), responses, limited, feedback, self.write_stall_s)
+        return MetricCounts(histograms, dict(self.finished), responses, limited, feedback, self.write_stall_s)
 
-    def add(self, counts: Counts) -> None:
+    def add(self, counts: MetricCounts) -> None:
         for histogram, (found, total) in zip(self.histograms, counts.histograms, strict=True):
             histogram.counts = [a + b for a, b in zip(histogram.counts, found, strict=True)]
             histogram.total += total

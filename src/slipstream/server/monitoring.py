@@ -25,7 +25,7 @@ PROBES = "/health|/live|/ready|/ping|/metrics|/status.json|/v2/health/.*"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objectives:
+class ServiceObjectives:
     """`share`: of requests that must be well. The times must be bounds of the histograms, which know no others."""
 
     ttft_s: float = 1.0
@@ -55,7 +55,7 @@ def _failed(window: str) -> str:
     return f"({failed} or 0 * sum by (job) (rate({asked}}}[{window}]))) / sum by (job) (rate({asked}}}[{window}]))"
 
 
-def rules(objectives: Objectives) -> dict[str, Any]:
+def rules(objectives: ServiceObjectives) -> dict[str, Any]:
     """A file of rules, as Prometheus reads it."""
     kinds = {
         "ttft": f"{objectives.ttft_s * 1e3:g} ms to the first token",

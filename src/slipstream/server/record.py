@@ -112,7 +112,7 @@ class RequestRecord:
         return "" if self.key is None else self.key.id
 
     @property
-    def tokens_told(self) -> bytes:
+    def token_counts(self) -> bytes:
         """The value of `TOKENS_HEADER`."""
         return b"%d %d" % (self.num_prompt_tokens, self.num_output_tokens)
 

@@ -27,7 +27,7 @@ from starlette.routing import Route
 from slipstream.engine.tools import Reading
 from slipstream.outputs import PositionLogprobs
 from slipstream.server import chat
-from slipstream.server.blocks import Block, BlockAnswer, sse
+from slipstream.server.blocks import BlockAnswer, ContentBlock, sse
 from slipstream.server.errors import ApiError, bad_request
 from slipstream.server.generation import Answer, GenerationRoute, Write, encode, renamed
 from slipstream.server.limits import counted, in_flight, read_as
@@ -44,7 +44,7 @@ from slipstream.server.responses_body import (
     read_items,
 )
 from slipstream.server.state import ServerState
-from slipstream.server.store import ResponseStore, Stored
+from slipstream.server.store import ResponseStore, StoredResponse
 from slipstream.types import FinishReason
 
 MAX_LISTED = 100
@@ -71,7 +71,7 @@ class ResponseAnswer(BlockAnswer):
         begun = {"response": self.response("in_progress")}
         return self._event("response.created", begun) + self._event("response.in_progress", begun)
 
-    def begin(self, block: Block) -> bytes:
+    def begin(self, block: ContentBlock) -> bytes:
         place = {"output_index": block.index}
         item = self._item(block, "in_progress")
         if block.kind == "call":
@@ -81,13 +81,13 @@ class ResponseAnswer(BlockAnswer):
         added = self._event("response.output_item.added", {**place, "item": item})
         return added + self._event("response.content_part.added", {**_place(block), "part": part})
 
-    def more(self, block: Block, text: str, logprobs: Sequence[PositionLogprobs]) -> bytes:
+    def more(self, block: ContentBlock, text: str, logprobs: Sequence[PositionLogprobs]) -> bytes:
         data = {**_place(block), "delta": text}
         if block.kind == "text":
             data["logprobs"] = [_logprob(position) for position in logprobs]
         return self._event(f"response.{_WHAT[block.kind]}.delta", data)
 
-    def close(self, block: Block) -> bytes:
+    def close(self, block: ContentBlock) -> bytes:
         item = self._item(block, "incomplete" if self.ended and self._cut else "completed")
         data = {**_place(block), "arguments" if block.kind == "call" else "text": block.text}
         if block.kind == "text":
@@ -116,7 +116,8 @@ class ResponseAnswer(BlockAnswer):
                 yield some
         if self.keeps:
             assert self.state.responses is not None
-            stored = Stored(str(self.identity["id"]), self.asked.previous_response_id, self.response(self._status), self.items)
+            id_, before = str(self.identity["id"]), self.asked.previous_response_id
+            stored = StoredResponse(id_, before, self.response(self._status), self.items)
             self.keeps = await self.state.responses.put(self.owner, stored)
 
     def collected(self) -> bytes:
@@ -178,7 +179,7 @@ class ResponseAnswer(BlockAnswer):
             "total_tokens": usage["total_tokens"],
         }
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: ContentBlock, status: str) -> dict[str, Any]:
         text, content = block.text, list[dict[str, Any]]()
         item: dict[str, Any] = {"id": _id(block), "status": status}
         match block.kind:
@@ -198,11 +199,11 @@ _WHAT = {"reasoning": "reasoning_text", "text": "output_text", "call": "function
 _IDS = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 
 
-def _id(block: Block) -> str:
+def _id(block: ContentBlock) -> str:
     return _IDS[block.kind] + block.id
 
 
-def _place(block: Block) -> dict[str, Any]:
+def _place(block: ContentBlock) -> dict[str, Any]:
     place = {"item_id": _id(block), "output_index": block.index}
     return place if block.kind == "call" else {**place, "content_index": 0}
 
@@ -239,7 +240,7 @@ _GIVEN = {"message": "msg_", "function_call": "fc_", "function_call_output": "fc
 # --- From a body to a chat --------------------------------------------------------------------------------------------
 
 
-async def _history(state: ServerState, owner: str, previous: str | None) -> list[Stored]:
+async def _history(state: ServerState, owner: str, previous: str | None) -> list[StoredResponse]:
     if previous is None:
         return []
     if state.responses is None:
@@ -254,7 +255,7 @@ async def _history(state: ServerState, owner: str, previous: str | None) -> list
     return found
 
 
-def _past(history: Sequence[Stored]) -> list[tuple[Message, str]]:
+def _past(history: Sequence[StoredResponse]) -> list[tuple[Message, str]]:
     path = "previous_response_id"
     past = [item for stored in history for item in (*stored.items, *stored.answer["output"])]
     if len(past) > MAX_ITEMS:
@@ -354,7 +355,7 @@ class Responses:
             raise ApiError(404, "this server keeps no answers (--max-stored-responses 0)", code="response_not_found")
         return self.state.responses
 
-    async def _stored(self, request: Request) -> Stored:
+    async def _stored(self, request: Request) -> StoredResponse:
         id_ = request.path_params["id"]
         async with in_flight(self.state, request.receive):
             found = await self._store.get(request.scope["record"].owner, id_)

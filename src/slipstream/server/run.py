@@ -24,7 +24,7 @@ import uvicorn
 
 from slipstream.errors import ConfigError
 from slipstream.server.app import create_app
-from slipstream.server.batch_runner import BatchRunner, EngineRoom, Room
+from slipstream.server.batch_runner import BatchRunner, EngineLineRunner, LineRunner
 from slipstream.server.certificates import Certificates
 from slipstream.server.connection import Connection
 from slipstream.server.errors import shutting_down
@@ -44,7 +44,7 @@ KEEP_ALIVE_S = 75  # longer than load balancers usually keep idle connections, s
 class Server(uvicorn.Server):
     """uvicorn, but a signal begins to drain instead of closing the gateway."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, room: Room) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, room: LineRunner) -> None:
         """`room` is where lines of batches run."""
         super().__init__(config)
         self.state, self._room = state, room
@@ -218,7 +218,7 @@ def make_server(
     app = create_app(engine, settings, shortener)
     state = app.state.server
     state.watch = watch
-    made = Server(uvicorn_config(app, settings), state, EngineRoom(state))
+    made = Server(uvicorn_config(app, settings), state, EngineLineRunner(state))
     if settings.grpc_port is not None:
         made.grpc = _grpc_gateway(state)
     return made

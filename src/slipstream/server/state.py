@@ -19,20 +19,20 @@ from slipstream.config import EngineConfig
 from slipstream.engine.tools import Formats
 from slipstream.errors import ConfigError
 from slipstream.outputs import Vectors
-from slipstream.server.load import Load
+from slipstream.server.load import ServerLoad
 from slipstream.stats import CanaryResult, EngineStats
 from slipstream.types import BeamSearchParams, LoRARequest, Prompt, Reserve, SamplingParams, Share
 
 if TYPE_CHECKING:
     from slipstream.engine.beams import BeamSearchOutput
-    from slipstream.engine.core_process import CacheNews
+    from slipstream.engine.core_process import CacheEvents
     from slipstream.engine.output import Sink
     from slipstream.engine.pictures import PreparedPicture
     from slipstream.server.auth import Keyring
     from slipstream.server.batches import BatchStore
     from slipstream.server.files import FileStore
     from slipstream.server.limits import Exchange
-    from slipstream.server.metrics import Counts, Metrics
+    from slipstream.server.metrics import MetricCounts, Metrics
     from slipstream.server.rates import Limiter
     from slipstream.server.record import Observers
     from slipstream.server.store import ResponseStore
@@ -102,7 +102,7 @@ class Engine(Protocol):
         reserve: Reserve | None = None,
         answer_token_ids: Sequence[int] = (),
     ) -> Callable[[], None]: ...
-    def watch_cache(self, watcher: Callable[[CacheNews], None]) -> Callable[[], None]: ...
+    def watch_cache(self, watcher: Callable[[CacheEvents], None]) -> Callable[[], None]: ...
     async def beam_search(
         self,
         prompt: Prompt,
@@ -281,11 +281,12 @@ class ServerState:
     shortener: Shortener | None = None  # of prompts, by a small model
     draining: bool = False
     in_flight: set[Exchange] = field(default_factory=set)  # of this process
-    load: Load = field(default_factory=Load)
+    load: ServerLoad = field(default_factory=ServerLoad)
     responses: ResponseStore | None = None
     files: FileStore | None = None
     batches: BatchStore | None = None
-    totals: Callable[[Counts], Awaitable[list[Counts]]] | None = None  # of all front ends, given this one's; None: it is alone
+    # Of all front ends, given this one's. None: it is alone.
+    totals: Callable[[MetricCounts], Awaitable[list[MetricCounts]]] | None = None
     watch: Watch | None = None  # None: without a detector
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -140,14 +140,14 @@ def page_route(name: str) -> Route:
     return Route(f"/{name}", show)
 
 
-Told = Callable[[], Coroutine[Any, Any, Status]]
+ReadStatus = Callable[[], Coroutine[Any, Any, Status]]
 
 
-def status_route(told: Told) -> Route:
-    """/status.json, from the result of `told`."""
+def status_route(read_status: ReadStatus) -> Route:
+    """/status.json, from the result of `read_status`."""
 
     async def show(request: Request) -> Response:
-        return json_response(await told())
+        return json_response(await read_status())
 
     return Route("/status.json", show)
 

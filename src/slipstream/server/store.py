@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from slipstream.errors import ConfigError
-from slipstream.server.errors import bad_request, not_kept, unavailable
+from slipstream.server.errors import bad_request, storage_error, unavailable
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ insert into uses select 0 where not exists (select 1 from uses);
 """
 
 
-class Stored(Struct):
+class StoredResponse(Struct):
     """One answer: its fields in OpenAI's API, with its output. `items` are what the request added to the conversation."""
 
     id: str
@@ -91,7 +91,7 @@ class Database:
         except sqlite3.Error as error:
             is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL  # some errors have none
             failure = OSError(errno.ENOSPC if is_full else errno.EIO, f"{error}{self._remedy}")
-            raise not_kept("the server's storage failed", failure) from None
+            raise storage_error("the server's storage failed", failure) from None
 
     async def forget(self) -> None:
         """Empty the write-ahead log, where what is deleted would lie on. A reader in another process can put it off."""
@@ -125,7 +125,7 @@ class ResponseStore:
         self._database = Database(path, _SCHEMA)
         self.max_responses, self.max_bytes = max_responses, max_bytes
 
-    async def put(self, owner: str, stored: Stored) -> bool:
+    async def put(self, owner: str, stored: StoredResponse) -> bool:
         """Whether it is kept: one that is longer than `max_bytes` alone is not."""
         answer, items = msgspec.json.encode(stored.answer), msgspec.json.encode(stored.items)
         size = len(answer) + len(items)
@@ -155,7 +155,7 @@ class ResponseStore:
             held[owner][1] -= size
             count, total = count - 1, total - size
 
-    async def conversation(self, owner: str, id_: str, *, max_bytes: int) -> list[Stored] | str:
+    async def conversation(self, owner: str, id_: str, *, max_bytes: int) -> list[StoredResponse] | str:
         """The answer and all before it, oldest first; or the id of the one that is not there. ApiError (400) if they are
         longer than `max_bytes`, before more of them is read."""
 
@@ -178,7 +178,7 @@ class ResponseStore:
         found = await self._database.run(read, writes=False)
         return found if isinstance(found, str) else await self._taken(found)
 
-    async def _taken(self, rows: list[_Row]) -> list[Stored]:
+    async def _taken(self, rows: list[_Row]) -> list[StoredResponse]:
         """The rows, read outside of the database's thread and any transaction, as used now."""
         found = await asyncio.to_thread(_stored, rows)
 
@@ -189,7 +189,7 @@ class ResponseStore:
         await self._database.run(touch)
         return found
 
-    async def get(self, owner: str, id_: str) -> Stored | None:
+    async def get(self, owner: str, id_: str) -> StoredResponse | None:
         def read(db: sqlite3.Connection) -> list[_Row]:
             query = "select id, previous, answer, items from responses where id = ? and owner = ?"
             return db.execute(query, (id_, owner)).fetchall()
@@ -211,8 +211,8 @@ class ResponseStore:
 _Row: TypeAlias = tuple[str, str | None, bytes, bytes]  # id, previous, answer, items
 
 
-def _stored(rows: list[_Row]) -> list[Stored]:
-    return [Stored(id_, previous, msgspec.json.decode(a), msgspec.json.decode(i)) for id_, previous, a, i in rows]
+def _stored(rows: list[_Row]) -> list[StoredResponse]:
+    return [StoredResponse(id_, previous, msgspec.json.decode(a), msgspec.json.decode(i)) for id_, previous, a, i in rows]
 
 
 def _use(db: sqlite3.Connection) -> int:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.engine.pictures import PreparedPicture, with_pictures
-from slipstream.engine.processor import beside
+from slipstream.engine.processor import in_thread_if_long
 from slipstream.errors import ContextLengthError
 from slipstream.server.errors import bad_request
 from slipstream.server.limits import read_as
@@ -65,7 +65,7 @@ async def template_tokens(
             text = with_pictures(text, pictures, vision)
         return _encode(state, tokenizer, text, "messages", add_special_tokens=add_special_tokens, any_length=any_length)
 
-    return await beside(tokens, len(msgspec.json.encode((plain, variables))))  # tools and calls are rendered, too
+    return await in_thread_if_long(tokens, len(msgspec.json.encode((plain, variables))))  # tools and calls are rendered, too
 
 
 async def text_prompt(state: ServerState, text: str, *, add_special_tokens: bool = True, any_length: bool = False) -> Prompt:
@@ -74,7 +74,7 @@ async def text_prompt(state: ServerState, text: str, *, add_special_tokens: bool
     if tokenizer is None or add_special_tokens:
         return text
     encoding = partial(_encode, state, tokenizer, text, "prompt", add_special_tokens=False, any_length=any_length)
-    return TokensPrompt(prompt_token_ids=await beside(encoding, len(text)))
+    return TokensPrompt(prompt_token_ids=await in_thread_if_long(encoding, len(text)))
 
 
 def _encode(
@@ -118,7 +118,7 @@ class Tokens:
                 raise bad_request("add_generation_prompt is for messages; leave it out", "add_generation_prompt")
             tokenizer, special = _tokenizer(state, "prompt"), body.add_special_tokens is not False
             encoding = partial(_encode, state, tokenizer, body.prompt, "prompt", add_special_tokens=special)
-            tokens = await beside(encoding, len(body.prompt))
+            tokens = await in_thread_if_long(encoding, len(body.prompt))
         elif body.add_special_tokens:
             raise bad_request(
                 "messages get their special tokens from the chat template; leave it out", "add_special_tokens"
@@ -142,5 +142,5 @@ class Tokens:
             if token >= tokenizer.vocab_size:
                 raise bad_request(f"{token} is not a token id of this model (0 … {tokenizer.vocab_size - 1})", "tokens")
         decoding = partial(tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens)
-        text = await beside(decoding, len(body.tokens))
+        text = await in_thread_if_long(decoding, len(body.tokens))
         return json_response({"prompt": text})

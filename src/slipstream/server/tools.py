@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from slipstream.engine.tool_formats.base import Tool
-from slipstream.engine.tools import NO_PARAMETERS, Offer, Reading, arguments_object, reading
+from slipstream.engine.tools import NO_PARAMETERS, OfferedTools, Reading, arguments_object, reading
 from slipstream.server.errors import bad_request
 from slipstream.server.state import ServerState
 
@@ -65,11 +65,11 @@ class WithTools(Protocol):
     parallel_tool_calls: bool | None
 
 
-def offer_of(body: WithTools) -> Offer:
+def offer_of(body: WithTools) -> OfferedTools:
     """RequestError names what the schema cannot express."""
     choice, specs = body.tool_choice, body.tools or ()
     named = choice.function.name if isinstance(choice, NamedChoice) else None
-    return Offer(
+    return OfferedTools(
         tools=tuple(Tool(s.function.name, s.function.parameters or NO_PARAMETERS) for s in specs),
         choice=None if isinstance(choice, NamedChoice) else choice,
         only=named,

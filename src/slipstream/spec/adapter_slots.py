@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.parallel import Cut, Range, Shard, cuts, split_shapes
+from slipstream.spec.parallel import ParameterShard, Range, Shard, cuts, split_shapes
 from slipstream.spec.parameters import Placement, Shape, parameters
 
 ALONE = Shard(0, 1, tensor=False)
@@ -86,7 +86,7 @@ class SlotLayout:
             self.size += -(-(len(own_starts) * inner + out) * max_rank // 16) * 16
 
 
-def _part_of(place: Placement, cut: Cut | None, whole: dict[str, Shape]) -> OwnPart | None:
+def _part_of(place: Placement, cut: ParameterShard | None, whole: dict[str, Shape]) -> OwnPart | None:
     """A rank's of a part of a product; None: it has nothing of it."""
     if cut is None:
         return OwnPart(place.start, None, None)

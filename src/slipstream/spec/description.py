@@ -16,7 +16,7 @@ from slipstream.spec.families import find_family, find_gguf_family
 from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, GGUF_SHAPES, NO_EFFECT, ConfigReader, Family
 from slipstream.spec.gguf import GGUFFile
 from slipstream.spec.model import ModelSpec
-from slipstream.spec.native_formats import held_formats, rounds
+from slipstream.spec.native_formats import native_formats, rounds
 from slipstream.spec.parameters import Shape, parameters
 from slipstream.spec.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, gguf_pooling, read_pooling
 from slipstream.spec.quantization_config import COLUMNS_NAME, StoredQuantization, read_quantization, with_columns
@@ -91,12 +91,12 @@ class ModelDescription:
         """The shape of every parameter, by our names."""
         return parameters(self.spec)
 
-    def held_formats(self, rounded: frozenset[str]) -> dict[str, WeightFormat]:
+    def native_formats(self, rounded: frozenset[str]) -> dict[str, WeightFormat]:
         """The format of each of our weights that stays as a compressed-tensors checkpoint stores it. `rounded` names the
         products that the ops have (`OpSet.rounded`). Other weights are expanded at load. Other kinds of checkpoint: empty."""
         if self.quantization is None or self.quantization.formats is None:
             return {}
-        return held_formats(self.family.names(self.spec), self.shapes, self.quantization.formats, rounded)
+        return native_formats(self.family.names(self.spec), self.shapes, self.quantization.formats, rounded)
 
     def split_columns(self) -> dict[str, tuple[int, ...]]:
         """For each of our weights with int8 inputs, the input columns that keep the model's type. CheckpointError if tensors

@@ -243,7 +243,7 @@ class MoESpec:
     held: tuple[int, int] | None = None
 
     @property
-    def num_held(self) -> int:
+    def num_local_experts(self) -> int:
         """Experts whose weights are here."""
         return self.num_experts if self.held is None else self.held[1]
 
@@ -255,7 +255,7 @@ class MoESpec:
         found = linear_shapes("router", self.num_experts, hidden_size, self.router_bias)
         if self.correction:
             found["correction.weight"] = (self.num_experts,)
-        found |= self.expert.shapes(hidden_size, "experts", self.num_held)
+        found |= self.expert.shapes(hidden_size, "experts", self.num_local_experts)
         if self.shared is not None:
             found |= self.shared.mlp.shapes(hidden_size, "shared")
             if self.shared.weighed:
@@ -266,7 +266,7 @@ class MoESpec:
 MLPSpec: TypeAlias = DenseSpec | MoESpec
 
 
-class Block:
+class TransformerBlock:
     """How a layer's attention and MLP are normed and added to the residual."""
 
     __slots__ = ()
@@ -278,7 +278,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequentialBlock(Block):
+class SequentialBlock(TransformerBlock):
     """h += post_attention(attention(pre_attention(h))); h += post_mlp(mlp(pre_mlp(h))), where any of the norms may be None.
 
     Most models have the two `pre` norms, OLMo 2 the two `post` norms, Gemma 2 all four. `pre_cross` is for cross attention,
@@ -293,7 +293,7 @@ class SequentialBlock(Block):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PostNormBlock(Block):
+class PostNormBlock(TransformerBlock):
     """h = attention_norm(h + attention(h)); h = mlp_norm(h + mlp(h)), as in Vaswani et al. 2017 (BERT, OPT 350M)."""
 
     attention_norm: NormSpec
@@ -301,7 +301,7 @@ class PostNormBlock(Block):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelBlock(Block):
+class ParallelBlock(TransformerBlock):
     """h += attention(norm(h)) + mlp(mlp_norm(h)). Without `mlp_norm` both read norm(h) (GPT-J)."""
 
     norm: NormSpec
@@ -350,7 +350,7 @@ class LayerSpec:
         for name, shape in self.shapes(hidden_size).items():
             *stem, product, kind = name.split(".")
             if stem and kind == "weight" and product in ROUNDED:
-                copies = self.mlp.num_held if isinstance(self.mlp, MoESpec) and stem == ["experts"] else 1
+                copies = self.mlp.num_local_experts if isinstance(self.mlp, MoESpec) and stem == ["experts"] else 1
                 part: Literal["attention", "mlp"] = "attention" if stem[0] in ("attention", "cross") else "mlp"
                 found.append(WeightShape(part, shape[0] // copies, shape[1], copies))
         return tuple(found)

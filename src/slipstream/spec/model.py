@@ -170,19 +170,19 @@ class ModelSpec:
         return len(self.layers)
 
     @property
-    def held(self) -> range:
+    def local_layers(self) -> range:
         """The layers whose weights are here."""
         return range(self.num_layers) if self.stage is None else range(*self.stage)
 
     @property
     def has_first(self) -> bool:
         """The first layer is here, and the embeddings."""
-        return self.held.start == 0
+        return self.local_layers.start == 0
 
     @property
     def has_last(self) -> bool:
         """The last layer is here, and what comes behind it."""
-        return self.held.stop == self.num_layers
+        return self.local_layers.stop == self.num_layers
 
     @property
     def is_encoder(self) -> bool:
@@ -262,7 +262,7 @@ class ModelSpec:
         if self.is_encoder:
             return self.kv_bytes_per_token(element_bytes)
         places = self.cache_places
-        sizes = {places[i]: self.layers[i].attention.cached_size for i in self.held}
+        sizes = {places[i]: self.layers[i].attention.cached_size for i in self.local_layers}
         return sum(sizes.values()) * element_bytes
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
@@ -288,7 +288,7 @@ def parameters(spec: ModelSpec) -> dict[str, Shape]:
 def _is_held(name: str, spec: ModelSpec) -> bool:
     """Whether a stage has the parameter. A tied output head is the embedding's table, which then is on two."""
     if name.startswith("layers."):
-        return int(name.split(".")[1]) in spec.held
+        return int(name.split(".")[1]) in spec.local_layers
     if name == "embed.weight":
         return spec.has_first or (spec.tied_embeddings and spec.has_last)
     if name.startswith(("embed_in.", "positions.", "token_types.", "embed_norm.", "vision.")):

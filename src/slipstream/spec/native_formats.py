@@ -26,7 +26,7 @@ def rounds(scheme: Scheme, target: str) -> bool:
     return is_product(target) and (".experts." in target or not scheme.experts_only)
 
 
-def held_weight_bytes(
+def native_weight_bytes(
     target: str,
     shape: Shape,
     scheme: Scheme | None,
@@ -35,7 +35,7 @@ def held_weight_bytes(
     *,
     on_cpu: bool = False,
 ) -> int:
-    """Bytes of one parameter: rounded by `scheme`, in its own format of `held_formats` (without its scales), or dense."""
+    """Bytes of one parameter: rounded by `scheme`, in its own format of `native_formats` (without its scales), or dense."""
     if scheme is not None and rounds(scheme, target):
         return scheme.weight_bytes(*shape, on_cpu=on_cpu)
     return math.prod(shape) * (formats[target].bits if target in formats else 8 * element_bytes) // 8
@@ -46,7 +46,7 @@ def is_expandable(target: str) -> bool:
     return is_product(target) or target.endswith(".expand.weight")
 
 
-def held_formats(
+def native_formats(
     names: Mapping[str, Placement],
     shapes: Mapping[str, Shape],
     formats: StoredFormats,
@@ -61,8 +61,8 @@ def held_formats(
             able = rounded - {"int8-split"} if ".experts." in place.target else rounded
             plain = place.transform is None and place.copies is None
             plain = plain and (fmt is None or place.start % fmt.block_rows == 0)  # a tile must not have rows of two tensors
-            ours = plain and fmt is not None and fmt.product in able and held_group(fmt, *shapes[place.target]) is not None
-            found.setdefault(place.target, set()).add(fmt if ours else None)
+            ours = fmt is not None and fmt.product in able and native_group_size(fmt, *shapes[place.target]) is not None
+            found.setdefault(place.target, set()).add(fmt if plain and ours else None)
     return {target: fmt for target, (fmt, *more) in found.items() if fmt is not None and not more}
 
 
@@ -72,7 +72,7 @@ def scheme_formats(shapes: Iterable[str], scheme: str) -> dict[str, WeightFormat
     return {name: FORMATS[scheme] for name in shapes if name.endswith(PRODUCTS) or name in heads}
 
 
-def held_group(fmt: WeightFormat, rows: int, inner: int) -> int | None:
+def native_group_size(fmt: WeightFormat, rows: int, inner: int) -> int | None:
     """The group size in which a weight [rows, inner] is held. It is one that the products have; scales are repeated for it. 0:
     a scale a row, or a tile. None: the products can't take this shape."""
     if fmt.block_rows > 1:

@@ -56,7 +56,7 @@ INNER_MULTIPLE = 16
 """So is a share of an inner dimension that has to end in zeros."""
 
 
-class Units(NamedTuple):
+class SplitUnits(NamedTuple):
     """A rank's inputs of attention's output product, and of an MLP's second product, are multiples of these, since so many
     share a scale."""
 
@@ -64,7 +64,7 @@ class Units(NamedTuple):
     mlp: int = 1
 
 
-ONE_UNIT = Units()
+ONE_UNIT = SplitUnits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Shard:
     size: int
     tensor: bool = True
     experts: bool = False
-    units: Units = ONE_UNIT
+    units: SplitUnits = ONE_UNIT
     layers: Range | None = None
 
     def dealt(self, total: int) -> Range:
@@ -107,7 +107,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class ParameterShard:
     """The part of a parameter that a rank holds: of `count` copies (experts) from `first` on the rows `rows` and the columns
     `columns`. None: all. `keep` is False for a bias that another rank adds; here it is zeros."""
 
@@ -126,7 +126,7 @@ class Cut:
         own = self.rows[at[0] : at[-1] + 1] if at else ()
         return tuple((a, b) if a < 0 else (max(a, start) - start, min(b, stop) - start) for a, b in own)
 
-    def held(self, num_rows: int) -> int:
+    def local_rows(self, num_rows: int) -> int:
         """Rows of a copy of `num_rows` that are here, with zeros."""
         return num_rows if self.rows is None else sum(b - a for a, b in self.rows)
 
@@ -143,7 +143,7 @@ class Cut:
         """Where a tensor's part goes, of a parameter of `num_rows` rows, and which of its rows (of each copy) that part is.
         None: this rank has nothing of it."""
         size = num_rows // self.copies
-        held = self.held(size)
+        held = self.local_rows(size)
         copy, start = (0, place.start) if place.copies is not None else divmod(place.start, size)
         stop = size if place.rows is None else start + place.rows
         own = self.within(start, stop)
@@ -319,20 +319,20 @@ def split_shapes(spec: ModelSpec, shard: Shard) -> dict[str, Shape]:
 # --- Which part of each parameter -------------------------------------------------------------------------------------
 
 
-def cuts(spec: ModelSpec, shard: Shard) -> dict[str, Cut]:
+def cuts(spec: ModelSpec, shard: Shard) -> dict[str, ParameterShard]:
     """The part of each parameter that a rank does not hold whole."""
-    found: dict[str, Cut] = {}
+    found: dict[str, ParameterShard] = {}
     if shard.size == 1:
         return found
     if shard.tensor:
         each = shard.vocabulary(spec.vocab_size)
-        own = Cut(rows=((min(shard.rank * each, spec.vocab_size), min((shard.rank + 1) * each, spec.vocab_size)),))
+        own = ParameterShard(rows=((min(shard.rank * each, spec.vocab_size), min((shard.rank + 1) * each, spec.vocab_size)),))
         found |= {name: own for name in ("embed.weight", "head.weight", "head.bias") if name in parameters(spec)}
     stacks = [("", spec.layers)] + ([] if spec.encoder is None else [("encoder.", spec.encoder.layers)])
     for prefix, layers in stacks:
         position = layers[0].attention.position
         if shard.tensor and isinstance(position, BucketSpec) and not position.own:
-            found[f"{prefix}distances.weight"] = Cut(columns=heads_of(layers[0].attention, shard).rows(1))
+            found[f"{prefix}distances.weight"] = ParameterShard(columns=heads_of(layers[0].attention, shard).rows(1))
         for i, layer in enumerate(layers):
             own_cuts = _of_layer(layer, shard)
             names = layer.shapes(spec.hidden_size)
@@ -340,27 +340,27 @@ def cuts(spec: ModelSpec, shard: Shard) -> dict[str, Cut]:
     return found
 
 
-def _of_layer(layer: LayerSpec, shard: Shard) -> dict[str, Cut]:
+def _of_layer(layer: LayerSpec, shard: Shard) -> dict[str, ParameterShard]:
     """By the layer's names; some that it hasn't are among them."""
-    found: dict[str, Cut] = {}
-    elsewhere = Cut(keep=shard.rank == 0)
+    found: dict[str, ParameterShard] = {}
+    elsewhere = ParameterShard(keep=shard.rank == 0)
 
-    def product(name: str, cut: Cut) -> None:
+    def product(name: str, cut: ParameterShard) -> None:
         found[f"{name}.weight"] = found[f"{name}.bias"] = cut
 
     def sum_of_parts(name: str, columns: tuple[Range, ...]) -> None:
-        found[f"{name}.weight"], found[f"{name}.bias"] = Cut(columns=columns), elsewhere
+        found[f"{name}.weight"], found[f"{name}.bias"] = ParameterShard(columns=columns), elsewhere
 
     def dense(name: str, m: DenseSpec) -> None:
-        product(f"{name}.up", Cut(rows=_inner_rows(m, shard)))
+        product(f"{name}.up", ParameterShard(rows=_inner_rows(m, shard)))
         sum_of_parts(f"{name}.down", shard.inner(m.intermediate_size))
 
     if shard.tensor:
         found |= _of_attention(layer.attention, shard, sum_of_parts, product)
         if (c := layer.cross) is not None:
             heads, dim = heads_of(c, shard), c.head_dim
-            product("cross.q", Cut(rows=heads.rows(dim)))
-            product("cross.kv", Cut(rows=heads.kv_rows(dim) + heads.kv_rows(dim, c.kv_size)))
+            product("cross.q", ParameterShard(rows=heads.rows(dim)))
+            product("cross.kv", ParameterShard(rows=heads.kv_rows(dim) + heads.kv_rows(dim, c.kv_size)))
             sum_of_parts("cross.out", heads.rows(dim))
         if isinstance(layer.mlp, DenseSpec):
             dense("mlp", layer.mlp)
@@ -370,11 +370,11 @@ def _of_layer(layer: LayerSpec, shard: Shard) -> dict[str, Cut]:
             dense("shared", m.shared.mlp)
         if shard.experts:
             first, last = shard.dealt(m.num_experts)
-            own = Cut(copies=m.num_experts, first=first, count=last - first)
+            own = ParameterShard(copies=m.num_experts, first=first, count=last - first)
             product("experts.up", own)
             product("experts.down", own)
         else:
-            every = Cut(copies=m.num_experts, count=m.num_experts)
+            every = ParameterShard(copies=m.num_experts, count=m.num_experts)
             product("experts.up", dataclasses.replace(every, rows=_inner_rows(m.expert, shard)))
             columns = shard.inner(m.expert.intermediate_size)
             found["experts.down.weight"] = dataclasses.replace(every, columns=columns)
@@ -386,26 +386,26 @@ def _of_attention(
     a: AttentionKind,
     shard: Shard,
     sum_of_parts: Callable[[str, tuple[Range, ...]], None],
-    product: Callable[[str, Cut], None],
-) -> dict[str, Cut]:
+    product: Callable[[str, ParameterShard], None],
+) -> dict[str, ParameterShard]:
     """`product` and `sum_of_parts` note the cuts of a product's weight and bias."""
-    found: dict[str, Cut] = {}
+    found: dict[str, ParameterShard] = {}
     heads = heads_of(a, shard)
     if isinstance(a, LatentAttentionSpec):
-        product("attention.q", Cut(rows=heads.rows(a.nope_dim + a.rotary_dim)))
-        product("attention.expand", Cut(rows=heads.rows(a.nope_dim + a.value_dim)))
+        product("attention.q", ParameterShard(rows=heads.rows(a.nope_dim + a.rotary_dim)))
+        product("attention.expand", ParameterShard(rows=heads.rows(a.nope_dim + a.value_dim)))
         sum_of_parts("attention.out", heads.rows(a.value_dim))
         return found
     dim = a.head_dim
     k_rows, v_rows = heads.kv_rows(dim, a.q_size), heads.kv_rows(dim, a.q_size + a.kv_size)
-    product("attention.qkv", Cut(rows=heads.rows(dim) + k_rows + v_rows))
+    product("attention.qkv", ParameterShard(rows=heads.rows(dim) + k_rows + v_rows))
     sum_of_parts("attention.out", heads.rows(dim))
     if a.qk_norm is not None and a.qk_norm.over != "head":
         width = dim if a.qk_norm.over == "row" else 1
-        found["attention.q_norm.weight"] = Cut(rows=heads.rows(width))
-        found["attention.k_norm.weight"] = Cut(rows=heads.kv_rows(width))
-    found["attention.sinks.weight"] = Cut(rows=heads.rows(1))
-    found["attention.distances.weight"] = Cut(columns=heads.rows(1))
+        found["attention.q_norm.weight"] = ParameterShard(rows=heads.rows(width))
+        found["attention.k_norm.weight"] = ParameterShard(rows=heads.kv_rows(width))
+    found["attention.sinks.weight"] = ParameterShard(rows=heads.rows(1))
+    found["attention.distances.weight"] = ParameterShard(columns=heads.rows(1))
     return found
 
 
@@ -438,7 +438,7 @@ def _read(layer: LayerSpec, hidden_size: int) -> int:
     total, m = layer.num_parameters(hidden_size), layer.mlp
     if isinstance(m, MoESpec):
         one = sum(map(math.prod, m.expert.shapes(hidden_size).values()))
-        total -= (m.num_held - min(m.num_held, m.num_experts_per_token)) * one
+        total -= (m.num_local_experts - min(m.num_local_experts, m.num_experts_per_token)) * one
     return total
 
 

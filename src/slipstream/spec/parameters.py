@@ -38,14 +38,14 @@ class MinusOne:
 
 
 @dataclass(frozen=True, slots=True)
-class Untwine:
+class Deinterleave:
     """Rows of gate and up alternate (gpt-oss). `transposed`: the tensor is [in, out] besides."""
 
     transposed: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class SwapGateUp:
     """The rows of up come before those of gate (GTE)."""
 
 
@@ -56,7 +56,7 @@ class Flatten:
     kernel: tuple[int, ...]
 
 
-Transform: TypeAlias = Transpose | Ungroup | Unpermute | MinusOne | Untwine | Swap | Flatten
+Transform: TypeAlias = Transpose | Ungroup | Unpermute | MinusOne | Deinterleave | SwapGateUp | Flatten
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ SCHEMES: dict[str, Scheme] = {
 }
 """What `quantization=` takes."""
 
-HELD_PRODUCTS: dict[str, frozenset[str]] = {
+NATIVE_PRODUCTS: dict[str, frozenset[str]] = {
     "cpu": frozenset(("int8", "int4")),
     "torch": frozenset(),
     **dict.fromkeys(("reference", "triton"), frozenset(("fp8", "fp8-block", "int8", "int8-split", "int4"))),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slipstream.spec.model import LayerSpec
 
 
-class Grid(NamedTuple):
+class PatchGrid(NamedTuple):
     """Patches of a picture."""
 
     height: int
@@ -172,11 +172,11 @@ class VisionSpec:
         """Numbers of a patch."""
         return math.prod(self.kernel)
 
-    def grid(self, height: int, width: int) -> Grid:
+    def grid(self, height: int, width: int) -> PatchGrid:
         """Of a picture of so many pixels, which are multiples of a group's."""
-        return Grid(height // self.patch_size, width // self.patch_size)
+        return PatchGrid(height // self.patch_size, width // self.patch_size)
 
-    def num_tokens(self, grid: Grid) -> int:
+    def num_tokens(self, grid: PatchGrid) -> int:
         return grid.num_patches // self.merge**2
 
     def shapes(self, text_size: int) -> dict[str, Shape]:

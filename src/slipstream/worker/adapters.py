@@ -16,7 +16,7 @@ import torch
 
 from slipstream.config import LoRASettings
 from slipstream.kernels.adapters import LoRAWeights
-from slipstream.model.adapters import HostAdapter, Layout
+from slipstream.model.adapters import AdapterLayout, HostAdapter
 from slipstream.model.decoder import Decoder
 from slipstream.platform import platform_of
 from slipstream.spec.adapter_slots import ALONE
@@ -35,7 +35,7 @@ class Adapters:
         """With a `shard`, `decoder` is a rank's part of the model. Ranks that make the same calls have the same slots."""
         self.settings = settings
         self.decoder = decoder
-        self.layout = Layout(description, decoder, settings.max_lora_rank, shard)
+        self.layout = AdapterLayout(description, decoder, settings.max_lora_rank, shard)
         device = decoder.device
         self._platform = platform_of(device)
         self._slots = torch.zeros(settings.max_loras, self.layout.slot_size, dtype=decoder.dtype, device=device)

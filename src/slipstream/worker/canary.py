@@ -119,9 +119,9 @@ def _log_probabilities(
 def _logits_by_arrays(
     forwards: Any, kv: Sequence[LayerKV], token_ids: Sequence[int], start: int, size: int, num_groups: int
 ) -> npt.NDArray[np.float32]:
-    from slipstream.worker.host_runner import alone
+    from slipstream.worker.host_runner import single_sequence
 
-    meta = alone(start, len(token_ids), block_size=size, num_groups=num_groups)
+    meta = single_sequence(start, len(token_ids), block_size=size, num_groups=num_groups)
     found: npt.NDArray[np.float32] = forwards.logits(forwards.hidden(np.array(token_ids, np.int32), kv, meta))
     return found
 
@@ -133,7 +133,7 @@ def _logits_by_tensors(
 
     device = forwards.decoder.device
     with torch.inference_mode():
-        meta = AttentionMetadata.alone(start, len(token_ids), block_size=size, device=device, num_groups=num_groups)
+        meta = AttentionMetadata.single_sequence(start, len(token_ids), block_size=size, device=device, num_groups=num_groups)
         tokens = torch.tensor(token_ids, dtype=torch.int32, device=device)
         hidden, spec = forwards.hidden(tokens, kv, meta), forwards.decoder.spec
         if not spec.has_last:  # the last stage computes them

@@ -42,7 +42,7 @@ from slipstream.spec.families.base import ConfigReader
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import SCHEMES
-from slipstream.worker.host_runner import alone
+from slipstream.worker.host_runner import single_sequence
 
 FORMAT = 1
 ROUNDS = 12
@@ -179,7 +179,7 @@ def _steps(isa: str | None, weights: str, num_threads: int) -> tuple[Callable[[]
     kv = [LayerKV(*(_as_any(np.zeros(_cache_shape(), dtype)) for _ in range(2))) for _ in _spec().layers]
 
     def step(first: int, num_tokens: int) -> Callable[[], object]:
-        meta, ids = alone(first, num_tokens, block_size=BLOCK), np.zeros(num_tokens, np.int32)
+        meta, ids = single_sequence(first, num_tokens, block_size=BLOCK), np.zeros(num_tokens, np.int32)
         return lambda: program.forward(ids, kv, meta)
 
     return step(PROMPT, 1), step(0, PROMPT)

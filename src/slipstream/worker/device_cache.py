@@ -34,12 +34,12 @@ class DeviceCache:
 
     def shared(self, num_blocks: int, scales: Sequence[tuple[Tensor, Tensor]] | None) -> list[LayerKV]:
         """Zeros for the layers' keys and values, and an 8-bit cache's `scales` (`shared_caches`)."""
-        dtype = TORCH_DTYPES[self.config.dtype]
-        return shared_caches(self.spec.held, self.spec.cache_places, lambda i: self._layer(i, num_blocks, dtype), scales)
+        dtype, spec = TORCH_DTYPES[self.config.dtype], self.spec
+        return shared_caches(spec.local_layers, spec.cache_places, lambda i: self._layer(i, num_blocks, dtype), scales)
 
     def of_each_layer(self, num_blocks: int, dtype: torch.dtype) -> list[LayerKV]:
         """The same without scales, a tensor for each layer."""
-        return [LayerKV(*self._layer(i, num_blocks, dtype)) for i in self.spec.held]
+        return [LayerKV(*self._layer(i, num_blocks, dtype)) for i in self.spec.local_layers]
 
     def _layer(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         attention, by_dim = self.spec.layers[layer].attention, self.ops.values_by_dim(dtype)

@@ -15,7 +15,7 @@ from slipstream.spec.draft_heads import HeadDescription
 from slipstream.worker.chain_graphs import ChainGraphs
 from slipstream.worker.draft_memory import DeviceMemory
 from slipstream.worker.forward import StateCache
-from slipstream.worker.head_drafter import HeadBlock, HeadChain, HeadDrafter, HeadOfPlaces
+from slipstream.worker.head_drafter import HeadBlock, HeadChain, HeadDrafter, MedusaDrafter
 from slipstream.worker.host_chain import check_num_drafts, head_scheme
 from slipstream.worker.rows import RowTable
 
@@ -76,7 +76,7 @@ def load_drafter(
     states = StateCache(config.cache.block_size, loaded.head.spec.hidden_size, dtype)
     memory = DeviceMemory(decoder.ops, device, dtype)
     if not isinstance(loaded.head, LayeredHead):
-        return HeadOfPlaces(config, loaded, memory, states, memory.ops.sample)
+        return MedusaDrafter(config, loaded, memory, states, memory.ops.sample)
     if loaded.head.spec.mask_token is not None:
         return BlockDrafter(config, loaded, memory, states, memory.ops.sample)
     return ChainDrafter(config, loaded, memory, states)

@@ -29,7 +29,7 @@ from torch import Tensor
 from slipstream.kernels.adapters import AdapterOps, LoRATokens, tokens_of
 from slipstream.kernels.arrays import to_array
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.native import Running
+from slipstream.kernels.native import RunningStep
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import AnyTap
 from slipstream.model.one_token import OneTokenKernel, compile_one_token
@@ -160,7 +160,7 @@ class Output:
     sampled: SampledRows | None = None  # None: the batch has no plan
     sample_index: Tensor | None = None  # int64 [N]: the rows of `hidden` that are sampled; None: all
     tokens: Tensor | None = None  # int64 [N], if the forward has sampled greedily itself
-    running: Running | None = None  # the step, if the CPU's threads still compute it
+    running: RunningStep | None = None  # the step, if the CPU's threads still compute it
     states: tuple[Tensor, AttentionMetadata] | None = None  # its states, to be written to the `StateCache` when it is done
     num_decodes: int = 0
     padding: int = 0
@@ -251,7 +251,7 @@ class OneToken(Eager):
         return self._keep(hidden, hidden, meta)
 
 
-class Program(Eager):
+class ProgramForward(Eager):
     name = "program"
 
     def __init__(self, decoder: Decoder, program: CpuProgram, states: StateCache | None = None) -> None:
@@ -296,7 +296,7 @@ class Variant(Eager):
         return self.base.greedy(hidden)
 
     def _output(self, hidden: Tensor, given: GatheredInputs) -> Output:
-        if isinstance(self.base, Program):
+        if isinstance(self.base, ProgramForward):
             hidden = hidden.float()  # as its logits read it
         return Output(self, hidden, given.sampled, given.sample_index)
 
@@ -406,9 +406,9 @@ class Forwards:
         if self.decoder.device.type == "cpu":
             program = compile_program(self.decoder)
             if isinstance(program, Reason):
-                self._refuse(Program.name, program)
+                self._refuse(ProgramForward.name, program)
             else:
-                self.base = Program(self.decoder, program, self.states)
+                self.base = ProgramForward(self.decoder, program, self.states)
                 self.paths = [self.base]
         else:
             kernel = compile_one_token(self.decoder)
@@ -465,4 +465,4 @@ class Forwards:
     @property
     def token_bytes(self) -> int | None:
         """Bytes that a step takes for each of its tokens; None where they must be measured."""
-        return self.base.program.token_bytes if isinstance(self.base, Program) else None
+        return self.base.program.token_bytes if isinstance(self.base, ProgramForward) else None

@@ -216,7 +216,7 @@ class HeadBlock(HeadDrafter):
         return found if isinstance(states, np.ndarray) else found.to(states.dtype)
 
 
-class HeadOfPlaces(HeadDrafter):
+class MedusaDrafter(HeadDrafter):
     """Medusa. All places in one pass, from the state before the last token: what a place holds does not depend on those before
     it."""
 

@@ -25,7 +25,7 @@ from slipstream.spec.reason import NotCovered, Reason
 from slipstream.spec.scheme import SCHEMES
 from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.drafter import Chain
-from slipstream.worker.head_drafter import HeadBlock, HeadChain, HeadDrafter, HeadOfPlaces, Sample
+from slipstream.worker.head_drafter import HeadBlock, HeadChain, HeadDrafter, MedusaDrafter, Sample
 from slipstream.worker.host_chain import check_num_drafts, head_scheme
 from slipstream.worker.input_batch import gather
 from slipstream.worker.rows import RowTable
@@ -146,7 +146,7 @@ def load_host_drafter(
     )
     head, memory, states = loaded.head, HostMemory(config.model.dtype), HostStates(config.cache.block_size)
     if not isinstance(head, LayeredHead):
-        return HeadOfPlaces(config, loaded, memory, states, sample)
+        return MedusaDrafter(config, loaded, memory, states, sample)
     if isinstance(head.program, Reason):
         raise NotCovered(head.program)
     if head.spec.mask_token is not None:

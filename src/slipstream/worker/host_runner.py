@@ -245,7 +245,7 @@ class HostRunner:
     def _make_cache(self, num_blocks: int) -> list[LayerKV]:
         """The layers' keys and values, of zeros (`shared_caches`). Their memory is taken when it is first written."""
         spec, dtype, scales = self.model.spec, self.config.cache.dtype, self.kv_scales
-        return shared_caches(spec.held, spec.cache_places, lambda i: self._layer_cache(i, num_blocks, dtype), scales)  # type: ignore[arg-type]
+        return shared_caches(spec.local_layers, spec.cache_places, lambda i: self._layer_cache(i, num_blocks, dtype), scales)  # type: ignore[arg-type]
 
     def _layer_cache(self, layer: int, num_blocks: int, dtype: str) -> tuple[Any, Any]:
         attention, size = self.model.spec.layers[layer].attention, self.config.cache.block_size
@@ -260,7 +260,7 @@ class HostRunner:
         tokens = np.random.default_rng(0).integers(0, spec.vocab_size, length, dtype=np.int32)
         num_blocks = -(-length // size)
         kv = [LayerKV(*self._layer_cache(i, num_blocks + 1, self.config.model.dtype)) for i in range(len(spec.layers))]
-        self.forwards.hidden(tokens, kv, alone(0, length, block_size=size))
+        self.forwards.hidden(tokens, kv, single_sequence(0, length, block_size=size))
         top = np.float32(FORMAT_MAX["int8"] / 1.1)
 
         def scale(cache: Any) -> Array:
@@ -414,8 +414,8 @@ class HostRunner:
         self.phases[name] = time.perf_counter() - begin
 
 
-def alone(start: int, num_tokens: int, *, block_size: int, num_groups: int = 1) -> AttentionMetadata:
-    """`AttentionMetadata.alone`, of arrays."""
+def single_sequence(start: int, num_tokens: int, *, block_size: int, num_groups: int = 1) -> AttentionMetadata:
+    """`AttentionMetadata.single_sequence`, of arrays."""
     length = start + num_tokens
     own = np.arange(-(-length // block_size), dtype=np.int32)[None] * np.int32(num_groups) + np.int32(1)
     positions = np.arange(start, length)

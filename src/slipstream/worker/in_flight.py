@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.kernels.native import Running
+from slipstream.kernels.native import RunningStep
 from slipstream.types import (
     Extra,
     Plan,
@@ -40,7 +40,7 @@ class InFlightStep:
     plan: Plan
     sampled: SampledRows | None
     tokens: Tensor  # int64 [N], on the host once `done`
-    done: Event | Running | None  # None: it is
+    done: Event | RunningStep | None  # None: it is
     logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = None  # which samples, values, how many wanted
     extras: Sequence[Extra] = ()
     pooled: tuple[tuple[str, ...], Tensor] | None = None  # which are complete, and their vectors float32 [N, E] on the host
@@ -56,7 +56,7 @@ class InFlightStep:
     @property
     def is_ready(self) -> bool:
         """`result()` does not wait."""
-        return self.done is None or (not isinstance(self.done, Running) and self.done.query())
+        return self.done is None or (not isinstance(self.done, RunningStep) and self.done.query())
 
     def proposed(self) -> Sequence[int]:
         return () if self.drafts is None else self.drafts.tolist()

@@ -48,7 +48,7 @@ from slipstream.worker.tiers import open_tiers
 if TYPE_CHECKING:
     import torch
 
-    from slipstream.platform import Group
+    from slipstream.platform import RankGroup
     from slipstream.worker.model_runner import ModelRunner
 
     Runner: TypeAlias = ModelRunner | HostRunner
@@ -65,7 +65,7 @@ class Ranks(Protocol):
     local_size: int
     mixed: bool  # some have a CPU and some a GPU
 
-    def join(self, backend: str, device: torch.device) -> Group:
+    def join(self, backend: str, device: torch.device) -> RankGroup:
         """Meet the others."""
 
 

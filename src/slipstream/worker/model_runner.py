@@ -160,7 +160,7 @@ class ModelRunner:
         self.kv_scales: list[tuple[Tensor, Tensor]] | None = None
         if config.cache.dtype in FORMAT_MAX:
             if self.model.cache_scales is not None:  # `resolve` made sure that they are for this type
-                held = self.model.spec.held
+                held = self.model.spec.local_layers
                 own = self.model.cache_scales.layers()[held.start : held.stop]
                 self.kv_scales = [(self.platform.upload(k), self.platform.upload(v)) for k, v in own]
             else:

@@ -46,7 +46,7 @@ from slipstream.config import (
 from slipstream.config.engine_folder import SERVE_NAME, is_engine_folder, read_engine_folder
 from slipstream.errors import AdapterError, ConfigError, EngineError, OutOfMemoryError, SlipstreamError
 from slipstream.hub import machine_folder, resolve_model
-from slipstream.plan.estimate import held_weights_bytes, this_device
+from slipstream.plan.estimate import resident_weights_bytes, this_device
 from slipstream.plan.fit import check_weights_fit
 from slipstream.plan.hardware import available_cores, gpus
 from slipstream.plan.memory import MemoryLedger
@@ -60,7 +60,6 @@ from slipstream.worker.base import Executor, Launched
 from slipstream.worker.device import detect
 from slipstream.worker.rank_joining import accept_ranks, parse_address
 from slipstream.worker.rank_messages import (
-    Answer,
     Begin,
     CaptureNext,
     Constrain,
@@ -77,6 +76,7 @@ from slipstream.worker.rank_messages import (
     Meeting,
     Question,
     RankFailed,
+    Reply,
     Result,
     Sampled,
     ToRank,
@@ -291,7 +291,7 @@ class ProcessExecutor(Executor):
         """End the ranks, and wait until they have."""
         self._dead = self._dead or EngineError("the ranks were shut down")
         # By a thread: a rank that hangs reads nothing, and would hold us up.
-        sending = threading.Thread(target=_tell_end, args=(self._ranks,), daemon=True)
+        sending = threading.Thread(target=_send_end, args=(self._ranks,), daemon=True)
         sending.start()
         self._group.wait(END_S)
         self._finalizer()
@@ -345,7 +345,7 @@ class ProcessExecutor(Executor):
         except OSError:
             self._die()
 
-    def _ask(self, question: Question, count: int | None = None) -> list[Answer]:
+    def _ask(self, question: Question, count: int | None = None) -> list[Reply]:
         """The answers, `count` of them; None: one of each stage."""
         with self._asking:
             self._broadcast(question)
@@ -424,7 +424,7 @@ def _beside_a_gpu(args: EngineArgs, description: ModelDescription, config: Engin
     cpu = detect("cpu", machine_folder(), num_threads=args.num_threads)
     on_cpu, on_gpu = stage_args(args, config, args.num_threads or max(1, cpu.num_threads - 1))
     own = resolve(on_cpu, description, cpu)
-    if (need := held_weights_bytes(own, description, own.parallel.shard(0))) > cpu.free_bytes:
+    if (need := resident_weights_bytes(own, description, own.parallel.shard(0))) > cpu.free_bytes:
         layers, free = config.parallel.stages[0], cpu.free_bytes / 2**30
         raise OutOfMemoryError(
             f"cpu_layers: {layers} layers take {need / 2**30:.1f} GiB, and {free:.1f} GiB of the host's memory are free; lower "
@@ -440,7 +440,7 @@ class Mailbox:
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self.results: dict[int, StepResult] = {}
         self._start: deque[tuple[Rank, Meeting | Phase | Started]] = deque()
-        self._answers: deque[Answer] = deque()
+        self._answers: deque[Reply] = deque()
         self._failures: list[RankFailed] = []
         self._expected: set[int] = set()  # steps whose results somebody will want
         self._arrived = threading.Condition()
@@ -466,7 +466,7 @@ class Mailbox:
     def next_of_start(self) -> tuple[Rank, Meeting | Phase | Started] | None:
         return self._start.popleft() if self._start else None
 
-    def next_answer(self) -> Answer | None:
+    def next_answer(self) -> Reply | None:
         return self._answers.popleft() if self._answers else None
 
     def wait_for(self, find: Callable[[], T | None]) -> T | None:
@@ -503,7 +503,7 @@ class Mailbox:
             if message.step_id in self._expected:
                 self._expected.discard(message.step_id)
                 self.results[message.step_id] = message.step
-        elif isinstance(message, Answer):
+        elif isinstance(message, Reply):
             self._answers.append(message)
         elif isinstance(message, Meeting | Phase | Started):
             self._start.append((rank, message))
@@ -572,7 +572,7 @@ def _spawn(number: int) -> Rank:
     return Rank(number, process, Link(Connection(ours.detach()), FromRank))
 
 
-def _tell_end(ranks: Sequence[Rank]) -> None:
+def _send_end(ranks: Sequence[Rank]) -> None:
     for rank in ranks:
         with contextlib.suppress(OSError):
             rank.link.send(End())

@@ -164,7 +164,7 @@ class Result(msgspec.Struct, tag=True):
         return StepResult(self.step_id, self.token_ids, self.num_tokens, extras, self.is_cold)
 
 
-class Answer(msgspec.Struct, tag=True):
+class Reply(msgspec.Struct, tag=True):
     """To WarmUp (the step times), CaptureNext (whether there was one), GetExpertLoad, LoadAdapter (the version of its files, or
     why it can't be), GetAdapterStats and GetProposed."""
 
@@ -183,7 +183,7 @@ class RankFailed(Failed, tag=True):
     of_peer: bool = False
 
 
-FromRank: TypeAlias = Join | Meeting | Phase | Started | Result | Answer | RankFailed
+FromRank: TypeAlias = Join | Meeting | Phase | Started | Result | Reply | RankFailed
 
 
 class Link:

@@ -37,7 +37,6 @@ from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.rank_joining import JOIN_S, join
 from slipstream.worker.rank_messages import (
-    Answer,
     Begin,
     CaptureNext,
     Constrain,
@@ -54,6 +53,7 @@ from slipstream.worker.rank_messages import (
     Meeting,
     RankFailed,
     Refused,
+    Reply,
     Result,
     Sampled,
     ToRank,
@@ -148,28 +148,28 @@ class RankProcess:
             self._steps.clear()
             executor.forget()
         elif isinstance(message, WarmUp):
-            answer = Answer(step_times=tuple(executor.warm_up()))
+            answer = Reply(step_times=tuple(executor.warm_up()))
         elif isinstance(message, CaptureNext):
-            answer = Answer(executor.capture_next())
+            answer = Reply(executor.capture_next())
         elif isinstance(message, GetExpertLoad):
-            answer = Answer(expert_load=executor.expert_load())
+            answer = Reply(expert_load=executor.expert_load())
         elif isinstance(message, LoadAdapter):
             answer = self._load_adapter(message)
         elif isinstance(message, UnloadAdapter):
             executor.unload_adapter(message.adapter_id)
         elif isinstance(message, GetAdapterStats):
-            answer = Answer(adapters=executor.adapter_stats())
+            answer = Reply(adapters=executor.adapter_stats())
         elif isinstance(message, GetProposed):
             assert self._newest is not None
-            answer = Answer(proposed=tuple(self._newest.proposed()))
+            answer = Reply(proposed=tuple(self._newest.proposed()))
         if answer is not None and (self._answers or isinstance(message, LoadAdapter)):
             self._link.send(answer)
 
-    def _load_adapter(self, message: LoadAdapter) -> Answer:
+    def _load_adapter(self, message: LoadAdapter) -> Reply:
         try:
-            return Answer(version=self._executor.load_adapter(message.request, tuple))
+            return Reply(version=self._executor.load_adapter(message.request, tuple))
         except AdapterError as error:
-            return Answer(refused=Failed.of(error))
+            return Reply(refused=Failed.of(error))
 
     def _launch(self, plan: StepPlan | TextsPlan) -> None:
         self._newest = step = self._executor.runner.launch(plan)

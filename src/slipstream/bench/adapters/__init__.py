@@ -63,7 +63,7 @@ def parse_parallel(text: str, where: str) -> Parallel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class EngineSetup:
     """What an engine is made of. `model` is what the user called it, `path` where it lies (None: the engine finds it itself, as
     a server does). `batch_size` is the most requests at once and `max_model_len` the longest of them. `settings` are
     the engine's own: the fields of `EngineArgs`, or those that `ENGINES` lists."""
@@ -104,7 +104,7 @@ ENGINES: Mapping[str, EngineKind] = {
 }
 
 
-def check(setup: Setup) -> None:
+def check(setup: EngineSetup) -> None:
     """ConfigError if the engine can't be asked for this."""
     kind = ENGINES.get(setup.engine)
     if kind is None:
@@ -127,7 +127,7 @@ def check(setup: Setup) -> None:
         )
 
 
-def make_engine(setup: Setup, on_phase: OnPhase = lambda phase: None) -> Engine:
+def make_engine(setup: EngineSetup, on_phase: OnPhase = lambda phase: None) -> Engine:
     """The engine of `setup`, its model loaded. ConfigError names what it can't do or what is not installed."""
     check(setup)
     adapter = "server" if ENGINES[setup.engine].remote else setup.engine
@@ -135,7 +135,7 @@ def make_engine(setup: Setup, on_phase: OnPhase = lambda phase: None) -> Engine:
     return made
 
 
-def path_of(setup: Setup) -> Path:
+def path_of(setup: EngineSetup) -> Path:
     """The model's place, for adapters that load it themselves."""
     if setup.path is None:
         raise ConfigError(f"{setup.engine} needs the model's files", field="model")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.bench.adapters import OnPhase, Setup, path_of
+from slipstream.bench.adapters import EngineSetup, OnPhase, path_of
 from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
 from slipstream.errors import ConfigError
@@ -125,7 +125,7 @@ class OfflineLlamaCpp:
         self._lib.llama_model_free(self._model)
 
 
-def make(setup: Setup, on_phase: OnPhase) -> OfflineLlamaCpp:
+def make(setup: EngineSetup, on_phase: OnPhase) -> OfflineLlamaCpp:
     on_phase("weights")
     threads = setup.setting("num_threads") or available_cores()
     length = setup.max_model_len or 2048

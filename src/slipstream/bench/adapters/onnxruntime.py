@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.bench.adapters import OnPhase, Setup, path_of
+from slipstream.bench.adapters import EngineSetup, OnPhase, path_of
 from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
 from slipstream.errors import ConfigError
@@ -90,7 +90,7 @@ class OfflineOnnxRuntime:
         del self._model
 
 
-def make(setup: Setup, on_phase: OnPhase) -> OfflineOnnxRuntime:
+def make(setup: EngineSetup, on_phase: OnPhase) -> OfflineOnnxRuntime:
     on_phase("weights")
     threads = setup.setting("num_threads") or available_cores()
     return OfflineOnnxRuntime(path_of(setup), batch_size=setup.batch_size, num_threads=threads)

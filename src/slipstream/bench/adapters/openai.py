@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from slipstream.bench.load import Answer
+from slipstream.bench.load import MeasuredAnswer
 from slipstream.bench.workload import BenchRequest
 from slipstream.errors import ConfigError, EngineError, EngineOverloadedError
 
@@ -94,7 +94,7 @@ class OpenAIEndpoint:
                 raise EngineError(f"no server listens at {self._host}:{self._port}; {hint}") from error
             raise EngineError(f"{url} does not answer like OpenAI's API: {type(error).__name__}: {error}") from error
 
-    async def ask(self, request: BenchRequest, answer: Answer, /) -> None:
+    async def ask(self, request: BenchRequest, answer: MeasuredAnswer, /) -> None:
         endpoint = self.endpoint
         body: dict[str, Any] = {
             "model": endpoint.model,
@@ -260,7 +260,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 class Events:
     """Reads the server-sent events of an answer, whatever the cuts of the bytes, into `answer`."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: MeasuredAnswer) -> None:
         self.answer = answer
         self.ended = False  # [DONE] has come
         self._split = Splitter()

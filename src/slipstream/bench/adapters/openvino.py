@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.bench.adapters import OnPhase, Setup, path_of
+from slipstream.bench.adapters import EngineSetup, OnPhase, path_of
 from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
 from slipstream.errors import ConfigError
@@ -97,7 +97,7 @@ class OfflineOpenVINO:
         del self._pipeline
 
 
-def make(setup: Setup, on_phase: OnPhase) -> OfflineOpenVINO:
+def make(setup: EngineSetup, on_phase: OnPhase) -> OfflineOpenVINO:
     on_phase("weights")
     threads = setup.setting("num_threads") or available_cores()
     length = setup.max_model_len or 2048

@@ -17,7 +17,7 @@ from typing import Any
 
 import uvloop
 
-from slipstream.bench.adapters import AS_STORED, OnPhase, Setup
+from slipstream.bench.adapters import AS_STORED, EngineSetup, OnPhase
 from slipstream.bench.adapters.openai import Endpoint, OpenAIEndpoint
 from slipstream.bench.load import Burst, run_load
 from slipstream.bench.metrics import RequestRecord
@@ -55,7 +55,7 @@ class ServerEngine:
                 self._process.wait()
 
 
-def make(setup: Setup, on_phase: OnPhase) -> ServerEngine:
+def make(setup: EngineSetup, on_phase: OnPhase) -> ServerEngine:
     begin = time.monotonic()
     command, url = command_of(setup), setup.setting("url")
     if (command is None) == (url is None):
@@ -87,7 +87,7 @@ def make(setup: Setup, on_phase: OnPhase) -> ServerEngine:
     return ServerEngine(endpoint, process, time.monotonic() - begin)
 
 
-def command_of(setup: Setup) -> list[str] | None:
+def command_of(setup: EngineSetup) -> list[str] | None:
     """The words that start the server, before they are filled in; None where it runs already."""
     if setup.engine != "vllm":
         command: list[str] | None = setup.setting("command")
@@ -101,7 +101,7 @@ def command_of(setup: Setup) -> list[str] | None:
     return words + [str(word) for word in setup.setting("arguments", ())]
 
 
-def filled(command: Sequence[str], setup: Setup, port: int) -> list[str]:
+def filled(command: Sequence[str], setup: EngineSetup, port: int) -> list[str]:
     values = {"model": str(setup.path or setup.model), "port": str(port), "scheme": setup.scheme}
     values |= {"batch_size": str(setup.batch_size), "max_model_len": str(setup.max_model_len)}
     words = list(command)

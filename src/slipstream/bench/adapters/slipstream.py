@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from slipstream.bench.adapters import AS_STORED, OnPhase, Setup
-from slipstream.bench.load import Answer
+from slipstream.bench.adapters import AS_STORED, EngineSetup, OnPhase
+from slipstream.bench.load import MeasuredAnswer
 from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
 from slipstream.config import EngineArgs
@@ -81,7 +81,7 @@ class AsyncSlipstream:
     async def start(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> Self:
         return cls(await AsyncLLM.start(args, progress=progress))
 
-    async def ask(self, request: BenchRequest, answer: Answer, /) -> None:
+    async def ask(self, request: BenchRequest, answer: MeasuredAnswer, /) -> None:
         async for output in self.engine.generate(prompt_of(request), greedy(request.output_tokens)):
             tokens = sum(len(choice.token_ids) for choice in output.outputs)
             if tokens:
@@ -105,7 +105,7 @@ class AsyncSlipstream:
         await self.engine.shutdown()
 
 
-def engine_args(setup: Setup) -> EngineArgs:
+def engine_args(setup: EngineSetup) -> EngineArgs:
     """The settings of an engine in a measurement: no tokenizer, no prefix cache, and room for what is asked, unless `setup`
     says otherwise."""
     given: dict[str, Any] = {
@@ -121,5 +121,5 @@ def engine_args(setup: Setup) -> EngineArgs:
     return EngineArgs(model=str(setup.path or setup.model), **given)
 
 
-def make(setup: Setup, on_phase: OnPhase) -> OfflineSlipstream:
+def make(setup: EngineSetup, on_phase: OnPhase) -> OfflineSlipstream:
     return OfflineSlipstream(engine_args(setup), progress=on_phase)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.adapters import OnPhase, Setup, path_of
+from slipstream.bench.adapters import EngineSetup, OnPhase, path_of
 from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
 from slipstream.errors import ConfigError
@@ -178,7 +178,7 @@ class OfflineTransformers:
         del self.model
 
 
-def make(setup: Setup, on_phase: OnPhase) -> OfflineTransformers:
+def make(setup: EngineSetup, on_phase: OnPhase) -> OfflineTransformers:
     dtype = setup.setting("dtype", "auto")
     if dtype == "auto":
         raise ConfigError("engine='transformers' needs a dtype, the one that it is compared in", field="dtype")

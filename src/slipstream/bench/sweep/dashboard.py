@@ -21,7 +21,7 @@ LIBRARIES = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class SweepRun:
     """The rows of one sweep and what they have in common (`bench.report.document`)."""
 
     name: str
@@ -29,7 +29,7 @@ class Run:
     meta: Mapping[str, Any]
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[SweepRun]) -> str:
     """The page of one run, or of several to be compared, the newest first."""
     data = {
         "runs": [

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.adapters import AS_STORED, ENGINES, Setup, check
+from slipstream.bench.adapters import AS_STORED, ENGINES, EngineSetup, check
 from slipstream.bench.step_cost import decode_step
 from slipstream.bench.sweep.grid import Case, Grid, SetupSpec
 from slipstream.bench.sweep.results import Row, append, read_rows
@@ -31,15 +31,15 @@ from slipstream.plan.environment import plain
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.scheme import SCHEMES
 
-Told = Callable[[str, int, int], None]
-"""Is told what is measured, how many rows there are, and how many there will be."""
+OnRow = Callable[[str, int, int], None]
+"""Is called with what is measured, how many rows there are, and how many there will be."""
 
 LOG_TAIL = 600
 CLOSE_S = 30.0
 
 
 def run_sweep(
-    grid: Grid, folder: Path, *, retry: bool = False, told: Told = lambda what, done, total: None
+    grid: Grid, folder: Path, *, retry: bool = False, on_row: OnRow = lambda what, done, total: None
 ) -> list[Row]:
     """Measure what `folder` has no row of yet, row by row; all rows of the grid, in its order. With `retry` rows with an error
     are measured again."""
@@ -52,7 +52,7 @@ def run_sweep(
         done += len(cases) - len(waiting)
         if not waiting:
             continue
-        told(setup.name, done, total)
+        on_row(setup.name, done, total)
         for (key, case), found in zip(
             waiting, _measure(grid, setup, [case for _, case in waiting], folder), strict=True
         ):
@@ -60,7 +60,7 @@ def run_sweep(
             known[key] = row
             append(row, folder)
             done += 1
-            told(setup.name, done, total)
+            on_row(setup.name, done, total)
     return [known[key] for key in order]
 
 
@@ -117,7 +117,7 @@ def _measure(grid: Grid, spec: SetupSpec, cases: list[Case], folder: Path) -> It
         worker.close()
 
 
-def make_setup(grid: Grid, spec: SetupSpec) -> tuple[Setup, ModelDescription | None]:
+def make_setup(grid: Grid, spec: SetupSpec) -> tuple[EngineSetup, ModelDescription | None]:
     """What the process is given. The model is looked for, or fetched, here, but for one that the engine names itself."""
     kind, engine = ENGINES[spec.engine.engine], spec.engine
     settings = dict(engine.settings)
@@ -128,7 +128,7 @@ def make_setup(grid: Grid, spec: SetupSpec) -> tuple[Setup, ModelDescription | N
     except SlipstreamError:
         if not kind.remote:
             raise
-    setup = Setup(
+    setup = EngineSetup(
         engine=engine.engine,
         model=spec.model,
         path=path,
@@ -165,7 +165,7 @@ def _cost(description: ModelDescription, spec: SetupSpec, case: Case, found: Row
 class Worker:
     """A process of `worker.py`, in a group of its own with all that it starts. Its messages go to a file of `logs`."""
 
-    def __init__(self, setup: Setup, spec: SetupSpec, logs: Path) -> None:
+    def __init__(self, setup: EngineSetup, spec: SetupSpec, logs: Path) -> None:
         logs.mkdir(exist_ok=True)
         self.started: Row = {}
         self._setup = setup

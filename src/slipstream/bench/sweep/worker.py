@@ -1,6 +1,6 @@
 """A process that loads one engine and measures cases: `python -m slipstream.bench.sweep.worker`, started by `runner`.
 
-Messages are lines of JSON: a `Setup` first, then cases, on standard input; what was measured, on what was standard
+Messages are lines of JSON: an `EngineSetup` first, then cases, on standard input; what was measured, on what was standard
 output when it began. What libraries print goes to standard error. It imports nothing that an engine's own environment may lack.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from slipstream import __version__
-from slipstream.bench.adapters import ENGINES, Engine, Parallel, Setup, make_engine
+from slipstream.bench.adapters import ENGINES, Engine, EngineSetup, Parallel, make_engine
 from slipstream.bench.metrics import summarize
 from slipstream.bench.power import EnergyMeter
 from slipstream.bench.sweep.results import energy_figures, figures
@@ -42,7 +42,7 @@ def measure(engine: Engine, meter: EnergyMeter, case: Mapping[str, Any], *, remo
     return found
 
 
-def _devices(setup: Setup) -> list[str] | None:
+def _devices(setup: EngineSetup) -> list[str] | None:
     """Those that the engine computes on; None of a server, which does not say."""
     if ENGINES[setup.engine].remote:
         return None
@@ -84,7 +84,7 @@ def serve(source: IO[str], replies: IO[str]) -> None:
 
     given = json.loads(source.readline())
     path = given.pop("path")
-    setup = Setup(**{**given, "path": None if path is None else Path(path), "parallel": Parallel(**given["parallel"])})
+    setup = EngineSetup(**{**given, "path": None if path is None else Path(path), "parallel": Parallel(**given["parallel"])})
     begin = time.monotonic()
     try:
         engine = make_engine(setup)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compress.calibrate import FakeInputs, ObservingOps, StraightThrough, Stream
-from slipstream.compress.quantize.rounding import Grid, Rounded, bounds, fit, straight_through
+from slipstream.compress.quantize.rounding import QuantGrid, Rounded, bounds, fit, straight_through
 from slipstream.model.sequences import SequenceBatch, layer_output
 from slipstream.spec.scheme import WeightFormat
 
@@ -35,13 +35,13 @@ class Offsets:
     """The trained offsets and scale factors of one weight."""
 
     weight: Tensor  # float32 [out, in]
-    grid: Grid
+    grid: QuantGrid
     offset: Tensor  # [out, in]
     factor: Tensor  # the shape of the scales
     step_size: float = 1.0
 
     @classmethod
-    def of(cls, compensated: Tensor, grid: Grid) -> Offsets:
+    def of(cls, compensated: Tensor, grid: QuantGrid) -> Offsets:
         """Begin at the result of `gptq_trace`; the grid stays."""
         offset = torch.zeros_like(compensated, requires_grad=True)
         return cls(compensated, grid, offset, torch.ones_like(grid.scales, dtype=torch.float32), GPTQ_STEP_SIZE)
@@ -71,7 +71,7 @@ class Offsets:
     def rounded(self) -> Rounded:
         with torch.no_grad():
             codes, scales, _ = self._codes()
-            grid = Grid(self.fmt, scales[..., 0].to(self.grid.scales.dtype), self.grid.zeros)
+            grid = QuantGrid(self.fmt, scales[..., 0].to(self.grid.scales.dtype), self.grid.zeros)
             codes = codes.view(self.weight.shape)
             if self.fmt.kind == "float":
                 return Rounded(grid, codes.clamp(-448, 448).to(torch.float8_e4m3fn))

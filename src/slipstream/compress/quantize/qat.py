@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.compress.calibrate import HELD_BYTES, FakeInputs, ObservingOps, StraightThrough, load_ends, load_layer
 from slipstream.compress.objective import LOGITS_BYTES
-from slipstream.compress.quantize.rounding import Grid, Rounded, bounds, straight_through
+from slipstream.compress.quantize.rounding import QuantGrid, Rounded, bounds, straight_through
 from slipstream.compress.recipe import QAT
 from slipstream.compress.steps import warmup_cosine
 from slipstream.errors import ConfigError
@@ -35,12 +35,12 @@ MAX_GRAD_NORM = 1.0
 class Trained:
     """A weight in training."""
 
-    grid: Grid
+    grid: QuantGrid
     weight: Tensor  # float32 [out, in]
     step: Tensor  # [out, groups], the logarithm of the scales, so that these stay positive
 
     @classmethod
-    def of(cls, weight: Tensor, grid: Grid) -> Trained:
+    def of(cls, weight: Tensor, grid: QuantGrid) -> Trained:
         """Begin at `weight`, which is on the grid."""
         return cls(grid, weight.clone().requires_grad_(), grid.scales.float().log().requires_grad_())
 
@@ -58,14 +58,14 @@ class Trained:
 
     @torch.no_grad()
     def rounded(self) -> Rounded:
-        grid = Grid(self.grid.fmt, self.step.exp().to(self.grid.scales.dtype), self.grid.zeros)
+        grid = QuantGrid(self.grid.fmt, self.step.exp().to(self.grid.scales.dtype), self.grid.zeros)
         return Rounded(grid, grid.codes(self.weight.detach().clone()))
 
 
 def train(
     source: ModelDescription,
     values: Sequence[Mapping[str, Tensor]],
-    grids: Mapping[str, Grid],
+    grids: Mapping[str, QuantGrid],
     windows: Sequence[Sequence[int]],
     settings: QAT,
     *,

@@ -30,7 +30,7 @@ COLUMNS_AT_ONCE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class QuantGrid:
     """`scales` [out, groups] in the type they are written in, or [1, 1] for a whole weight; `zeros` int8 [out, groups]."""
 
     fmt: WeightFormat
@@ -71,7 +71,7 @@ def on_grid(fmt: WeightFormat, x: Tensor, scales: Tensor, zeros: Tensor | None) 
 class Rounded:
     """A rounded weight."""
 
-    grid: Grid
+    grid: QuantGrid
     codes: Tensor  # int8 or float8_e4m3fn [out, in]
 
     @property
@@ -86,7 +86,7 @@ class Rounded:
     def cat(cls, parts: Sequence[Rounded]) -> Rounded:
         """The rows of several weights of one format, one below the other."""
         zeros = [part.grid.zeros for part in parts if part.grid.zeros is not None]
-        grid = Grid(parts[0].fmt, torch.cat([p.grid.scales for p in parts]), torch.cat(zeros) if zeros else None)
+        grid = QuantGrid(parts[0].fmt, torch.cat([p.grid.scales for p in parts]), torch.cat(zeros) if zeros else None)
         return cls(grid, torch.cat([p.codes.view(torch.int8) for p in parts]).view(parts[0].codes.dtype))
 
 
@@ -95,7 +95,7 @@ def bounds(fmt: WeightFormat) -> tuple[int, int]:
     return fmt.lowest + (fmt.inputs is not None), -fmt.lowest - 1
 
 
-def fit(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, importance: Tensor | None = None) -> Grid:
+def fit(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, importance: Tensor | None = None) -> QuantGrid:
     """The grid of a float32 weight [out, in], with scales in `dtype`. With `clip` each scale is the one with the least squared
     error among `SHRINKS` or `FLOAT_SHRINKS`; `importance` [in] weighs the errors of inputs."""
     whole = weight.reshape(1, 1, -1) if fmt.whole else weight.unflatten(1, (fmt.groups(weight.shape[1]), -1))
@@ -107,8 +107,8 @@ def fit(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, im
     for shrink in (SHRINKS if fmt.kind == "int" else FLOAT_SHRINKS) if clip else (1.0,):
         scales, zeros = _range(whole, fmt, shrink, dtype)
         if not clip:
-            return Grid(fmt, scales, zeros)
-        grid = Grid(fmt, scales, zeros)
+            return QuantGrid(fmt, scales, zeros)
+        grid = QuantGrid(fmt, scales, zeros)
         rounded = numbers(grid.codes(whole.flatten(1)), scales, zeros).view(whole.shape)
         error = (rounded - whole).square_()
         total = (error if weighed is None else error.mul_(weighed)).sum(-1)
@@ -120,7 +120,7 @@ def fit(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, im
         kept = None if zeros is None or best[1] is None else torch.where(better, zeros, best[1])
         best = torch.where(better, scales, best[0]), kept
     assert best is not None
-    return Grid(fmt, *best)
+    return QuantGrid(fmt, *best)
 
 
 def _range(groups: Tensor, fmt: WeightFormat, shrink: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -42,7 +42,7 @@ class Webhook:
         self._news = asyncio.Event()
         self.num_sent = self.num_lost = 0
 
-    def tell(self, event: str, finding: Finding) -> None:
+    def enqueue(self, event: str, finding: Finding) -> None:
         if len(self._waiting) >= MOST_WAITING:
             self._waiting.popleft()
             self._lost("too many wait")
@@ -82,14 +82,14 @@ class Webhook:
 
 
 class Alerts:
-    """All addresses. `tell` sends changes of findings; the first of a finding is that it began."""
+    """All addresses. `send` takes changes of findings; the first of a finding is that it began."""
 
     def __init__(self, urls: Sequence[str], source: str) -> None:
         self.hooks = [Webhook(url, source) for url in urls]
         self._begun: set[int] = set()
 
-    def tell(self, news: Sequence[Finding]) -> None:
-        for finding in news:
+    def send(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
             if finding.ended is not None:
                 event = "ended"
                 self._begun.discard(finding.number)
@@ -97,7 +97,7 @@ class Alerts:
                 event = "changed" if finding.number in self._begun else "began"
                 self._begun.add(finding.number)
             for hook in self.hooks:
-                hook.tell(event, finding)
+                hook.enqueue(event, finding)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:

@@ -1,8 +1,8 @@
 """The detector: observations of replicas in, findings out, online and in bounded memory.
 
 A finding has a beginning and an end. Series that change together are one finding (`causes.py`). For the first `SETTLE_S` its
-cause may still change, as more series change. `take_news` returns a finding when its series agree on a cause, or when that time
-is over. A finding ends when each of its series is as before.
+cause may still change, as more series change. `drain_findings` returns a finding when its series agree on a cause, or when that
+time is over. A finding ends when each of its series is as before.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Detector:
         self._replicas: OrderedDict[str, _Replica] = OrderedDict()
         self._numbers = itertools.count(1)
         self._ended: deque[Finding] = deque(maxlen=MOST_ENDED)
-        self._news: deque[Finding] = deque(maxlen=2 * MOST_ENDED)
+        self._changed: deque[Finding] = deque(maxlen=2 * MOST_ENDED)
 
     @property
     def findings(self) -> list[Finding]:
@@ -92,11 +92,11 @@ class Detector:
         lasting = [f for replica in self._replicas.values() for f in replica.open.values()]
         return [*sorted(lasting, key=lambda f: -f.number), *reversed(self._ended)]
 
-    def take_news(self) -> list[Finding]:
+    def drain_findings(self) -> list[Finding]:
         """Findings that began, became another cause, or ended, since the last call, in that order."""
-        news = list(self._news)
-        self._news.clear()
-        return news
+        changed = list(self._changed)
+        self._changed.clear()
+        return changed
 
     def observe(self, seen: Observation) -> None:
         replica = self._replicas.get(seen.replica)
@@ -149,7 +149,7 @@ class Detector:
             ),
         )  # fmt: skip
         replica.open[finding.number] = finding
-        self._news.append(finding)
+        self._changed.append(finding)
 
     def _join(self, replica: _Replica, finding: Finding, name: str, cause: Cause) -> None:
         signals = tuple(dict.fromkeys((*finding.signals, name)))
@@ -159,7 +159,7 @@ class Detector:
         signals=signals), )
         replica.open[finding.number] = changed
         if changed.cause != finding.cause:
-            self._news.append(changed)
+            self._changed.append(changed)
 
     @staticmethod
     def _cause(replica: _Replica, names: tuple[str, ...], seen: Observation) -> Cause:
@@ -173,7 +173,7 @@ class Detector:
         del replica.open[finding.number]
         ended = replace(finding, ended=at)
         self._ended.append(ended)
-        self._news.append(ended)
+        self._changed.append(ended)
 
     def _end_all(self, replica: _Replica, at: float) -> None:
         for finding in list(replica.open.values()):

@@ -88,7 +88,7 @@ def examine(
             remedy = "see whether the server runs and the address is right"
             complaints.append(Complaint(url=now.url, cause="unreachable", text=text, remedy=remedy, source="now"))
             continue
-        complaints += [told(now.url, finding) for finding in now.findings or () if finding.get("ended") is None]
+        complaints += [as_complaint(now.url, finding) for finding in now.findings or () if finding.get("ended") is None]
         found = None if before.counters is None else now.counters.since(before.counters, now.url)
         if found is not None:
             seen[now.url] = found
@@ -99,7 +99,7 @@ def examine(
     return last, complaints
 
 
-def told(url: str, finding: dict[str, Any]) -> Complaint:
+def as_complaint(url: str, finding: dict[str, Any]) -> Complaint:
     text = f"{finding['title']} ({'; '.join(finding['evidence'])})"
     return Complaint(url=url, cause=finding["cause"], text=text, remedy=finding["remedy"], source="detector")
 

@@ -49,13 +49,13 @@ class ServerWatch:
         name = state.model_names[0]
         if state.engine.is_sleeping:
             self._before.pop(name, None)
-            self.tell(self.now())
+            self.report(self.now())
             return
         stats, metrics = await engine_stats(state), await all_metrics(state)
         canary = state.engine.canary
         at, canary_ok = self.now(), None if canary is None else canary.ok
         self.see(name, of_server(stats, metrics, at=at, num_open=state.engine.num_requests, canary_ok=canary_ok))
-        self.tell(at)
+        self.report(at)
 
     def now(self) -> float:
         """Seconds since 1970 by a clock that does not jump: the host's when this began, and what has passed since."""
@@ -67,15 +67,15 @@ class ServerWatch:
         if seen is not None:
             self._detector.observe(seen)
 
-    def tell(self, at: float) -> None:
+    def report(self, at: float) -> None:
         """Log what is new, and alert. Replicas that are gone are forgotten."""
         self._detector.forget_silent(at)
         for replica in [name for name, counters in self._before.items() if at - counters.at > SILENT_S]:
             del self._before[replica]
-        news = self._detector.take_news()
-        for finding in news:
+        findings = self._detector.drain_findings()
+        for finding in findings:
             self._log(finding)
-        self._alerts.tell(news)
+        self._alerts.send(findings)
 
     @staticmethod
     def _log(finding: Finding) -> None:

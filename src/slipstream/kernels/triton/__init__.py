@@ -42,11 +42,11 @@ from slipstream.kernels.triton import (
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.mla import mla_paged_attention, mla_queries
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Pair, ScaledLinear, SplitLinear
-from slipstream.platform import Group, SumBeside, platform_of
+from slipstream.platform import OverlappedSum, RankGroup, platform_of
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.model import OwnNorm
 from slipstream.spec.reason import Reason
-from slipstream.spec.scheme import HELD_PRODUCTS, InputFormat, Scheme
+from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 
 
 def attention_kind(kv: LayerKV) -> str:
@@ -58,7 +58,7 @@ def attention_kind(kv: LayerKV) -> str:
 
 class TritonOps(OpSet):
     name = "triton"
-    rounded = HELD_PRODUCTS["triton"]
+    rounded = NATIVE_PRODUCTS["triton"]
     output_multiple = 16  # of cuBLAS, which multiplies many tokens
 
     # Ops that are one function of a kernel's file.
@@ -164,7 +164,7 @@ class TritonOps(OpSet):
         x: Tensor,
         norm: NormParams,
         *,
-        group: Group,
+        group: RankGroup,
         residual: Tensor | None = None,
         inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
@@ -174,7 +174,7 @@ class TritonOps(OpSet):
         return super().all_reduce_norm(x, norm, group=group, residual=residual, inputs=inputs)
 
     def norm_arriving(
-        self, sums: Sequence[SumBeside], norm: NormParams, *, residual: Tensor, inputs: InputFormat | None = None
+        self, sums: Sequence[OverlappedSum], norm: NormParams, *, residual: Tensor, inputs: InputFormat | None = None
     ) -> tuple[Activations, Tensor]:
         if isinstance(norm.kind, OwnNorm):
             return super().norm_arriving(sums, norm, residual=residual, inputs=inputs)
@@ -227,7 +227,7 @@ class TritonOps(OpSet):
         layers: Sequence[LayerTensors],
         product: Linear,
         cos_sin: Tensor | None,
-        group: Group | None = None,
+        group: RankGroup | None = None,
         experts: Linear | None = None,
     ) -> one_token.OneTokenStep | Reason:
         if self.deterministic:

@@ -120,14 +120,14 @@ def expert_gemm(
     _expert_gemm_kernel[(triton.cdiv(num_rows, block_n), tiles.max_tiles)](
         values, x.scales if isinstance(x, Quantized) else values, w.weight, scales, scales if zeros is None else zeros,
         values if w.bias is None else w.bias, y, tiles.order, tiles.starts, tiles.tile_ends, num_rows, inner,
-        spec.num_held,
+        spec.num_local_experts,
         TOP_K=spec.num_experts_per_token, GATHER=gather, SCALED=scaled, FP8_TILES=fp8_tiles, HAS_ZEROS=zeros is not None,
         HAS_BIAS=w.bias is not None,
         GROUP_SIZE=w.group_size if isinstance(w, GroupedLinear) else 1,
         CHUNK=w.chunk if isinstance(w, GroupedLinear) else 0, ACC=tl.int32 if w.inputs == "int8" else tl.float32,
         PRECISION="ieee" if dtype == torch.float32 else "tf32", BLOCK_M=tiles.tile_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        BLOCK_X=triton.next_power_of_2(spec.num_held), UNSORTED=tiles.inverse is None, num_warps=warps, num_stages=stages,
-        **pdl_options(values),
+        BLOCK_X=triton.next_power_of_2(spec.num_local_experts), UNSORTED=tiles.inverse is None,
+        num_warps=warps, num_stages=stages, **pdl_options(values),
     )  # fmt: skip
     return y
 

@@ -146,7 +146,7 @@ def grouped_mlp(
 ) -> Tensor:
     """Both products: x [T, E] → [T · k, E], one row a pair in the experts' order, not yet weighted."""
     permuted = permute_rows(x, tiles, spec.num_experts_per_token)
-    expert, count = spec.expert, spec.num_held
+    expert, count = spec.expert, spec.num_local_experts
     inner = grouped_gemm(permuted, up, tiles, expert.intermediate_size, count, dtype, expert)
     hidden = quantize(inner, down.inputs) if down.inputs else inner
     return grouped_gemm(hidden, down, tiles, down.weight.shape[0] // count, count, dtype)

@@ -62,7 +62,7 @@ def moe_of_choice(
         y = moe_small_batch(x.contiguous(), weights, chosen, up, down, spec, shared)
         return y if added is None else y + added
     # Pairs of experts that are not here come behind all others, and are no one's.
-    num_bins = spec.num_held + (spec.held is not None)
+    num_bins = spec.num_local_experts + (spec.held is not None)
     if isinstance(up, Mxfp4Linear) and isinstance(down, Mxfp4Linear):
         y, inverse = mxfp4_mlp(x.contiguous(), up, down, chosen, spec, num_bins, small_batch=small_batch)
         return combine(y, weights, inverse, added, x.dtype)
@@ -188,7 +188,7 @@ def route(
         X=spec.num_experts, TOP_K=top_k, SIGMOID=spec.scores == "sigmoid", CORRECTED=correction is not None,
         COUNTED=load is not None, NORMALIZE=spec.normalize, SERIAL=serial, NUM_GROUPS=num_groups,
         GROUPS_CHOSEN=1 if limit is None else limit.num_chosen, BY_TWO=limit is not None and limit.by == "best_two",
-        FIRST=0 if spec.held is None else spec.held[0], HELD=spec.num_held, BLOCK_G=triton.next_power_of_2(num_groups),
+        FIRST=0 if spec.held is None else spec.held[0], HELD=spec.num_local_experts, BLOCK_G=triton.next_power_of_2(num_groups),
         BLOCK_X=triton.next_power_of_2(spec.num_experts // num_groups),
         BLOCK_TOP=triton.next_power_of_2(top_k), num_warps=1 if serial else parallel_warps, **pdl_options(router_logits),
     )  # fmt: skip

@@ -276,7 +276,7 @@ def mxfp4_mlp(
     is sorted."""
     first, second = step_tiles(chosen.numel(), spec.num_experts, small_batch=small_batch)
     tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, num_bins, tile_m=first.pairs)
-    how: dict[str, Any] = dict(num_experts=spec.num_held, top_k=spec.num_experts_per_token, dtype=x.dtype)
+    how: dict[str, Any] = dict(num_experts=spec.num_local_experts, top_k=spec.num_experts_per_token, dtype=x.dtype)
     h = mxfp4_gemm(x, up, tiles, **how, tile=first, expert=spec.expert, gather=True)
     return mxfp4_gemm(h, down, tiles, **how, tile=second), tiles.inverse
 

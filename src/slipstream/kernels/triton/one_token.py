@@ -26,7 +26,7 @@ from slipstream.kernels.token_shape import widths as widths
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.pointwise import activation_arguments
 from slipstream.kernels.weights import GroupedLinear, Linear, Mxfp4Linear, ScaledLinear, chunk_of
-from slipstream.platform import Group, platform_of
+from slipstream.platform import RankGroup, platform_of
 from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.reason import Reason
 
@@ -139,7 +139,7 @@ def one_token(
     layers: Sequence[LayerTensors],
     product: Linear,
     cos_sin: Tensor | None,
-    group: Group | None = None,
+    group: RankGroup | None = None,
     experts: Linear | None = None,
 ) -> OneTokenStep | Reason:
     """`OpSet.one_token`, for an op set without `deterministic`."""
@@ -167,7 +167,7 @@ def _refusal_here(
     layers: Sequence[LayerTensors],
     product: Linear,
     cos_sin: Tensor | None,
-    group: Group | None,
+    group: RankGroup | None,
     experts: Linear | None,
 ) -> Reason | None:
     """Why the kernel can't run on this rank's device; None if it can."""
@@ -228,7 +228,7 @@ class OneTokenStep:
         *,
         programs: int,
         shared_bytes: int,
-        group: Group | None = None,
+        group: RankGroup | None = None,
         shared: Sequence[Tensor] = (),
         experts: Linear | None = None,
     ) -> None:

@@ -16,7 +16,7 @@ from slipstream.kernels.quantize import SMALLEST
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.pointwise import FORMATS, as_activations, empty_rows
 from slipstream.kernels.weights import Activations
-from slipstream.platform import Group, platform_of
+from slipstream.platform import RankGroup, platform_of
 from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.model import OwnNorm
 from slipstream.spec.scheme import FP8_TILE, InputFormat
@@ -48,7 +48,7 @@ class RankSums:
     """`platform.PeerSums`, and norms of such sums. `map_memory` comes before the first sum. One stream only; every rank makes
     the same calls in the same order."""
 
-    def __init__(self, group: Group, row_bytes: int, *, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, group: RankGroup, row_bytes: int, *, most_bytes: int = MOST_BYTES) -> None:
         """`row_bytes`: of the rows that are normed, a multiple of 16. Other tensors are cut into rows of this size."""
         if row_bytes % VECTOR:
             raise ValueError(f"rows of {row_bytes} bytes are no multiple of {VECTOR}")
@@ -171,7 +171,7 @@ class RankSums:
         return platform_of(self.device).multiprocessors
 
 
-def try_rank_sums(group: Group, row_bytes: int) -> None:
+def try_rank_sums(group: RankGroup, row_bytes: int) -> None:
     """Have `group` sum through peers' memory from now on, if every rank can and gets what the library gets."""
     sums, why = None, ""
     try:

@@ -8,15 +8,15 @@ from typing import Literal, TypeAlias
 from slipstream.spec.families.base import Names
 from slipstream.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 from slipstream.spec.parameters import (
+    Deinterleave,
     Flatten,
     MinusOne,
     Placement,
-    Swap,
+    SwapGateUp,
     Transform,
     Transpose,
     Ungroup,
     Unpermute,
-    Untwine,
     parameters,
 )
 
@@ -168,9 +168,9 @@ def _transform(change: Change | None, kind: str, layer: LayerSpec | None, part: 
     if change == "transpose":
         return Transpose()
     if change in ("minus_one", "swap"):
-        return MinusOne() if change == "minus_one" else Swap()
+        return MinusOne() if change == "minus_one" else SwapGateUp()
     if change in ("untwine", "untwine_transpose"):
-        return Untwine(change == "untwine_transpose" and kind == "weight")
+        return Deinterleave(change == "untwine_transpose" and kind == "weight")
     assert layer is not None
     a = layer.attention
     if change == "ungroup":
