@@ -7,6 +7,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.worker import forward, model_runner
+from slipstream.worker.probe_steps import compiled_steps
 from tests import tiny_models
 
 pytestmark = pytest.mark.usefixtures("by_torch")
@@ -77,4 +78,4 @@ def test_either_kind_of_prompt_is_measured(tmp_path, monkeypatch):
     with LLM(str(tmp_path), **SETTINGS) as llm:
         steps = [(64, False), (64, True)]
         assert asked == [step for step in steps for _ in range(llm.core.executor.runner.model.spec.num_layers)]
-        assert max(num_tokens for num_tokens, _ in llm.core.executor.runner._warm_up_steps()) == 64  # no more than was measured
+        assert max(num_tokens for num_tokens, _ in compiled_steps(llm.core.executor.runner)) == 64  # no more than was measured

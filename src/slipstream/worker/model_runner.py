@@ -32,7 +32,6 @@ from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import LayerKV, SamplingTensors
 from slipstream.kernels.select import select_ops
 from slipstream.model.device_stream import DeviceStream
-from slipstream.model.encoder import pool
 from slipstream.model.layers import Partition
 from slipstream.model.loaded import LoadedModel
 from slipstream.model.loader import load_model
@@ -55,7 +54,7 @@ from slipstream.worker.draft_head import load_drafter
 from slipstream.worker.draft_model import DraftModel
 from slipstream.worker.drafter import Drafter
 from slipstream.worker.draws import Sampler, completed_prompts, draw, prompt_logprobs
-from slipstream.worker.dummy_steps import CALIBRATION_TOKENS, calibrated_scales, dummy_prefill, dummy_sampling
+from slipstream.worker.dummy_steps import CALIBRATION_TOKENS, calibrated_scales
 from slipstream.worker.expert_load import ExpertLoad
 from slipstream.worker.forward import Forwards, InputBatch, Output
 from slipstream.worker.graphs import AdapterGraphs, SharedPrefixGraphs, StepGraphs
@@ -64,25 +63,12 @@ from slipstream.worker.host_experts import LoadFollower, settle_experts, with_ho
 from slipstream.worker.images import ImageEncoder
 from slipstream.worker.in_flight import RUN_AHEAD, InFlightStep
 from slipstream.worker.input_batch import SampledRows, encoder_batch
+from slipstream.worker.probe_steps import compile_kernels, measure_activations
 from slipstream.worker.rows import Row, RowTable
 from slipstream.worker.sampler import sampling_tensors
 from slipstream.worker.texts import EagerTexts, TextGraphs, most_texts, text_ladder, vectors_of
 
 _logger = logging.getLogger("slipstream.engine")
-
-PROBE_TOKENS = 64
-"""Tokens of the measured step where the bytes of most activations are known beforehand."""
-
-MOST_PROBED = 512
-"""At most so many on a CPU where they are not known, since 2,048 take half a minute. More take memory as these do; but a prompt
-that is computed whole is."""
-
-LOGITS_PROBED = 2**24
-"""At most so many numbers of logits are sampled there: 64 MiB."""
-
-FEW_ROWS = 8
-"""Rows that this step samples. Each takes as much as the next. 64 rows of SmolLM2's vocabulary take 95 MB, which the process
-keeps."""
 
 
 class ModelRunner:
@@ -208,46 +194,7 @@ class ModelRunner:
     def profile(self) -> int:
         """Bytes of activations in the largest step: a whole budget of prefill, with every row sampled."""
         with self._phase("profile"), torch.inference_mode(), self.without_copies():
-            scheduling, size = self.config.scheduling, self.config.cache.block_size
-            num_tokens, per_token = scheduling.max_num_batched_tokens, self.forwards.token_bytes
-            num_rows = few_rows = self.config.max_num_sampled
-            known, scale = 0, 1.0
-            if per_token is not None:  # a short step shows the rest, and the process keeps little of its memory
-                known = num_tokens * (per_token + (0 if self.draft is None else self.draft.token_bytes))
-                num_tokens = min(num_tokens, PROBE_TOKENS)
-                few_rows = min(num_rows, FEW_ROWS)
-            elif not self.platform.is_asynchronous:  # else a step of a million sequences would take all memory, and minutes
-                whole = 0 if scheduling.enable_chunked_prefill else self.config.model.max_model_len
-                num_tokens = min(num_tokens, max(MOST_PROBED, whole))
-                scale = scheduling.max_num_batched_tokens / num_tokens
-                few_rows = min(num_rows, max(FEW_ROWS, LOGITS_PROBED // self.model.spec.vocab_size))
-            if self.images is not None:
-                before = self.platform.start_peak()
-                passes = self.images.probe()
-                known += passes * max(0, self.platform.peak() - before)
-            length = min(self.config.model.max_model_len, num_tokens)
-            kv = self.make_cache(1)
-            meta, tokens = dummy_prefill(num_tokens, length, size, self.device)
-            before = self.platform.start_peak()
-            if self.model.spec.encoder is not None:
-                self.forwards.encode(tokens, kv, meta)
-            if self._has_latents:  # queries are wider if a part of the prompt is in the cache
-                self.forwards.hidden(tokens, kv, dataclasses.replace(meta, from_start=False))
-            if self.draft is not None:
-                self.draft.probe(tokens, meta)
-            hidden = self.forwards.hidden(tokens, kv, meta)
-            if not self.model.spec.has_last:
-                return known + int(scale * max(0, self.platform.peak() - before))
-            if not self.model.spec.generates:
-                pool(self.ops, hidden, meta.query_start_loc, "mean")
-                return known + int(scale * max(0, self.platform.peak() - before))
-            if few_rows < num_rows or scale > 1.0:
-                known += int(scale * max(0, self.platform.peak() - before))
-                before = self.platform.start_peak()
-            logits = self.forwards.logits(hidden[torch.arange(few_rows, device=self.device) % num_tokens])
-            self.ops.sample(logits, dummy_sampling(few_rows, self.device))
-            del logits, hidden
-            return known + max(0, self.platform.peak() - before) * num_rows // few_rows
+            return measure_activations(self)
 
     def allocate(self, config: EngineConfig, num_blocks: int) -> int:
         """Allocate the KV cache of `num_blocks` blocks (block 0 is the null block) and the rows, and capture graphs on a GPU.
@@ -273,7 +220,8 @@ class ModelRunner:
                     self._capture(config)
             graph_bytes = 0 if config.device.enforce_eager else max(0, before - self.platform.memory()[0])
             with self._phase("warm-up"), self.without_copies():
-                self._warm_up()
+                if self.warms_up and not isinstance(self.texts, TextGraphs):  # which have run their largest and smallest steps
+                    compile_kernels(self)
         return graph_bytes
 
     def without_copies(self) -> AbstractContextManager[None]:
@@ -306,7 +254,7 @@ class ModelRunner:
             self.graphs = StepGraphs(self.forwards, self.kv, self.rows, config)
             self.graphs.capture()
             self.forwards.add(self.graphs)
-            if self.ops.shares_prefixes and not self._has_latents:
+            if self.ops.shares_prefixes and not self.has_latents:
                 self.forwards.add(SharedPrefixGraphs(self.graphs, config))
             if self.adapters is not None:
                 self.adapter_graphs = AdapterGraphs(self.forwards, self.kv, self.rows, config, self.adapters)
@@ -560,7 +508,7 @@ class ModelRunner:
         )
 
     @property
-    def _has_latents(self) -> bool:
+    def has_latents(self) -> bool:
         return any(isinstance(layer.attention, LatentAttentionSpec) for layer in self.model.spec.layers)
 
     def _make_rows(self) -> RowTable:
@@ -572,32 +520,6 @@ class ModelRunner:
         """Whether warm-up steps are run: on a GPU, whose kernels compile, and on a CPU that sends a GPU its part of them."""
         pipe = None if self.partition is None else self.partition.pipe
         return self.platform.is_asynchronous or (pipe is not None and pipe.through_host)
-
-    def _warm_up(self) -> None:
-        """Run a small prefill and two decodes, so that the first request waits for no compilation. A decode of one sequence has
-        kernels of its own. Graphs of texts have run their largest and smallest steps."""
-        if not self.warms_up or isinstance(self.texts, TextGraphs):
-            return
-        for num_tokens, length in self._warm_up_steps():
-            meta, tokens = dummy_prefill(num_tokens, length, self.config.cache.block_size, self.device)
-            if length == 1:
-                meta = dataclasses.replace(meta, num_decodes=num_tokens)
-            if self.model.spec.encoder is not None:
-                self.forwards.encode(tokens, self.kv, dataclasses.replace(meta, num_decodes=0))
-            hidden = self.forwards.hidden(tokens, self.kv, meta)
-            if not self.model.spec.generates or not self.model.spec.has_last:
-                continue
-            logits = self.forwards.logits(hidden[-2:])
-            self.ops.sample(logits, dummy_sampling(len(logits), self.device))
-        self.platform.synchronize()
-
-    def _warm_up_steps(self) -> list[tuple[int, int]]:
-        """(tokens, length of the prompts)"""
-        steps = [(64, 64), (4, 1), (1, 1)]
-        if self._has_latents:  # short and long prompts that begin at their first token have kernels of their own
-            most = min(512, self.config.scheduling.max_num_batched_tokens)  # activations were measured for no more tokens
-            steps += [(most, min(n, most, self.config.model.max_model_len)) for n in (128, 512)]
-        return steps
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
