@@ -12,7 +12,7 @@ from slipstream.worker import probe_steps
 @pytest.mark.parametrize("kernels", ["torch", "reference"])
 def test_millions_of_sequences_are_refused_by_a_small_step(tiny_model, monkeypatch, kernels):
     """It computed a million tokens, and sampled as many: minutes, and all memory."""
-    sizes, dummy_prefill, dummy_sampling = [], probe_steps.dummy_prefill, model_runner.dummy_sampling
+    sizes, dummy_prefill, dummy_sampling = [], probe_steps.dummy_prefill, probe_steps.dummy_sampling
     monkeypatch.setattr(probe_steps, "LOGITS_PROBED", 2**12)
     monkeypatch.setattr(probe_steps, "dummy_prefill", lambda n, *how: sizes.append(n) or dummy_prefill(n, *how))
     monkeypatch.setattr(probe_steps, "dummy_sampling", lambda n, *how: sizes.append(n) or dummy_sampling(n, *how))
