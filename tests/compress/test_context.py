@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slipstream import LLM
@@ -61,6 +61,7 @@ def test_protected_text_stays_to_the_letter(tokenizer, unit):
     assert len(found.parts[1]) < len(TEXT)
 
 
+@example([("ah", False), ("e", False)], "token", "selective", 0.5)  # one token for two parts
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.text(alphabet="ab é🙂\n.the ", max_size=40), st.booleans()), min_size=1, max_size=4),

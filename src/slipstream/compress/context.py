@@ -214,7 +214,8 @@ def _inform(
     at = 0
     for unit in chunk:
         values = found[at : at + len(unit.token_ids)]
-        unit.information = sum(values) / len(values)
+        if values:  # a unit within its neighbour's last token has none, and stays
+            unit.information = sum(values) / len(values)
         at += len(values)
 
 
