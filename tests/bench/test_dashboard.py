@@ -30,7 +30,7 @@ def rows(count, *, factor=1.0, repeats=2):
         (label, model, scheme, n_in, size, repeat)
         for label in ("slipstream", "llamacpp", "<b>openvino</b>", "vllm")
         for model in ("m", "n")
-        for scheme in ("auto", "int8", "int4")
+        for scheme in ("none", "int8", "int4")
         for n_in in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
         for size in range(1, 22)
         for repeat in range(repeats)
