@@ -85,7 +85,8 @@ class Search:
             new = longest.get(False, longest.get(True, 0.0))
             takes = {False: new, True: longest.get(True, new / 2)}  # of a kind that was not seen yet, a guess
             if self.results and takes[candidate.quality_key in known] > left_s:
-                candidate = self.propose(lambda c, t=takes, k=known, left=left_s: t[c.quality_key in k] <= left)
+                in_time = {c for c in self.waiting() if takes[c.quality_key in known] <= left_s}
+                candidate = self.propose(in_time.__contains__)
                 if candidate is None:
                     self.why_ended = f"the budget of {budget_s:.0f} s is over"
                     if left_s >= 1:
