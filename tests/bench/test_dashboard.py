@@ -114,6 +114,28 @@ def test_every_view_of_5000_rows(browser, tmp_path, width):
     assert browser.errors() == []
 
 
+def test_a_small_sweep_of_which_a_model_failed_is_readable(browser, tmp_path):
+    some = [row for row in rows(1260, repeats=1) if row["input_len"] == 16]
+    for row in some:
+        if row["model"] == "n":
+            row.pop("output_throughput", None)
+            row["error"] = "no such model"
+    opened(browser, tmp_path, [Run(name="small", rows=some, meta=META)], 390)
+    dots = "[...document.querySelectorAll('#chart circle')].map((dot) => dot.getBoundingClientRect().x)"
+    left, right, width = browser.run(f"const x = {dots}; return [Math.min(...x), Math.max(...x), innerWidth]")
+    assert right - left > 0.4 * width  # the axes end where the measurements do, not at powers of ten
+    choose(browser, "compare")
+    assert "no case in common" not in browser.run("return document.body.innerText")
+    assert browser.run("return document.querySelector('#controls select').value") == "scheme"
+    choose(browser, "errors")
+    shown = (
+        "const b = document.querySelector('[data-view=errors]').getBoundingClientRect();"
+        "return b.left >= 0 && b.right <= innerWidth + 1"
+    )
+    assert browser.run(shown)
+    assert browser.errors() == []
+
+
 def test_filters_take_out_what_they_say(browser, tmp_path):
     opened(browser, tmp_path, [Run(name="one", rows=rows(2000, repeats=1), meta=META)])
     choose(browser, "rows")

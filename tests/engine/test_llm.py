@@ -477,7 +477,7 @@ def test_a_form_that_needs_a_gpu_names_those_of_a_cpu(path, settings, there_is):
 
 
 def test_a_misspelled_type_of_cache_is_not_said_to_need_a_gpu(path):
-    with pytest.raises(ConfigError, match="kv_cache_dtype='int88' is not one of .*did you mean 'int8'"):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int88' is not one of .*did you mean 'int8'"):
         LLM(str(path), device="cpu", kv_cache_dtype="int88")
 
 
