@@ -30,7 +30,7 @@ def rows(count, *, factor=1.0, repeats=2):
         (label, model, scheme, n_in, size, repeat)
         for label in ("slipstream", "llamacpp", "<b>openvino</b>", "vllm")
         for model in ("m", "n")
-        for scheme in ("auto", "int8", "int4")
+        for scheme in ("none", "int8", "int4")
         for n_in in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
         for size in range(1, 22)
         for repeat in range(repeats)
@@ -111,6 +111,28 @@ def test_every_view_of_5000_rows(browser, tmp_path, width):
             ".filter((n) => n.textContent && n.checkVisibility()).map((n) => parseFloat(getComputedStyle(n).fontSize))"
         )
         assert min(sizes) >= 9, view
+    assert browser.errors() == []
+
+
+def test_a_small_sweep_of_which_a_model_failed_is_readable(browser, tmp_path):
+    some = [row for row in rows(1260, repeats=1) if row["input_len"] == 16]
+    for row in some:
+        if row["model"] == "n":
+            row.pop("output_throughput", None)
+            row["error"] = "no such model"
+    opened(browser, tmp_path, [SweepRun(name="small", rows=some, meta=META)], 390)
+    dots = "[...document.querySelectorAll('#chart circle')].map((dot) => dot.getBoundingClientRect().x)"
+    left, right, width = browser.run(f"const x = {dots}; return [Math.min(...x), Math.max(...x), innerWidth]")
+    assert right - left > 0.4 * width  # the axes end where the measurements do, not at powers of ten
+    choose(browser, "compare")
+    assert "no case in common" not in browser.run("return document.body.innerText")
+    assert browser.run("return document.querySelector('#controls select').value") == "scheme"
+    choose(browser, "errors")
+    shown = (
+        "const b = document.querySelector('[data-view=errors]').getBoundingClientRect();"
+        "return b.left >= 0 && b.right <= innerWidth + 1"
+    )
+    assert browser.run(shown)
     assert browser.errors() == []
 
 

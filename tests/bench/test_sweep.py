@@ -34,19 +34,19 @@ def test_grid_is_the_product_of_its_axes():
     grid = grid_of(
         """
         repeats = 3
-        schemes = ["auto", "int8"]
+        schemes = ["none", "int8"]
         parallel = ["tp1", "tp2pp2"]
         [[engines]]
         engine = "slipstream"
         [[engines]]
         engine = "llamacpp"
-        schemes = ["auto"]
+        schemes = ["none"]
         """
     )
     setups = list(grid.setups())
     assert [(s.engine.label, s.scheme, str(s.parallel)) for s in setups] == [
-        *(("slipstream", scheme, form) for scheme in ("auto", "int8") for form in ("tp1", "tp2pp2")),
-        *(("llamacpp", "auto", form) for form in ("tp1", "tp2pp2")),
+        *(("slipstream", scheme, form) for scheme in ("none", "int8") for form in ("tp1", "tp2pp2")),
+        *(("llamacpp", "none", form) for form in ("tp1", "tp2pp2")),
     ]
     assert grid.num_rows == 6 * 2 * 3
     sizes = [case.batch_size for _, cases in grid.jobs() for case in cases]
@@ -69,6 +69,7 @@ def test_alternating_repetitions_take_turns():
         ('[[engines]]\nengine = "vlm"', "engines[0].engine"),
         ('[[engines]]\nengine = "slipstream"\nscheme = ["int8"]', "engines[0].scheme"),
         ('[[engines]]\nengine = "slipstream"\nschemes = ["int9"]', "engines[0].schemes"),
+        ('[[engines]]\nengine = "openai"\nschemes = ["auto"]', "engines[0].schemes"),
         ('[[engines]]\nengine = "slipstream"\nsettings = {dtyp = "float32"}', "engines[0].settings"),
         ('[[engines]]\nengine = "openvino"\nsettings = {dtype = "float32"}', "engines[0].settings.dtype"),
         ('[[engines]]\nengine = "openvino"\nparallel = ["2"]', "engines[0].parallel"),
@@ -128,6 +129,8 @@ def test_parquet_gives_back_what_went_in(tmp_path):
     ]
     write_parquet(rows, tmp_path / "r.parquet", {"name": "n"})
     assert read_parquet(tmp_path / "r.parquet") == (rows, {"name": "n"})
+    write_parquet([{**rows[0], "scheme": "auto"}], tmp_path / "old.parquet", {"name": "n"})
+    assert read_parquet(tmp_path / "old.parquet")[0] == [{**rows[0], "scheme": "none"}]  # the word of older sweeps
     assert columns_of(rows) == {
         "key": ["a", "b"],
         "label": ["x", "x"],
@@ -303,5 +306,5 @@ def test_a_server_that_a_command_starts(tiny_model, tmp_path, capsys):
 def test_dry_run_measures_nothing(tmp_path, capsys):
     (tmp_path / "s.toml").write_text(BASE + '[[engines]]\nengine = "openvino"')
     found = sweep(capsys, tmp_path / "s.toml", "--dry-run")
-    assert found == {"name": "s", "setups": ["openvino · m · auto · tp1"], "num_rows": 2}
+    assert found == {"name": "s", "setups": ["openvino · m · none · tp1"], "num_rows": 2}
     assert not (tmp_path / "s").exists()

@@ -68,9 +68,13 @@ def test_a_toy_on_a_large_device(capsys, tmp_path):
     words = ("plan", str(tmp_path), "--gpu", "h200", "--workload", "fixed:60/8", "--no-search")
     main([*words])
     out = capsys.readouterr().out
-    assert "not met                     too many requests do not fit the context" in out
+    assert "not met too many requests do not fit the context" in " ".join(out.split())
     assert "requests: prompt and answer are 68 tokens" in out
     assert "nearest" not in out
+    assert "set max_num_seqs" not in out  # of no request that ran nothing follows
+    main(["plan", str(tmp_path), "--gpu", "h200", "--workload", "fixed:9000/8", "--no-search", f"--html={tmp_path / 'p.html'}"])
+    assert "requests: prompt and answer are 9008 tokens" in capsys.readouterr().out
+    assert "Settings" not in (tmp_path / "p.html").read_text()
 
 
 def test_a_load_beyond_the_devices(capsys):

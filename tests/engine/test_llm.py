@@ -476,6 +476,11 @@ def test_a_form_that_needs_a_gpu_names_those_of_a_cpu(path, settings, there_is):
         LLM(str(path), device="cpu", **settings)
 
 
+def test_a_misspelled_type_of_cache_is_not_said_to_need_a_gpu(path):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int88' is not one of .*did you mean 'int8'"):
+        LLM(str(path), device="cpu", kv_cache_dtype="int88")
+
+
 def test_sizes_that_a_scheme_can_not_cut_are_refused(tmp_path):
     tiny_models.write(tmp_path, "llama", vocab_size=250, tie_word_embeddings=False)
     for name, why in (("fp8-head", "vocab_size is 250"), ("int4", "multiples of 128")):

@@ -339,7 +339,9 @@ def test_a_machine_without_so_many_gpus_is_told_before_anything_runs(tiny_model,
         (["--max-model-len=0"], "max_model_len"),
         (["--max-model-len=99999999"], "max_model_len"),
         (["--num-threads=0"], "num_threads"),
-        (["--eval-windows=0"], "num_windows"),
+        (["--eval-windows=0"], "eval_windows"),
+        (["--task-limit=0"], "task_limit"),
+        (["--out=/proc/none/best"], "out"),
         (["--text=no-such-file.txt"], "text"),
     ],
 )
@@ -432,7 +434,21 @@ def test_the_whole_loop(tiny_model, tmp_path, capsys, monkeypatch):
     ]
     words += ["--compressions=none,int8", "--max-quality-loss=kl=1", "--slo=ttft_s=0.000001", "--num-threads=1"]
     words += [f"--text={tmp_path / 'text.jsonl'}", "--eval-windows=4", "--budget=10m", "--json"]
+    speed = run.Measurer.speed
+
+    def killed(self, args):
+        if "folder" in args["model"]:
+            raise KeyboardInterrupt
+        return speed(self, args)
+
+    with monkeypatch.context() as patch:  # when all is measured but the folder
+        patch.setattr(run.Measurer, "speed", killed)
+        assert main(words) == 130
+        assert not out.exists()
+        assert "the same command goes on from there" in capsys.readouterr().err
+    (tmp_path / "best.search" / ".folder.cut").mkdir()  # of one that was killed a little before
     assert main(words) == 1  # an objective that nobody can meet
+    assert not list((tmp_path / "best.search").glob("*folder*"))
     found = json.loads(capsys.readouterr().out)
     assert (found["num_measured"], found["num_candidates"]) == (2, 2)
     assert found["missed"]["ttft_s"]["wanted"] == 1e-6

@@ -138,7 +138,24 @@ def test_the_time_is_kept():
     search = Search(SPACE, prior, measure)
     results = search.run(budget_s=45, clock=lambda: now[0])
     assert len(results) == 4  # a fifth would end at 50 s
-    assert "45 s is over" in search.why_ended
+    assert search.why_ended == "the budget of 45 s is over but for 5 s, too few for a candidate that might move the front"
+
+
+def test_what_is_left_of_the_time_goes_to_candidates_whose_quality_is_known():
+    now, asked, seen = [0.0], [], set()
+
+    def measure(candidate):
+        now[0] += 3 if candidate.quality_key in seen else 40
+        seen.add(candidate.quality_key)
+        asked.append(candidate)
+        return World(0)(candidate)
+
+    search = Search(SPACE, prior, measure)
+    search.run(budget_s=150, clock=lambda: now[0])
+    assert 140 < now[0] <= 150
+    assert len(seen) == 3
+    assert len(asked) > 8
+    assert "150 s is over" in search.why_ended
 
 
 def test_predictions_learn_from_measurements():

@@ -23,6 +23,7 @@ from slipstream.cli.console import Progress, print_json, say, shown
 from slipstream.cli.options import MODEL_HELP, add_output_options
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
+from slipstream.files import writing
 
 if TYPE_CHECKING:
     from slipstream.optimize.candidates import Candidate, TrialResult
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 COMPRESS_SHARE = 1 / 3
 """Of the budget, for one compression at most. An interrupted one goes on when the command is run again."""
+
+LEAST_AGAIN = 0.8
+"""Of the candidate's throughput, that its folder has to reach; else a line says that the machine's speed has changed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,6 +141,9 @@ def run(args: argparse.Namespace) -> int:
     description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
     if description.spec.kind != "a decoder":
         raise ConfigError(f"optimize is for models that answer; {args.model} is {description.spec.kind}", field="model")
+    for name in ("eval_windows", "task_limit"):
+        if (count := getattr(args, name)) is not None and count < 1:
+            raise ConfigError(f"{name}={count} must be above 0", field=name)
     if args.seed < 0:
         raise ConfigError(f"seed={args.seed} must not be below 0", field="seed")
     info = detect(args.device, machine_folder())
@@ -185,7 +192,8 @@ def run(args: argparse.Namespace) -> int:
         say(f"slipstream: {len(refused)} combinations are left out: {reasons}")
     load_optuna()  # what is missing is said before a folder is made
     state = out.with_name(f"{out.name}.search")
-    state.mkdir(parents=True, exist_ok=True)
+    with writing(state, "out"):
+        state.mkdir(parents=True, exist_ok=True)
     named = [Path(name).expanduser() for name in (args.text, *(name for name, _ in limits.tasks))]
     named += [path for d in space.axes.get("speculative_model", ()) if d and (path := measuring.draft_path(d)) is not None]
     with shown(Progress(f"optimize {args.model}")) as progress:
@@ -216,14 +224,14 @@ def run(args: argparse.Namespace) -> int:
             measurer.deadline = begin + budget_s
         try:
             search.run(budget_s=budget_s, on_result=on_result)
+            measurer.deadline = math.inf
+            chosen = measuring.choose(search.front(), objectives)
+            if chosen is None:
+                raise ConfigError(_nothing(search), field="max_quality_loss")
+            again = _write(chosen, measurer, out, search, progress)
         except KeyboardInterrupt:
             say("slipstream: interrupted; what was measured is kept, and the same command goes on from there")
             raise
-        measurer.deadline = math.inf
-        chosen = measuring.choose(search.front(), objectives)
-        if chosen is None:
-            raise ConfigError(_nothing(search), field="max_quality_loss")
-        again = _write(chosen, measurer, out, search, progress)
     return _show(args, search, chosen, measurer, out, again)
 
 
@@ -236,7 +244,8 @@ def _write(
     chosen: TrialResult, measurer: Measurer, out: Path, search: Search, progress: Progress
 ) -> dict[str, Any] | None:
     """The folder of the chosen candidate, with receipts and all that was measured; the figures of an engine from it. Of random
-    weights only what was measured, and None."""
+    weights only what was measured, and None. It is made beside the results and appears whole: of a search that is killed
+    here nothing is in the way of the next."""
     from slipstream.optimize.folder import build_folder
     from slipstream.optimize.page import render
     from slipstream.optimize.run import as_row
@@ -250,24 +259,30 @@ def _write(
     measured["traffic"]["lengths"] = len(measurer.traffic.lengths)
     measured["limits"] = dataclasses.asdict(measurer.limits) | {"text": dict(measurer.text), "task_limit": measurer.task_limit}
     measured["at_start"] = at_start
-    again = None
+    again, made = None, measurer.folder / "folder"
+    for left in (made, *measurer.folder.glob(".folder.*")):
+        shutil.rmtree(left, ignore_errors=True)
     if measurer.base.load_format == "dummy":
-        out.mkdir(parents=True, exist_ok=True)
+        made.mkdir()
     else:
-        build_folder(args, out, measured=measured, progress=progress.set_phase)
+        build_folder(args, made, measured=measured, progress=progress.set_phase)
         progress.set_phase("measuring the folder")
-        again = measurer.speed(dataclasses.asdict(EngineArgs(model=str(out), device=measurer.base.device, **at_start)))
+        again = measurer.speed(dataclasses.asdict(EngineArgs(model=str(made), device=measurer.base.device, **at_start)))
     for name in ("slipstream-report.json", "slipstream-report.html", "slipstream-canary.json"):
         if (receipt := measurer.receipt(chosen.candidate) / name).is_file():
-            shutil.copyfile(receipt, out / name)
+            shutil.copyfile(receipt, made / name)
     document: dict[str, Any] = {
         "front": [as_row(r) for r in search.front()],
         "results": [as_row(r) for r in search.results],
         **measured,
     }
     document |= {"folder": again, "why_ended": search.why_ended, "traffic": dataclasses.asdict(measurer.traffic)}
-    (out / "optimize.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    (out / "optimize.html").write_text(render(document, measurer.base.model), encoding="utf-8")
+    (made / "optimize.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (made / "optimize.html").write_text(render(document, measurer.base.model), encoding="utf-8")
+    with writing(out, "out"):
+        if out.exists():
+            out.rmdir()
+        made.rename(out)
     return again
 
 
@@ -310,6 +325,8 @@ def _show(
         else:
             tpot_ms = again["tpot_s_p99"] * 1e3
             print(f"the folder itself: {again['output_throughput']:,.1f} tok/s, TPOT p99 {tpot_ms:,.2f} ms")
+            if again["output_throughput"] < LEAST_AGAIN * (chosen.throughput or 0):
+                print(f"its candidate was faster: the machine was busier, or is. Again: slipstream bench folder {out}")
             _, at_start = measurer.folder_args(chosen.candidate)
             more = "".join(f" --{name.replace('_', '-')} {as_word(value)}" for name, value in at_start.items())
             print(f"serve it: slipstream serve {out}{more}")

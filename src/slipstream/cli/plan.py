@@ -175,7 +175,8 @@ def parse_prices(text: str | None, count: int) -> list[float | None]:
     if len(found) == 1:
         found *= count
     if len(found) != count or any(not 0 <= price < float("inf") for price in found):
-        raise ConfigError(f"price={text!r} is not a number, or one for each of the {count} devices of --gpu", field="price")
+        what = f"price={text!r} is not a number of at least 0, or one for each of the {count} devices of --gpu"
+        raise ConfigError(what, field="price")
     return [*found]
 
 

@@ -141,6 +141,7 @@ def packed_folder(checkpoint: Path) -> Path | None:
 
 def read_engine_folder(path: Path) -> EngineFolder:
     """ConfigError names a file that can't be read, or a setting that there is not."""
+    reading = ENGINE_NAME
     try:
         data = parse_json((path / ENGINE_NAME).read_bytes())
         if data["format"] != FORMAT:
@@ -149,13 +150,13 @@ def read_engine_folder(path: Path) -> EngineFolder:
         machine = Machine(**known)
         chosen, versions, measured = (dict(data[name]) for name in ("chosen", "versions", "measured"))
         sizes = tuple(data["graph_sizes"])
-        file = path / SERVE_NAME
+        reading, file = SERVE_NAME, path / SERVE_NAME
         serve = (read_yaml(file) if file.is_file() else None) or {}
         if not isinstance(serve, dict) or serve.keys() - {"engine"} or not isinstance(serve.get("engine", {}), dict):
-            raise ValueError(f"{SERVE_NAME} must hold engine: with settings below it, and nothing else")
+            raise ValueError("it must hold engine: with settings below it, and nothing else")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"the engine folder {path} can't be used: {what}", field="model") from None
+        raise ConfigError(f"the engine folder {path} can't be used: {reading}: {what}", field="model") from None
     settings = serve.get("engine", {})
     for given, where in ((settings, SERVE_NAME), (chosen, ENGINE_NAME)):
         try:

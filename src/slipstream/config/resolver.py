@@ -421,6 +421,8 @@ def _check_formats(args: EngineArgs, model: ModelDescription, device: DeviceInfo
     if quantization is not None:
         one_of("quantization", quantization, tuple(SCHEMES))
     kv_dtype = args.kv_cache_dtype if args.kv_cache_dtype != "auto" else model.kv_cache
+    if kv_dtype is not None:
+        one_of("kv_cache_dtype", kv_dtype, ("float32", "bfloat16", "float16", "fp8", "int8"))
     kv_off = "leave it at 'auto'" if model.kv_cache is None else "set it to the model's type, such as 'bfloat16'"
     named = ", ".join(repr(name) for name in SCHEMES if name in CPU_SCHEMES)
     weights = f"{named}, for experts 'mxfp4', and GGUF's blocks as they are: take one"

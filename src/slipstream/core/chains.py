@@ -84,8 +84,8 @@ class Chains:
             self._free.append(row)
 
     def prepare(self, request_ids: Sequence[str], most: int, line: Sequence[tuple[int, float]]) -> None:
-        """Choose for the step after the one in flight, whose drafts are not verified yet, while that step runs. The device waits
-        for a choice that is made later."""
+        """Choose for the step after the one in flight, whose drafts are not verified yet, while that step runs. A later choice
+        would hold the device up."""
         length, gain, counts = self._choose(request_ids, [most] * len(request_ids), line)
         self._prepared = length, gain, dict(zip(request_ids, counts, strict=True))
 

@@ -334,10 +334,11 @@ class Measurer:
                 self._quality[key] = known["found"]
                 return self._quality[key]
             folder.mkdir(parents=True, exist_ok=True)
-            args = self.args_of(Candidate(candidate.compression, tuple(settings.items())))
+            of = Candidate(candidate.compression, tuple(settings.items()))
+            args = self.args_of(of)
             self.on_phase(f"quality of {candidate.compression}")
             job: dict[str, Any] = {"kind": "quality", "original": dataclasses.asdict(self.base), "args": args}
-            job |= {"folder": str(folder), "text": dict(self.text), "name": candidate.name, "limit": self.task_limit}
+            job |= {"folder": str(folder), "text": dict(self.text), "name": of.name, "limit": self.task_limit}
             job |= {"tasks": [name for name, _ in self.limits.tasks], "recipe": {"name": candidate.compression}}
             found = self._run(job)
             kept.write_text(json.dumps({"of": told, "found": found}), encoding="utf-8")

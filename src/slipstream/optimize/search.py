@@ -75,14 +75,24 @@ class Search:
         on_result: Callable[[TrialResult], None] = lambda result: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> list[TrialResult]:
-        """Measure until the front can't move or `budget_s` is over; a candidate is not begun that the time would not suffice
-        for, judging by the last ones."""
-        begin, longest = clock(), 0.0
+        """Measure until the front can't move or `budget_s` is over. A candidate is not begun that the time would not suffice
+        for, judging by the last ones: then those are left whose quality is known, which take much less."""
+        begin = clock()
+        longest: dict[bool, float] = {}  # by whether the quality was known
         while (candidate := self.propose()) is not None:
             started = clock()
-            if started - begin + longest > budget_s and self.results:
-                self.why_ended = f"the budget of {budget_s:.0f} s is over"
-                break
+            left_s, known = budget_s - (started - begin), {r.candidate.quality_key for r in self.results if r.kl is not None}
+            new = longest.get(False, longest.get(True, 0.0))
+            takes = {False: new, True: longest.get(True, new / 2)}  # of a kind that was not seen yet, a guess
+            if self.results and takes[candidate.quality_key in known] > left_s:
+                in_time = {c for c in self.waiting() if takes[c.quality_key in known] <= left_s}
+                candidate = self.propose(in_time.__contains__)
+                if candidate is None:
+                    self.why_ended = f"the budget of {budget_s:.0f} s is over"
+                    if left_s >= 1:
+                        self.why_ended += f" but for {left_s:.0f} s, too few for a candidate that might move the front"
+                    break
+            is_known = candidate.quality_key in known
             predicted = self.predict(candidate)
             try:
                 result = self._measure(candidate)
@@ -97,12 +107,13 @@ class Search:
             self.results.append(result)
             self._optuna.tell(result)
             on_result(result)
-            longest = max(longest * 0.7, clock() - started)
+            longest[is_known] = max(longest.get(is_known, 0.0) * 0.7, clock() - started)
         return self.results
 
-    def propose(self) -> Candidate | None:
-        """The candidate to measure next. None, with the reason in `why_ended`, if no other is expected to improve the front."""
-        waiting = self.waiting()
+    def propose(self, among: Callable[[Candidate], bool] = lambda candidate: True) -> Candidate | None:
+        """The candidate to measure next, of those of which `among` is true. None, with the reason in `why_ended`, if no other
+        is expected to improve the front."""
+        waiting = [candidate for candidate in self.waiting() if among(candidate)]
         if not waiting:
             self.why_ended = "every candidate was measured, or shares the fault of one that was"
             return None

@@ -257,6 +257,8 @@ def recommended(
 ) -> list[Recommended]:
     ledger, scheduling = engine.ledger, engine.config.scheduling
     found: list[Recommended] = []
+    if run.summary.num_failed == run.summary.num_requests:
+        return found  # no request fits the context: the load says nothing of settings
 
     def recommend(setting: str, value: Any, reason: str) -> None:
         found.append(Recommended(setting=setting, value=value, reason=reason))

@@ -190,8 +190,10 @@ class Replica:
             )
         except (RequestError, EngineOverloadedError) as error:
             refused = isinstance(error, EngineOverloadedError)
+            cut, whole = (f"{x.input_tokens + x.output_tokens} tokens" for x in (prompt, r))
+            said = str(error).replace(cut, whole)
             self.records[index] = RequestRecord(
-                input_tokens=r.input_tokens, output_tokens=0, sent=at, error=str(error), refused=refused
+                input_tokens=r.input_tokens, output_tokens=0, sent=at, error=said, refused=refused
             )
             self._on_end(index, at)
         else:

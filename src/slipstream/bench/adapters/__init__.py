@@ -19,7 +19,7 @@ from slipstream.errors import ConfigError
 
 OnPhase = Callable[[str], None]
 
-AS_STORED = "auto"
+AS_STORED = "none"
 """The scheme of a checkpoint that is not rounded at load."""
 
 

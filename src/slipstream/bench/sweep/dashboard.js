@@ -139,10 +139,13 @@ function colourScale(by) {
 // A logarithmic axis whose numbers do not touch: all of 1, 2, 5 over up to two decades, else powers of ten.
 function logAxis(values) {
   const [least, most] = d3.extent(values);
-  const decades = Math.log10(most / least);
-  return {type: "log", domain: least === most ? [least / 2, most * 2] : undefined, nice: true, tickFormat: number,
+  const decades = Math.log10(most / least), room = least === most ? 2 : 1.15;
+  return {type: "log", domain: [least / room, most * room], tickFormat: number,
     ticks: decades > 4 ? 5 : decades > 1.5 ? (narrow() ? 4 : 8) : narrow() ? 4 : 6};
 }
+
+// Of a value's interval, as far as a logarithmic axis shows it.
+const ends = (cell, name) => [Math.max(cell[name] - (cell[`${name}±`] ?? 0), cell[name] / 10), cell[name] + (cell[`${name}±`] ?? 0)];
 
 // --- Views -------------------------------------------------------------------------------------------------------------
 
@@ -155,12 +158,12 @@ const VIEWS = {
     const ordered = d3.sort(cells, (cell) => cell.batch_size), sure = cells.filter((cell) => cell[`${x}±`] || cell[`${y}±`]);
     const few = sure.length <= 600;
     return plot({
-      x: {label: title(x), ...logAxis(cells.map((cell) => cell[x]))},
-      y: {label: title(y), ...logAxis(cells.map((cell) => cell[y]))}, grid: true, color: colourScale(by),
+      x: {label: title(x), ...logAxis(cells.flatMap((cell) => few ? ends(cell, x) : cell[x]))},
+      y: {label: title(y), ...logAxis(cells.flatMap((cell) => few ? ends(cell, y) : cell[y]))}, grid: true, color: colourScale(by),
       marks: [
         Plot.line(ordered, {x, y, z: (cell) => `${cell.run}|${cell.setup}|${cell.load}`, stroke: hue(by), strokeWidth: 1, strokeOpacity: .45}),
-        few ? Plot.ruleX(sure, {x, y1: (c) => Math.max(c[y] - (c[`${y}±`] ?? 0), c[y] / 10), y2: (c) => c[y] + (c[`${y}±`] ?? 0), stroke: hue(by)}) : null,
-        few ? Plot.ruleY(sure, {y, x1: (c) => Math.max(c[x] - (c[`${x}±`] ?? 0), c[x] / 10), x2: (c) => c[x] + (c[`${x}±`] ?? 0), stroke: hue(by)}) : null,
+        few ? Plot.ruleX(sure, {x, y1: (c) => ends(c, y)[0], y2: (c) => ends(c, y)[1], stroke: hue(by)}) : null,
+        few ? Plot.ruleY(sure, {y, x1: (c) => ends(c, x)[0], x2: (c) => ends(c, x)[1], stroke: hue(by)}) : null,
         Plot.dot(cells, {x, y, fill: hue(by), r: cells.length > 1000 ? 2 : 3.5}),
         Plot.tip(cells, Plot.pointer({x, y, title: (cell) => describe(cell, x, y)})),
       ],
@@ -210,9 +213,13 @@ const VIEWS = {
     say("Decode steps. Bytes and operations of a step are estimated from the model's description, times are measured. "
       + (roofs.length ? "Lines are this machine's measured ceilings: memory (slanted) and products by type (level)." : "No ceilings were measured."));
     const lines = roofs.flatMap((roof) => roof.points.map(([x, y]) => ({x, y, key: `${roof.run} ${roof.kind}`})));
-    const ends = roofs.filter((roof, i) => roofs.findIndex((other) => other.kind === roof.kind) === i)
+    const tips = roofs.filter((roof, i) => roofs.findIndex((other) => other.kind === roof.kind) === i)
       .map((roof) => ({x: roof.points.at(-1)[0], y: roof.points.at(-1)[1], kind: roof.kind, peak: roof.peak}));
-    const level = d3.rollups(ends, (group) => ({...group[0], kind: group.map((end) => end.kind).join(", ")}), (end) => end.y.toPrecision(3)).map(([, end]) => end);
+    const level = [];  // lines that almost touch have one label
+    for (const tip of d3.sort(tips, (tip) => tip.y)) {
+      if (level.length && tip.y < level.at(-1).y * 1.12) level.at(-1).kind += `, ${tip.kind}`;
+      else level.push({...tip});
+    }
     return plot({
       x: {label: "operations per byte", ...logAxis([...cells.map((c) => c.flops_per_byte), ...lines.map((p) => p.x)])},
       y: {label: "operations/s", ...logAxis([...cells.map((c) => c.achieved_flops_per_s), ...lines.map((p) => p.y)]), tickFormat: (v) => d3.format(".2~s")(v)},
@@ -266,11 +273,13 @@ const VIEWS = {
   }],
 
   compare: ["Compare", (cells) => {
-    const options = SETUP.filter((name) => varying.includes(name));
+    const measured = (name) => valuesOf[name].filter((value) => cells.some((cell) => cell[name] === value && cell.output_throughput > 0));
+    const options = d3.sort(SETUP.filter((name) => varying.includes(name)), (name) => measured(name).length < 2);  // what failed whole comes last
     if (!options.length) return nothing("There is one setup only: nothing to compare. `--baseline` adds another sweep's results.");
     const by = select("compareBy", "compare", options);
-    const a = select(`a-${by}`, "A", valuesOf[by], String);
-    const b = select(`b-${by}`, "B", valuesOf[by].filter((value) => value !== a), String);
+    const values = measured(by).length > 1 ? measured(by) : valuesOf[by];
+    const a = select(`a-${by}`, "A", values, String);
+    const b = select(`b-${by}`, "B", values.filter((value) => value !== a), String);
     const name = metric("ratio", "value", () => true, "output_throughput");
     const rest = DIMENSIONS.filter((dimension) => dimension !== by);
     const keyed = (value) => new Map(cells.filter((cell) => cell[by] === value && cell[name] > 0)
@@ -317,7 +326,7 @@ const VIEWS = {
     say(failed.length ? `${failed.length} of ${rows.length} measurements failed.` : "No measurement failed.");
     const groups = d3.groups(failed, (row) => setupName(row), (row) => row.error).flatMap(([setup, errors]) => errors.map(([error, these]) => ({setup, error, these})));
     const node = table(groups, [["setup", (g) => g.setup], ["rows", (g) => g.these.length], ["error", (g) => g.error]]);
-    for (const row of node.querySelectorAll("tbody tr")) row.lastChild.className = "text";
+    for (const row of node.querySelectorAll("tr")) row.lastChild.className = "text";
     return failed.length ? node : make("div");
   }],
 };
@@ -352,7 +361,11 @@ function nothing(why = "Nothing was measured that the filters leave.") {
 
 function draw() {
   $("controls").replaceChildren();
-  for (const button of $("views").children) button.setAttribute("aria-selected", button.dataset.view === chosen.view);
+  for (const button of $("views").children) {
+    button.setAttribute("aria-selected", button.dataset.view === chosen.view);
+    const views = $("views"), left = button.offsetLeft - views.offsetLeft;
+    if (button.dataset.view === chosen.view && (left < views.scrollLeft || left + button.offsetWidth > views.scrollLeft + views.clientWidth)) views.scrollLeft = left;
+  }
   say("");
   $("chart").replaceChildren(VIEWS[chosen.view][1](chosenCells()));
 }

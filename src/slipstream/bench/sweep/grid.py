@@ -10,7 +10,7 @@ its own:
 
     [[engines]]
     engine = "slipstream"
-    schemes = ["auto", "int8"]
+    schemes = ["none", "int8"]
 
     [[engines]]
     engine = "openvino"
@@ -208,6 +208,10 @@ def _engine(given: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> 
             _typed(settings[words], list, f"{where}.settings.{words}")
     merged = {**shared, **given}
     schemes = tuple(_list(merged, "schemes", str, f"{where}.", default=[AS_STORED]))
+    if "auto" in schemes:  # its former word, which no engine has a scheme of
+        raise ConfigError(
+            f"{where}.schemes: 'auto' is {AS_STORED!r} now: weights as they are stored", field=f"{where}.schemes"
+        )
     if name == "slipstream" and (strange := [s for s in schemes if s != AS_STORED and s not in SCHEMES]):
         raise ConfigError(
             f"{where}.schemes: {strange[0]!r} is not one of {AS_STORED}, {', '.join(SCHEMES)}", field=f"{where}.schemes"

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from slipstream.bench.adapters import AS_STORED
 from slipstream.bench.metrics import DISTRIBUTIONS, PERCENTILES, Summary
 from slipstream.bench.power import Energy
 from slipstream.errors import ConfigError
@@ -133,6 +134,9 @@ def read_parquet(path: Path) -> tuple[list[Row], dict[str, Any]]:
     if meta is None or not {"key", "label", "batch_size"} <= set(table.column_names):
         raise ConfigError(f"{path} is no result of `slipstream sweep`", field="file")
     rows = [{name: value for name, value in row.items() if value is not None} for row in table.to_pylist()]
+    for row in rows:
+        if row.get("scheme") == "auto":  # the former word
+            row["scheme"] = AS_STORED
     return rows, json.loads(meta)
 
 
