@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
-from slipstream.worker import model_runner
+from slipstream.worker import probe_steps
 from tests import tiny_models
 
 SIZES = dict(device="cpu", dtype="float32", max_model_len=96, max_num_seqs=16, block_size=4, kv_cache_bytes=2**20)
@@ -75,9 +75,9 @@ def test_one_batch_answers_as_each_alone(path, alone, mode, num_threads):
 @pytest.mark.parametrize(("config", "rows"), [(None, 4), (NGRAM, 16), ({"method": "suffix"}, 48)], ids=str)
 def test_memory_is_kept_for_all_that_a_step_samples(path, monkeypatch, config, rows):
     """Of the model's logits as many rows as there may be sequences and drafts, if a step has room for them."""
-    measured, dummy = [], model_runner.dummy_sampling
+    measured, dummy = [], probe_steps.dummy_sampling
     noted = lambda num_rows, device: measured.append(num_rows) or dummy(num_rows, device)
-    monkeypatch.setattr(model_runner, "dummy_sampling", noted)
+    monkeypatch.setattr(probe_steps, "dummy_sampling", noted)
     sizes = {**SIZES, "max_num_seqs": 4, "max_num_batched_tokens": 48, "speculative_config": config}
     with LLM(str(path), kernels="torch", num_threads=1, **sizes) as llm:
         assert max(measured) == rows

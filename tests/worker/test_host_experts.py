@@ -16,7 +16,7 @@ from slipstream.plan.devices import find_device
 from slipstream.plan.engines import plan_engine
 from slipstream.plan.estimate import estimate, resident_weights_bytes
 from slipstream.spec.description import read_spec
-from slipstream.worker import executor
+from slipstream.worker import local_executor
 from tests import tiny_models
 
 GIB = 2**30
@@ -52,7 +52,7 @@ def test_an_engine_answers_as_one_without(tmp_path, monkeypatch, family):
         own = dict(host_experts=99, hot_expert_bytes=2**16)
         return dataclasses.replace(config, model=dataclasses.replace(config.model, **own))
 
-    monkeypatch.setattr(executor, "resolve", with_host)
+    monkeypatch.setattr(local_executor, "resolve", with_host)
     with LLM(str(tmp_path), **how) as llm:
         runner = llm.core.executor.runner
         assert answers(llm) == wanted

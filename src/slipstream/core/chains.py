@@ -17,9 +17,8 @@ import numpy.typing as npt
 from slipstream.config import MOST_DRAFTS, MOST_STEP_DRAFTS
 from slipstream.core.step_times import LEAST_SURVIVAL, MARGIN, seconds_from
 
-STAY = 1.03
-"""Another length of chains must promise this many times the tokens per second of the last one. Longer ones are drafted anew in
-front of a step, and what is expected of two lengths is off by some percent."""
+STAY = 1.01
+"""Another length of chains must promise this many times the tokens per second of the last one."""
 
 LEAST_FIRST = 0.3
 """A request has drafts only if its first is likelier than this to be right."""
@@ -65,7 +64,7 @@ class Chains:
         self._verified: dict[int, tuple[int, int]] = {}  # drafts and accepted ones by row: not counted yet
         self._length = self._longest = 0  # of the chains that were chosen last; of all
         self.gain = 0.0  # of those chosen last: tokens per second, over plain steps' (0: none)
-        self._prepared: tuple[int, float, dict[str, int]] = 0, 0.0, {}  # length, gain, and drafts of requests in the next step
+        self._prepared: dict[str, int] = {}  # drafts of requests in the next step
 
     @property
     def reach(self) -> int:
@@ -84,30 +83,27 @@ class Chains:
             self._free.append(row)
 
     def prepare(self, request_ids: Sequence[str], most: int, line: Sequence[tuple[int, float]]) -> None:
-        """Choose for the step after the one in flight, whose drafts are not verified yet, while that step runs. A later choice
-        would hold the device up."""
+        """Choose for the step after the one in flight, whose drafts are not verified yet, while that step runs. It is kept if
+        chains stay as long as they are: others are chosen by what is known last."""
         length, gain, counts = self._choose(request_ids, [most] * len(request_ids), line)
-        self._prepared = length, gain, dict(zip(request_ids, counts, strict=True))
+        self._prepared = {}
+        if length == self._length:
+            self._prepared, self.gain = dict(zip(request_ids, counts, strict=True)), gain
 
     def prepared(self, request_ids: Sequence[str]) -> list[int] | None:
         """The number of drafts of each request as it was prepared, once. A request that has come since has as many as others.
         None: nothing was prepared, or for another number of requests."""
-        length, gain, known = self._prepared
-        self._prepared = 0, 0.0, {}
+        known, self._prepared = self._prepared, {}
         if not known or 8 * abs(len(known) - len(request_ids)) > len(known):
             return None
-        self._take(length, gain)
-        return [known.get(request_id, length) for request_id in request_ids]
+        return [known.get(request_id, self._length) for request_id in request_ids]
 
     def best(self, request_ids: Sequence[str], most: Sequence[int], line: Sequence[tuple[int, float]]) -> list[int]:
         """The number of drafts of each request, at most `most`, with which the step yields the most tokens per second. `line`
         says what steps take: (tokens, seconds), from the one without drafts on."""
-        length, gain, counts = self._choose(request_ids, most, line)
-        self._take(length, gain)
+        self._length, self.gain, counts = self._choose(request_ids, most, line)
+        self._longest = max(self._longest, self._length)
         return counts
-
-    def _take(self, length: int, gain: float) -> None:
-        self._length, self.gain, self._longest = length, gain, max(self._longest, length)
 
     def _choose(
         self, request_ids: Sequence[str], most: Sequence[int], line: Sequence[tuple[int, float]]
