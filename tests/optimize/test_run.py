@@ -375,6 +375,15 @@ def test_results_of_another_file_or_machine_are_not_gone_on_with(tiny_model, tmp
     assert len({before, changed, measurer.conditions}) == 3
 
 
+def test_a_mount_point_is_refused_before_anything_runs(tiny_model, tmp_path, capsys, monkeypatch):
+    """The folder is made beside DIR and renamed at the end, which a mount point would refuse after the whole search."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "out")
+    assert main(["optimize", str(tiny_model), f"--out={tmp_path / 'out'}", "--device=cpu"]) == 2
+    assert "is a mount point" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_without_optuna_nothing_is_left_behind(tiny_model, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     (tmp_path / "text.jsonl").write_text(

@@ -131,6 +131,8 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out).expanduser().absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give another --out, or remove it", field="out")
+    if out.is_mount():
+        raise ConfigError(f"{out} is a mount point, and DIR is renamed when it is whole; give a folder in it", field="out")
     budget_s, limits = measuring.parse_seconds(args.budget), measuring.parse_quality_loss(args.max_quality_loss or "kl=0.05")
     if args.load_format == "dummy" and args.max_quality_loss is not None:
         what = "max_quality_loss can't be kept with --load-format dummy: random weights have no quality; leave one of them out"
