@@ -5,9 +5,9 @@
         --num-loads 6 --max-load-s 7 --least-s 0.25 --rounds 1    # on a GPU
     python benchmarks/plan.py --study prediction --record    # recorded loads over HTTP, on an H200
 
-A load has lengths, and a rate or a number of users, drawn by `--seed`, and is measured through `AsyncLLM`. The table of steps
-and all loads take turns over `--rounds`, since a shared machine's speed changes; medians are compared. A prediction knows of a
-load only its lengths and arrivals.
+A load has lengths, and a rate or a number of users, drawn by `--seed`, and is measured through `AsyncLLM`. A shared machine's
+speed changes within minutes, so steps and loads take turns over `--rounds`: the table of a load is of the steps measured right
+before and after it. Medians are compared. A prediction knows of a load only its lengths and arrivals.
 
 With `--held-out` the table is measured first. Then every load is predicted, by the table and by estimated steps, and the
 predictions are printed before the first load runs. `--table` (the file of `--study steps`) takes the place of measuring.
@@ -84,7 +84,8 @@ def errors(found: dict[str, float], measured: dict[str, float]) -> dict[str, flo
 
 
 async def validate(args: Any, settings: EngineArgs) -> tuple[list[dict[str, Any]], StepTable]:
-    """Rounds of: the table, then every load. A step and a load are what they are at the median of their rounds."""
+    """Rounds of every load, with the steps measured before and after each. A load, and the steps beside it, are what they are at
+    the median of their rounds."""
     executor = LocalExecutor.build(settings)
     config, description = executor.config, executor.description
     info, vocab = config.device.info, description.spec.vocab_size
@@ -97,33 +98,41 @@ async def validate(args: Any, settings: EngineArgs) -> tuple[list[dict[str, Any]
     scale, capacity = (8, 15000.0) if info.is_cuda else (1, 800.0)
     rng = random.Random(args.seed)
     loads = [bounded(draw(rng, capacity, scale), args.max_load_s) for _ in range(args.num_loads)]
-    tables: list[list[MeasuredStep]] = []
     hosts: list[HostCost] = []
     measured: list[list[dict[str, float]]] = [[] for _ in loads]
+    beside: list[list[list[MeasuredStep]]] = [[] for _ in loads]  # of each load and round: the steps before and after it
     async with await AsyncSlipstream.start(settings) as engine:
         for _ in range(args.rounds):
-            tables.append(measure_steps(executor, steps, rounds=1, least_s=args.least_s))
-            fitted = fit_steps(tables[-1], identity={}, made_by={})
+            before = measure_steps(executor, steps, rounds=1, least_s=args.least_s)
+            fitted = fit_steps(before, identity={}, made_by={})
             ahead = None if info.is_cuda else RUN_AHEAD
-            hosts.append(await measure_host(engine, fitted, vocab_size=vocab, run_ahead=ahead, users=(1, 12, 24)))
+            hosts.append(await measure_host(engine, fitted, vocab_size=vocab, run_ahead=ahead, users=(1, 4, 8, 12, 24)))
             for number, load in enumerate(loads):
                 bench = from_lengths("drawn", load["lengths"], vocab_size=vocab, seed=number)
                 records = await run_load(engine, bench.requests, arrivals_of(load), seed=number)
                 measured[number].append(figures(summarize(records)))
+                after = measure_steps(executor, steps, rounds=1, least_s=args.least_s)
+                beside[number].append(middle_of([before, after]))
+                before = after
                 print(number, measured[number][-1], flush=True)
-    points = [MeasuredStep(of[0].shape, statistics.median(p.seconds for p in of)) for of in zip(*tables, strict=True)]
-    costs = ("step_s", "sequence_s", "request_s")
+    costs = ("step_s", "sequence_s", "ahead_s", "request_s")
     host = HostCost(**{name: statistics.median(getattr(h, name) for h in hosts) for name in costs}, label="measured")
-    table = fit_steps(points, identity={}, made_by={}, host=host)
-    planned = plan_engine(settings, description, this_hardware(settings.device), info=info, table=table)
+    planned = plan_engine(settings, description, this_hardware(settings.device), info=info)
     planned = dataclasses.replace(planned.with_blocks(executor.ledger.num_blocks), config=config)
     rows = []
     for number, (load, runs) in enumerate(zip(loads, measured, strict=True)):
-        found = figures(predicted(planned, load, number))
+        table = fit_steps(middle_of(beside[number]), identity={}, made_by={}, host=host)
+        found = figures(predicted(dataclasses.replace(planned, table=table), load, number))
         middle = {name: statistics.median(run[name] for run in runs) for name in found}
         row = {"load": shown(load), "measured": middle, "runs": runs, "predicted": found, "errors": errors(found, middle)}
         rows.append(row | {"fit_error": table.error, "load_average": os.getloadavg()[0]})
-    return rows, table
+    of_all = fit_steps(middle_of([one for of in beside for one in of]), identity={}, made_by={}, host=host)
+    return rows, of_all
+
+
+def middle_of(tables: list[list[MeasuredStep]]) -> list[MeasuredStep]:
+    """Of each step the median of its times."""
+    return [MeasuredStep(of[0].shape, statistics.median(p.seconds for p in of)) for of in zip(*tables, strict=True)]
 
 
 def shown(load: dict[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,14 @@ def test_host_time_is_added_where_steps_do_not_overlap_and_hidden_where_they_do(
     assert one.ttft_s == pytest.approx(0.124)
 
 
+def test_a_step_that_overlaps_with_its_host_on_the_same_cores_takes_longer():
+    """A step with a prompt does not overlap, and a GPU's has cores of its own."""
+    host = HostCost(ahead_s=0.003)
+    for run_ahead, tpot_s in ((8, 0.014), (0, 0.011), (None, 0.011)):
+        (record,) = simulate(engine(Linear(host), run_ahead=run_ahead), traffic((0.0, 10, 9))).records
+        assert (record.ttft_s, record.tpot_s) == (pytest.approx(0.020), pytest.approx(tpot_s)), run_ahead
+
+
 def test_a_longer_step_of_a_graph_is_paid_for():
     padded = dataclasses.replace(engine(), padded=lambda decodes, prompt, prompts: (decodes, -(-prompt // 16) * 16))
     (record,) = simulate(padded, traffic((0.0, 10, 1))).records

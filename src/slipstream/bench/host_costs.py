@@ -10,7 +10,7 @@ from slipstream.bench.workload import fixed
 from slipstream.plan.step_cost import HostCost, StepCost, StepShape, non_negative_least_squares
 
 PROMPT, ANSWER = 32, 64
-USERS = (1, 12, 24, 48)
+USERS = (1, 4, 8, 12, 24, 48)
 LONE = 9
 """Requests that run alone."""
 
@@ -18,22 +18,29 @@ LONE = 9
 async def measure_host(
     engine: StreamingEngine, table: StepCost, *, vocab_size: int, run_ahead: int | None, users: Sequence[int] = USERS
 ) -> HostCost:
-    """Bursts of short requests. What the median gap between tokens is beyond the table's step is the host's, where steps don't
-    overlap with it (`plan.simulate.SimulatedEngine.run_ahead`). What the first token of a lone request with a prompt of one
-    token takes beyond its next ones is the front end's: both are steps of one token, and of the same moment."""
-    rows, targets, first = [], [], 0.0
+    """Bursts of short requests, of which the median gap between tokens counts. What it is beyond the table's step, the host adds:
+    to each step and sequence where steps don't overlap with it (`plan.simulate.SimulatedEngine.run_ahead`), and otherwise by
+    working on the cores of a CPU's step. What the first token of a lone request takes beyond its next ones is the front end's,
+    and, by the table, that of its prompt's second token. (A CPU's step of one token runs on while the host tells of it.)"""
+    rows, targets, first, overlapping = [], [], 0.0, []
     for count in users:
         if count == 1:
-            lone = fixed(LONE, 1, ANSWER // 4, vocab_size=vocab_size, seed=count)
+            lone = fixed(LONE, 2, ANSWER // 4, vocab_size=vocab_size, seed=count)
             records = [r for one in lone.requests for r in await run_load(engine, [one], Burst())]
             first = statistics.median(r.ttft_s - statistics.median(r.gaps_s) for r in records if r.ttft_s and r.gaps_s)
-            continue
-        if run_ahead is None or count <= run_ahead:
+            first -= table.seconds(StepShape.of((), ((0, 2),))) - table.seconds(StepShape.of((8,)))
+        if run_ahead is None:
             continue
         load = fixed(count, PROMPT, ANSWER, vocab_size=vocab_size, seed=count)
         records = await run_load(engine, load.requests, Burst())
         gap = statistics.median(gap for r in records for gap in r.gaps_s or ())
-        rows.append([1.0, float(count)])
-        targets.append(max(0.0, gap - table.seconds(StepShape.of((PROMPT + ANSWER // 2,) * count))))
+        beyond = max(0.0, gap - table.seconds(StepShape.of((PROMPT + ANSWER // 2,) * count)))
+        if count <= run_ahead:
+            overlapping.append(beyond)
+        else:
+            rows.append([1.0, float(count)])
+            targets.append(beyond)
     step_s, sequence_s = non_negative_least_squares(rows, targets) if rows else (0.0, 0.0)
-    return HostCost(step_s=step_s, sequence_s=sequence_s, request_s=max(0.0, first - step_s), label="measured")
+    ahead_s = statistics.median(overlapping) if overlapping else 0.0
+    request_s = max(0.0, first + ahead_s - step_s)  # the next tokens' steps overlap, the first one's does not
+    return HostCost(step_s=step_s, sequence_s=sequence_s, ahead_s=ahead_s, request_s=request_s, label="measured")

@@ -247,10 +247,12 @@ class Replica:
         self.busy_s += seconds
         self.num_decodes += shape.num_decodes
         self.num_prompt_tokens += shape.num_prompt_tokens
+        ahead = engine.run_ahead is None or (not shape.num_prompts and shape.num_decodes <= engine.run_ahead)
+        if ahead and engine.run_ahead is not None:
+            seconds += cost.host.ahead_s
         launch_s = 0.0 if in_graph else cost.host.launch_s
         begin = max(self.now, self.device_free)
         self.device_free = max(begin + seconds, self.now + launch_s)
-        ahead = engine.run_ahead is None or (not shape.num_prompts and shape.num_decodes <= engine.run_ahead)
         if engine.run_ahead is not None:
             self.now = begin if ahead else self.device_free  # a CPU's host takes part
         self.now += host + launch_s
