@@ -1,5 +1,7 @@
 // Attention of one token over a range of keys (attention_keys.h).
 #pragma once
+#include <type_traits>
+
 #include "attention_keys.h"
 
 namespace ISA {
@@ -11,18 +13,22 @@ static inline F load_kv(const uint8_t* p, int64_t i) {
     return CACHE == CACHE_F32 ? load((const float*)p + i) : CACHE == CACHE_BF16 ? load_bf16((const uint16_t*)p + i) : load_i8((const int8_t*)p + i);
 }
 
-// Prefetch of the next tile's keys and values. A head's keys lie together in a block, but blocks lie anywhere, so the hardware
-// can't foresee them. `each` rows are asked for with each key of the current tile: a burst would fill the queue of cache misses.
+// Prefetch of the next tile's keys or values, a row for each of this tile's: a burst would fill the queue of cache misses. A head's
+// rows lie together in a block, but blocks lie anywhere, so the hardware can't foresee them.
 struct Ahead {
     const uint8_t* rows;
     const int64_t* at;
-    int64_t n, each, bytes;
+    int64_t n;
 
-    // Always inlined: the compiler removes a call to a function without effects.
-    __attribute__((always_inline)) inline void fetch(int64_t key) const {
-        const int64_t end = (key + 1) * each < n ? (key + 1) * each : n;
-        for (int64_t j = key * each; j < end; j++)
-            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(rows + at[j] + i);
+    // The row of the key in the place of this tile's `key`, from `offset` bytes on: LINES cache lines.
+    template <int LINES>
+    __attribute__((always_inline)) inline void fetch(int64_t key, int64_t offset) const {
+        if (key < n)
+            for (int i = 0; i < LINES; i++) ask_for(rows + at[key] + offset + 64 * i);
+    }
+    __attribute__((always_inline)) inline void fetch_rest(int64_t key, int64_t bytes) const {
+        for (; key < n; key++)
+            for (int64_t i = 0; i < bytes; i += 64) ask_for(rows + at[key] + i);
     }
 };
 
@@ -33,74 +39,107 @@ struct KeyTile {
     Ahead keys, values;
 };
 
-// How a query and a key are multiplied: in float32, or as pairs of bfloat16, for which the query is rounded.
+// How a query and keys, or weights and values, are multiplied: in float32; as pairs of bfloat16, for which query and weights are
+// rounded; or, of an 8-bit cache, as pairs of 16-bit whole numbers, for which they are scaled to ±32,767 and rounded (a lane of 32
+// bits holds 516 such products: 8,256 numbers of a head). A vector of keys is WIDTH numbers in BYTES bytes.
 template <int CACHE>
 struct InFloats {
     using Query = float;
     using Lanes = F;
-    static constexpr int64_t WIDTH = 16;
+    using Sum = F;
+    static constexpr int64_t WIDTH = 16, BYTES = CACHE == CACHE_F32 ? 64 : CACHE == CACHE_BF16 ? 32 : 16;
     static inline F query(const float* q) { return load(q); }
-    static inline F key(const uint8_t* row, int64_t d) { return load_kv<CACHE>(row, WIDTH * d); }
-    static inline F begin(F q, F k) { return q * k; }
+    static inline F key(const uint8_t* row) { return load_kv<CACHE>(row, 0); }
+    static inline F begin() { return zero(); }
     static inline F add(F s, F q, F k) { return fma(q, k, s); }
 };
 struct InPairs {
     using Query = uint16_t;
     using Lanes = B;
-    static constexpr int64_t WIDTH = 32;
+    using Sum = F;
+    static constexpr int64_t WIDTH = 32, BYTES = 64;
     static inline B query(const uint16_t* q) { return load_b((const uint8_t*)q); }
-    static inline B key(const uint8_t* row, int64_t d) { return load_b(row + 2 * WIDTH * d); }
-    static inline F begin(B q, B k) { return dot_pairs(zero(), k, q); }
+    static inline B key(const uint8_t* row) { return load_b(row); }
+    static inline F begin() { return zero(); }
     static inline F add(F s, B q, B k) { return dot_pairs(s, k, q); }
+    // Rounds n numbers, a multiple of 16. Returns what makes their products right.
+    static inline float round(const float* from, uint16_t* to, int64_t n) {
+        for (int64_t i = 0; i < n; i += 16) store_bf16(to + i, load(from + i));
+        return 1.0f;
+    }
+};
+struct InWords {
+    using Query = uint16_t;
+    using Lanes = B;
+    using Sum = I;
+    static constexpr int64_t WIDTH = 32, BYTES = 32;
+    static inline B query(const uint16_t* q) { return load_b((const uint8_t*)q); }
+    static inline B key(const uint8_t* row) { return load_words((const int8_t*)row); }
+    static inline I begin() { return izero(); }
+    static inline I add(I s, B q, B k) { return dot_words(s, k, q); }
+    static inline float round(const float* from, uint16_t* to, int64_t n) {
+        F most = vabs(load(from));
+        for (int64_t i = 16; i < n; i += 16) most = vmax(most, vabs(load(from + i)));
+        const float largest = top(most);
+        if (!(largest > 0.0f)) {
+            memset(to, 0, 2 * n);
+            return 0.0f;
+        }
+        const F scale = set1(32767.0f / largest);
+        for (int64_t i = 0; i < n; i += 16) store_words((int16_t*)to + i, nearest(load(from + i) * scale));
+        return largest / 32767.0f;
+    }
 };
 
-// Scores [NH][64] of NH heads whose queries lie side by side. A head has ND vectors; 0: any number.
+// Scores [NH][64] of NH heads whose queries lie side by side, each times its factor. A head has ND vectors; 0: any number.
 template <class How, int NH, int ND>
-static inline void decode_scores(const AttentionArgs& a, const typename How::Query* q, const int64_t* at, int64_t n,
-                                 const Ahead& ahead, float* scores) {
-    const int64_t nd = ND ? ND : a.head_dim / How::WIDTH;
+static inline void decode_scores(const AttentionArgs& a, const typename How::Query* q, const float* factors, const KeyTile& t,
+                                 float* scores) {
+    const int64_t nd = ND ? ND : a.head_dim / How::WIDTH, n = t.n;
+    constexpr int LINES = ND ? (ND * How::BYTES + 63) / 64 : 0;
     typename How::Lanes own[NH][ND ? ND : 1];
     for (int h = 0; h < NH; h++)
         for (int64_t d = 0; d < ND; d++) own[h][d] = How::query(q + (h * nd + d) * How::WIDTH);
-    F part[NH][16];
+    F part[NH][4];  // each quarter has a lane for each of four keys
     for (int64_t j0 = 0; j0 < n; j0 += 16) {
-        const int64_t m = n - j0 < 16 ? n - j0 : 16;
-        for (int64_t j = 0; j < m; j++) {
-            const uint8_t* key = a.k + at[j0 + j];
-            ahead.fetch(j0 + j);
-            F s[NH];
-            const auto first = How::key(key, 0);
-            for (int h = 0; h < NH; h++) s[h] = How::begin(ND ? own[h][0] : How::query(q + h * nd * How::WIDTH), first);
-            for (int64_t d = 1; d < nd; d++) {
-                const auto x = How::key(key, d);
-                for (int h = 0; h < NH; h++)
-                    s[h] = How::add(s[h], ND ? own[h][d] : How::query(q + (h * nd + d) * How::WIDTH), x);
+        for (int g = 0; g < 4; g++) {
+            typename How::Sum s[NH][4];
+            for (int i = 0; i < 4; i++) {
+                const int64_t j = j0 + 4 * g + i;
+                const uint8_t* key = a.k + t.at[j < n ? j : n - 1];  // of keys beyond n the scores do not count
+                t.keys.fetch<LINES>(j, 0);
+                for (int h = 0; h < NH; h++) s[h][i] = How::begin();
+                for (int64_t d = 0; d < nd; d++) {
+                    const auto x = How::key(key + d * How::BYTES);
+                    for (int h = 0; h < NH; h++)
+                        s[h][i] = How::add(s[h][i], ND ? own[h][d] : How::query(q + (h * nd + d) * How::WIDTH), x);
+                }
             }
-            for (int h = 0; h < NH; h++) part[h][j] = s[h];
+            for (int h = 0; h < NH; h++)
+                part[h][g] = sums4(to_float(s[h][0]), to_float(s[h][1]), to_float(s[h][2]), to_float(s[h][3]));
         }
-        for (int h = 0; h < NH; h++) {
-            for (int64_t j = m; j < 16; j++) part[h][j] = zero();
-            store(scores + h * KT + j0, sums16(part[h]));
-        }
+        for (int h = 0; h < NH; h++)
+            store(scores + h * KT + j0, sum_of_quarters(part[h][0], part[h][1], part[h][2], part[h][3]) * set1(factors[h]));
     }
 }
 
 template <class How, int NH>
-__attribute__((always_inline)) static inline void decode_scores_of(const AttentionArgs& a, const KeyTile& t, const typename How::Query* q, float* scores) {
-    if (a.head_dim == 64) decode_scores<How, NH, 64 / How::WIDTH>(a, q, t.at, t.n, t.keys, scores);
-    else if (a.head_dim == 128) decode_scores<How, NH, 128 / How::WIDTH>(a, q, t.at, t.n, t.keys, scores);
-    else decode_scores<How, NH, 0>(a, q, t.at, t.n, t.keys, scores);
+__attribute__((always_inline)) static inline void decode_scores_of(const AttentionArgs& a, const KeyTile& t, const typename How::Query* q,
+                                                                   const float* factors, float* scores) {
+    if (a.head_dim == 64) decode_scores<How, NH, 64 / How::WIDTH>(a, q, factors, t, scores);
+    else if (a.head_dim == 128) decode_scores<How, NH, 128 / How::WIDTH>(a, q, factors, t, scores);
+    else decode_scores<How, NH, 0>(a, q, factors, t, scores);
 }
 
 template <int CACHE, int NH, int NV>
-static inline void decode_mix(const AttentionArgs& a, const float* weights, const float* scales, const int64_t* at, int64_t n,
-                              const Ahead& ahead, int64_t d0, float* mixed) {
+static inline void decode_mix(const AttentionArgs& a, const KeyTile& t, const float* weights, const float* scales, int64_t d0,
+                              float* mixed) {
     F acc[NH][NV];
     for (int h = 0; h < NH; h++)
         for (int v = 0; v < NV; v++) acc[h][v] = load(mixed + h * a.value_dim + d0 + 16 * v) * set1(scales[h]);
-    for (int64_t j = 0; j < n; j++) {
-        const uint8_t* value = a.v + at[j];
-        if (d0 == 0) ahead.fetch(j);
+    for (int64_t j = 0; j < t.n; j++) {
+        const uint8_t* value = a.v + t.at[j];
+        t.values.fetch<NV * InFloats<CACHE>::BYTES / 64>(j, d0 * InFloats<CACHE>::BYTES / 16);
         F x[NV];
         for (int v = 0; v < NV; v++) x[v] = load_kv<CACHE>(value, d0 + 16 * v);
         for (int h = 0; h < NH; h++) {
@@ -112,51 +151,67 @@ static inline void decode_mix(const AttentionArgs& a, const float* weights, cons
         for (int v = 0; v < NV; v++) store(mixed + h * a.value_dim + d0 + 16 * v, acc[h][v]);
 }
 
-// The same with pairs of bfloat16, of two keys each, for latents: their many heads are bound by arithmetic, not by memory. The
-// weights are rounded too. NB: vectors of 32 values.
-template <int NH, int NB>
-static inline void decode_mix_pairs(const AttentionArgs& a, const uint16_t* weights, const float* scales, const int64_t* at,
-                                    int64_t n, int64_t d0, float* mixed) {
-    F acc[NH][2 * NB];
+// The same with pairs of two keys' numbers, by rounded weights. NB: vectors of 32 values.
+template <class How, int NH, int NB>
+static inline void decode_mix_pairs(const AttentionArgs& a, const KeyTile& t, const uint16_t* weights, const float* factors,
+                                    const float* scales, int64_t d0, float* mixed) {
+    typename How::Sum acc[NH][2 * NB];
     for (int h = 0; h < NH; h++)
-        for (int v = 0; v < 2 * NB; v++) acc[h][v] = load(mixed + h * a.value_dim + d0 + 16 * v) * set1(scales[h]);
-    for (int64_t j = 0; j < n; j += 2) {
-        const uint8_t *even = a.v + at[j] + 2 * d0, *odd = a.v + at[j + 1 < n ? j + 1 : j] + 2 * d0;  // weights beyond n are 0
+        for (int v = 0; v < 2 * NB; v++) acc[h][v] = How::begin();
+    const int64_t offset = d0 / How::WIDTH * How::BYTES;
+    for (int64_t j = 0; j < t.n; j += 2) {  // weights beyond n are 0
+        const uint8_t *even = a.v + t.at[j] + offset, *odd = a.v + t.at[j + 1 < t.n ? j + 1 : j] + offset;
+        t.values.fetch<NB * How::BYTES / 64>(j, offset);
+        t.values.fetch<NB * How::BYTES / 64>(j + 1, offset);
         B x[2 * NB];
-        for (int b = 0; b < NB; b++) zip16(load_b(even + 64 * b), load_b(odd + 64 * b), x + 2 * b);
+        for (int b = 0; b < NB; b++) zip16(How::key(even + How::BYTES * b), How::key(odd + How::BYTES * b), x + 2 * b);
         for (int h = 0; h < NH; h++) {
             uint32_t pair;
             memcpy(&pair, weights + h * KT + j, 4);
-            for (int v = 0; v < 2 * NB; v++) acc[h][v] = dot_bf16(acc[h][v], x[v], pair);
+            const B w = repeat(pair);
+            for (int v = 0; v < 2 * NB; v++) acc[h][v] = How::add(acc[h][v], w, x[v]);
         }
     }
     for (int h = 0; h < NH; h++)
-        for (int v = 0; v < 2 * NB; v++) store(mixed + h * a.value_dim + d0 + 16 * v, acc[h][v]);
+        for (int v = 0; v < 2 * NB; v++) {
+            float* to = mixed + h * a.value_dim + d0 + 16 * v;
+            store(to, fma(load(to), set1(scales[h]), to_float(acc[h][v]) * set1(factors[h])));
+        }
 }
 
 // Not inlined, so that `decode_tile` stays short enough to be inlined.
-template <int NH>
-__attribute__((noinline)) static void decode_mix_latents(const AttentionArgs& a, const KeyTile& t, const float* scores,
+template <class How, int NH>
+__attribute__((noinline)) static void decode_mix_rounded(const AttentionArgs& a, const KeyTile& t, const float* scores,
                                                          const float* scales, float* mixed) {
     alignas(64) uint16_t weights[NH * KT];
-    for (int64_t i = 0; i < NH * KT; i += 16) store_bf16(weights + i, load(scores + i));
+    float factors[NH];
+    for (int h = 0; h < NH; h++) factors[h] = How::round(scores + h * KT, weights + h * KT, KT);
     int64_t d = 0;
-    for (; d + 64 <= a.value_dim; d += 64) decode_mix_pairs<NH, 2>(a, weights, scales, t.at, t.n, d, mixed);
-    for (; d < a.value_dim; d += 32) decode_mix_pairs<NH, 1>(a, weights, scales, t.at, t.n, d, mixed);
+    for (; d + 64 <= a.value_dim; d += 64) decode_mix_pairs<How, NH, 2>(a, t, weights, factors, scales, d, mixed);
+    for (; d < a.value_dim; d += 32) decode_mix_pairs<How, NH, 1>(a, t, weights, factors, scales, d, mixed);
+}
+
+// How keys and values of a cache are multiplied where their numbers come in vectors of 32, if not in float32.
+template <int CACHE>
+using Rounded = std::conditional_t<CACHE == CACHE_I8, InWords, InPairs>;
+
+template <int CACHE>
+static inline bool is_rounded(int64_t dim) {
+    return dim % 32 == 0 && (CACHE == CACHE_I8 || (CACHE == CACHE_BF16 && kHasBf16));
 }
 
 template <int CACHE, int NH>
-static inline void decode_tile(const AttentionArgs& a, const KeyTile& t, int64_t head, const float* q, const uint16_t* pairs,
-                               float* scores, Running* running, float* mixed) {
+static inline void decode_tile(const AttentionArgs& a, const KeyTile& t, int64_t head, const float* q, const uint16_t* rounded,
+                               const float* factors, float* scores, Running* running, float* mixed) {
     const int64_t dim = a.value_dim;
-    if (CACHE == CACHE_BF16 && kHasBf16 && pairs) decode_scores_of<InPairs, NH>(a, t, pairs, scores);
-    else decode_scores_of<InFloats<CACHE>, NH>(a, t, q, scores);
+    if (is_rounded<CACHE>(a.head_dim)) decode_scores_of<Rounded<CACHE>, NH>(a, t, rounded, factors, scores);
+    else decode_scores_of<InFloats<CACHE>, NH>(a, t, q, factors, scores);
     float scales[NH];
     for (int h = 0; h < NH; h++) scales[h] = soften(a, scores + h * KT, t.key, t.n, t.position, head + h, running + h);
+    if (is_rounded<CACHE>(dim)) return decode_mix_rounded<Rounded<CACHE>, NH>(a, t, scores, scales, mixed);
     int64_t d = 0;
-    if (CACHE == CACHE_BF16 && kHasBf16 && latent(a) && dim % 32 == 0) return decode_mix_latents<NH>(a, t, scores, scales, mixed);
-    for (; d + 64 <= dim; d += 64) decode_mix<CACHE, NH, 4>(a, scores, scales, t.at, t.n, t.values, d, mixed);
-    for (; d < dim; d += 16) decode_mix<CACHE, NH, 1>(a, scores, scales, t.at, t.n, t.values, d, mixed);
+    for (; d + 64 <= dim; d += 64) decode_mix<CACHE, NH, 4>(a, t, scores, scales, d, mixed);
+    for (; d < dim; d += 16) decode_mix<CACHE, NH, 1>(a, t, scores, scales, d, mixed);
 }
 
 template <int CACHE>
@@ -167,15 +222,13 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
     const int64_t position = a.seq_lens[seq] - 1;
     const float* q0 = a.qkv + a.query_start_loc[seq] * a.qkv_stride + kv_head * heads * d;
     const float scale = a.scale * (a.k_scale ? a.k_scale[kv_head] : 1.0f);
-    float *q = scratch, *scores = q + heads * d;
-    uint16_t* pairs = (uint16_t*)(scores + MOST_HEADS * KT);
-    const bool use_pairs = CACHE == CACHE_BF16 && kHasBf16 && d % 32 == 0;
-    Running* running = (Running*)((char*)scratch + round_up((char*)(pairs + heads * d) - (char*)scratch, 64));
+    float *q = scratch, *factors = q + heads * d, *scores = factors + round_up(heads, 16);
+    uint16_t* rounded = (uint16_t*)(scores + MOST_HEADS * KT);
+    Running* running = (Running*)((char*)scratch + round_up((char*)(rounded + heads * d) - (char*)scratch, 64));
     int64_t places[2][KT], *at = places[0], *next = places[1];
-    for (int64_t i = 0; i < heads * d; i += 16) {
-        store(q + i, load(q0 + i) * set1(scale));
-        if (use_pairs) store_bf16(pairs + i, load(q + i));
-    }
+    for (int64_t i = 0; i < heads * d; i += 16) store(q + i, load(q0 + i) * set1(scale));
+    for (int64_t h = 0; h < heads; h++)
+        factors[h] = is_rounded<CACHE>(d) ? Rounded<CACHE>::round(q + h * d, rounded + h * d, d) : 1.0f;
     for (int64_t i = 0; i < heads * vd; i += 16) store(mixed + i, zero());
     for (int64_t h = 0; h < heads; h++) running[h] = {-INFINITY, zero()};
     find_keys(a, seq, kv_head, key0, key1 - key0 < KT ? key1 - key0 : KT, next);
@@ -190,15 +243,16 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
             coming = then->end - then->begin < KT ? then->end - then->begin : KT;
             find_keys(a, then->seq, then->kv_head, then->begin, coming, next);
         }
-        const int64_t each = (coming + n - 1) / n, bytes = d * element_bytes(CACHE);
-        KeyTile t{key, n, position, at, {a.k, next, coming, each, bytes}, {a.v, next, latent(a) ? 0 : coming, each, bytes}};
+        const int64_t bytes = element_bytes(CACHE);
+        KeyTile t{key, n, position, at, {a.k, next, coming}, {a.v, next, latent(a) ? 0 : coming}};
+        t.keys.fetch_rest(n, d * bytes), t.values.fetch_rest(n, vd * bytes);
         for (int64_t h = 0; h < heads;) {
-            const uint16_t* rounded = use_pairs ? pairs + h * d : nullptr;
             const int64_t left = heads - h, head = kv_head * heads + h;
-            if (left >= 4) decode_tile<CACHE, 4>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * vd);
-            else if (left == 3) decode_tile<CACHE, 3>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * vd);
-            else if (left == 2) decode_tile<CACHE, 2>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * vd);
-            else decode_tile<CACHE, 1>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * vd);
+            const auto tile = left >= 4   ? decode_tile<CACHE, 4>
+                              : left == 3 ? decode_tile<CACHE, 3>
+                              : left == 2 ? decode_tile<CACHE, 2>
+                                          : decode_tile<CACHE, 1>;
+            tile(a, t, head, q + h * d, rounded + h * d, factors + h, scores, running + h, mixed + h * vd);
             h += left < MOST_HEADS ? left : MOST_HEADS;
             t.keys.n = t.values.n = 0;  // the first heads have asked for them all
         }
@@ -219,7 +273,7 @@ static void decode(const AttentionArgs& a, const KeyRange& range, const KeyRange
 
 static int64_t decode_scratch(const AttentionArgs& a) {
     const int64_t heads = a.num_heads / a.num_kv_heads;
-    return heads * (2 * a.head_dim + (int64_t)sizeof(Running) / 4) + MOST_HEADS * KT + 64;
+    return heads * (2 * a.head_dim + (int64_t)sizeof(Running) / 4) + round_up(heads, 16) + MOST_HEADS * KT + 64;
 }
 
 }  // namespace ISA

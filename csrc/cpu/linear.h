@@ -144,7 +144,7 @@ static inline void tile_float(const LinearArgs& a, int64_t panel, int64_t token,
     for (int64_t k = 0; k < steps; k++) {
         B w[NP];
         F f[NP];
-        if (ahead) PANELS __builtin_prefetch(codes[p] + NP * at.code_bytes + k * 64);
+        if (ahead) PANELS ask_for(codes[p] + NP * at.code_bytes + k * 64);
         PANELS {
             if (KIND == KIND_F32) f[p] = load((const float*)(codes[p] + k * 64));
             else w[p] = load_b(codes[p] + k * 64);

@@ -16,13 +16,13 @@ static inline uint64_t load8(const uint8_t* p) {
 // streams of codes, scales and minima at the end of each panel. Only the first tokens of a panel prefetch (`ahead`). A prefetch
 // past the end is harmless.
 template <int KIND, int NP>
-static inline void ask_for_next(const Layout& at, int64_t g, const uint8_t* codes, const uint8_t* scales, const uint8_t* mins) {
+__attribute__((always_inline)) static inline void ask_for_next(const Layout& at, int64_t g, const uint8_t* codes, const uint8_t* scales, const uint8_t* mins) {
     constexpr int64_t bytes = 64 * code_bits(KIND);
     const uint8_t* next = codes + NP * at.code_bytes + g * bytes;
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
+    for (int64_t i = 0; i < bytes; i += 64) ask_for(next + i);
     if (scaled_by_row(KIND) || (!is_k(KIND) && g % (KIND == KIND_MX ? 4 : 2) != 0)) return;
-    __builtin_prefetch(scales + NP * at.scale_bytes + scale_at(KIND, g));
-    if (has_mins(KIND)) __builtin_prefetch(mins + NP * at.scale_bytes + scale_at(KIND, g));
+    ask_for(scales + NP * at.scale_bytes + scale_at(KIND, g));
+    if (has_mins(KIND)) ask_for(mins + NP * at.scale_bytes + scale_at(KIND, g));
 }
 
 // The same for `count` panels of S8 and those that begin `distance` panels later. These are taken to be as long.
@@ -32,8 +32,8 @@ public:
     NextSparse(const uint8_t* packed, const Layout& of, int64_t panel, int64_t count, int64_t distance)
         : at_(packed + sparse_panel(packed, panel + distance < of.panels ? panel + distance : of.panels)),
           step_((sparse_panel(packed, panel + count) - sparse_panel(packed, panel) + of.groups - 1) / of.groups) {}
-    void ask() {  // once for each group
-        for (int64_t i = 0; i < step_; i += 64) __builtin_prefetch(at_ + i);
+    __attribute__((always_inline)) inline void ask() {  // once for each group
+        for (int64_t i = 0; i < step_; i += 64) ask_for(at_ + i);
         at_ += step_;
     }
 

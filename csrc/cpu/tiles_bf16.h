@@ -43,7 +43,7 @@ private:
         for (int64_t g = 0; g < at.groups; g++) {
             if (ahead_ && pass < parts)
                 for (int p = 0; p < NP; p++)
-                    for (int64_t i = 64 * pass; i < bytes; i += 64 * parts) __builtin_prefetch(codes[p] + NP * at.code_bytes + g * bytes + i, 0, 2);
+                    for (int64_t i = 64 * pass; i < bytes; i += 64 * parts) ask_for(codes[p] + NP * at.code_bytes + g * bytes + i);
             Tiles::read<4>(x[0] + g * GROUP * 2, a_.x_stride);
             Tiles::read<6>(codes[0] + g * bytes, 64);
             Tiles::add_bf16<0, 4, 6>();

@@ -66,6 +66,10 @@ static inline __m128i narrow16(__m256i x) {  // 8 int32 → 8 int16, saturated
     return _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
 }
 static inline void store_bytes(int8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(narrow16(x.a), narrow16(x.b))); }
+static inline void store_words(int16_t* p, I x) {
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8));
+}
+static inline F to_float(F x) { return x; }
 static inline F load_i8(const int8_t* p) {
     __m128i v = _mm_loadu_si128((const __m128i*)p);
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)))};
@@ -161,6 +165,17 @@ static inline __m256 pairs_half(__m256 s, __m256i w, __m256i x) {
     return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(w, high)), _mm256_castsi256_ps(_mm256_and_si256(x, high)), s);
 }
 static inline F dot_pairs(F s, B w, B x) { return {pairs_half(s.a, w.a, x.a), pairs_half(s.b, w.b, x.b)}; }
+// a + Σ over each row's 2 signed 16-bit words of w times the 2 of x.
+static inline I dot_words(I s, B w, B x) {
+    return {_mm256_add_epi32(s.a, _mm256_madd_epi16(w.a, x.a)), _mm256_add_epi32(s.b, _mm256_madd_epi16(w.b, x.b))};
+}
+static inline B load_words(const int8_t* p) {
+    return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p + 1))};
+}
+static inline B repeat(uint32_t x) {
+    const __m256i v = _mm256_set1_epi32((int32_t)x);
+    return {v, v};
+}
 static inline F dot_bf16(F s, B w, uint32_t x) {
     const __m256i v = _mm256_set1_epi32((int32_t)x);
     return dot_pairs(s, w, B{v, v});
@@ -177,10 +192,16 @@ __attribute__((always_inline)) static inline void transpose16(const uint32_t* fr
         for (int64_t j = 0; j < 16; j++) to[i * stride + j] = from[16 * j + i];
 }
 
-__attribute__((always_inline)) static inline F sums16(const F* x) {
-    float t[16];
-    for (int i = 0; i < 16; i++) t[i] = sum(x[i]);
-    return load(t);
+// Lane i of each quarter of the result is the sum of that quarter of the i-th.
+static inline __m256 sums4_half(__m256 a, __m256 b, __m256 c, __m256 d) {
+    return _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
 }
+static inline F sums4(F a, F b, F c, F d) { return {sums4_half(a.a, b.a, c.a, d.a), sums4_half(a.b, b.b, c.b, d.b)}; }
+// Quarter i of the result is the sum of the i-th's quarters.
+static inline __m256 sum_of_quarters_half(F a, F b) {
+    const __m256 x = _mm256_add_ps(a.a, a.b), y = _mm256_add_ps(b.a, b.b);
+    return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+}
+static inline F sum_of_quarters(F a, F b, F c, F d) { return {sum_of_quarters_half(a, b), sum_of_quarters_half(c, d)}; }
 
 }  // namespace ISA

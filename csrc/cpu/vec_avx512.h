@@ -45,6 +45,8 @@ static inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 static inline I nearest(F a) { return {_mm512_cvtps_epi32(a.v)}; }  // ties to even
 static inline F pow2(I n) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))}; }
 static inline void store_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a.v)); }
+static inline void store_words(int16_t* p, I a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(a.v)); }
+static inline F to_float(F a) { return a; }
 static inline F load_i8(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
 // From sixteen bytes: their low nibbles, their high nibbles, and the float32 with them as exponents.
 static inline F load_u4(const uint8_t* p, bool high) {
@@ -72,6 +74,8 @@ static inline void store_bf16(uint16_t* p, F a) {
 
 static inline B load_b(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 static inline void store_b(uint8_t* p, B a) { _mm512_storeu_si512(p, a.v); }
+static inline B load_words(const int8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p))}; }
+static inline B repeat(uint32_t x) { return {_mm512_set1_epi32((int32_t)x)}; }
 static inline B bzero() { return {_mm512_setzero_si512()}; }
 static inline B look_up(B codes, const uint8_t* table) {  // the table has 16 entries
     return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), codes.v)};
@@ -119,6 +123,15 @@ static inline I dot6(I a, B w, int32_t x) {
     __m512i pairs = _mm512_maddubs_epi16(w.v, _mm512_set1_epi32(x));
     return {_mm512_add_epi32(a.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
 }
+#endif
+// a + Σ over each row's 2 signed 16-bit words of w times the 2 of x.
+#if defined(__AVX512VNNI__)
+static inline I dot_words(I a, B w, B x) {
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(a.v) : "v"(w.v), "v"(x.v));
+    return a;
+}
+#else
+static inline I dot_words(I a, B w, B x) { return {_mm512_add_epi32(a.v, _mm512_madd_epi16(w.v, x.v))}; }
 #endif
 // a + Σ over each row's 2 bfloat16 of w times the 2 in x.
 #if defined(__AVX512BF16__)
@@ -190,19 +203,17 @@ __attribute__((always_inline)) static inline void transpose16(const uint32_t* fr
             if (i < count) _mm512_storeu_si512(to + i * stride, b[i]);
 }
 
-// Lane i of the result is the sum of a[i]'s lanes.
-__attribute__((always_inline)) static inline F sums16(const F* a) {
-    __m512 t[8], u[4];
-    for (int i = 0; i < 8; i++) {
-        __m512 x = a[2 * i].v, y = a[2 * i + 1].v;
-        t[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));  // x02 y02 x13 y13 of each quarter
-    }
-    for (int i = 0; i < 4; i++) {
-        __m512d x = _mm512_castps_pd(t[2 * i]), y = _mm512_castps_pd(t[2 * i + 1]);
-        u[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-    }
-    __m512 p = _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x44), _mm512_shuffle_f32x4(u[0], u[1], 0xee));
-    __m512 q = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x44), _mm512_shuffle_f32x4(u[2], u[3], 0xee));
+// Lane i of each quarter of the result is the sum of that quarter of the i-th.
+static inline F sums4(F a, F b, F c, F d) {
+    const __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));  // a02 b02 a13 b13
+    const __m512 y = _mm512_add_ps(_mm512_unpacklo_ps(c.v, d.v), _mm512_unpackhi_ps(c.v, d.v));
+    const __m512d p = _mm512_castps_pd(x), q = _mm512_castps_pd(y);
+    return {_mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(p, q)), _mm512_castpd_ps(_mm512_unpackhi_pd(p, q)))};
+}
+// Quarter i of the result is the sum of the i-th's quarters.
+static inline F sum_of_quarters(F a, F b, F c, F d) {
+    const __m512 p = _mm512_add_ps(_mm512_shuffle_f32x4(a.v, b.v, 0x44), _mm512_shuffle_f32x4(a.v, b.v, 0xee));
+    const __m512 q = _mm512_add_ps(_mm512_shuffle_f32x4(c.v, d.v, 0x44), _mm512_shuffle_f32x4(c.v, d.v, 0xee));
     return {_mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd))};
 }
 

@@ -56,6 +56,11 @@ static inline void store_bytes(int8_t* p, I x) {
     vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
 }
 static inline int32_t sum_bytes(const int8_t* p) { return vaddlvq_s8(vld1q_s8(p)); }
+static inline void store_words(int16_t* p, I x) {
+    vst1q_s16(p, vcombine_s16(vqmovn_s32(x.a), vqmovn_s32(x.b)));
+    vst1q_s16(p + 8, vcombine_s16(vqmovn_s32(x.c), vqmovn_s32(x.d)));
+}
+static inline F to_float(F x) { return x; }
 static inline F load_i8(const int8_t* p) {
     const int8x16_t v = vld1q_s8(p);
     const int16x8_t low = vmovl_s8(vget_low_s8(v)), high = vmovl_high_s8(v);
@@ -148,6 +153,21 @@ static inline float32x4_t pairs_quarter(float32x4_t s, uint8x16_t w, uint8x16_t 
 }
 #endif
 static inline F dot_pairs(F s, B w, B x) { return EACH3(pairs_quarter, s, w, x); }
+// a + Σ over each row's 2 signed 16-bit words of w times the 2 of x.
+static inline int32x4_t words_quarter(int32x4_t s, uint8x16_t w, uint8x16_t x) {
+    const int16x8_t p = vreinterpretq_s16_u8(w), q = vreinterpretq_s16_u8(x);
+    return vaddq_s32(s, vpaddq_s32(vmull_s16(vget_low_s16(p), vget_low_s16(q)), vmull_high_s16(p, q)));
+}
+static inline I dot_words(I s, B w, B x) { return EACH3(words_quarter, s, w, x); }
+static inline B load_words(const int8_t* p) {
+    const int8x16_t x = vld1q_s8(p), y = vld1q_s8(p + 16);
+    return {vreinterpretq_u8_s16(vmovl_s8(vget_low_s8(x))), vreinterpretq_u8_s16(vmovl_high_s8(x)),
+            vreinterpretq_u8_s16(vmovl_s8(vget_low_s8(y))), vreinterpretq_u8_s16(vmovl_high_s8(y))};
+}
+static inline B repeat(uint32_t x) {
+    const uint8x16_t v = vreinterpretq_u8_u32(vdupq_n_u32(x));
+    return {v, v, v, v};
+}
 static inline F dot_bf16(F s, B w, uint32_t x) {
     const uint8x16_t v = vreinterpretq_u8_u32(vdupq_n_u32(x));
     return dot_pairs(s, w, B{v, v, v, v});
@@ -167,10 +187,18 @@ __attribute__((always_inline)) static inline void transpose16(const uint32_t* fr
     for (int64_t i = 0; i < count; i++)
         for (int64_t j = 0; j < 16; j++) to[i * stride + j] = from[16 * j + i];
 }
-__attribute__((always_inline)) static inline F sums16(const F* x) {
-    float t[16];
-    for (int i = 0; i < 16; i++) t[i] = sum(x[i]);
-    return load(t);
+// Lane i of each quarter of the result is the sum of that quarter of the i-th.
+static inline float32x4_t sums4_quarter(float32x4_t a, float32x4_t b, float32x4_t c, float32x4_t d) {
+    return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
+}
+static inline F sums4(F a, F b, F c, F d) {
+    return {sums4_quarter(a.a, b.a, c.a, d.a), sums4_quarter(a.b, b.b, c.b, d.b), sums4_quarter(a.c, b.c, c.c, d.c),
+            sums4_quarter(a.d, b.d, c.d, d.d)};
+}
+// Quarter i of the result is the sum of the i-th's quarters.
+static inline float32x4_t sum_of_quarters(F x) { return vaddq_f32(vaddq_f32(x.a, x.b), vaddq_f32(x.c, x.d)); }
+static inline F sum_of_quarters(F a, F b, F c, F d) {
+    return {sum_of_quarters(a), sum_of_quarters(b), sum_of_quarters(c), sum_of_quarters(d)};
 }
 
 #undef EACH1

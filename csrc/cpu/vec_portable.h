@@ -53,6 +53,8 @@ static inline F pow2(I n) {
 }
 static inline void store_bytes(int8_t* p, I a) { EACH p[i] = (int8_t)(a.v[i] > 127 ? 127 : a.v[i] < -128 ? -128 : a.v[i]); }
 static inline int32_t sum_bytes(const int8_t* p) { int32_t s = 0; EACH s += p[i]; return s; }  // of sixteen
+static inline void store_words(int16_t* p, I a) { EACH p[i] = (int16_t)(a.v[i] > 32767 ? 32767 : a.v[i] < -32768 ? -32768 : a.v[i]); }
+static inline F to_float(F a) { return a; }
 static inline F load_i8(const int8_t* p) { F r; EACH r.v[i] = p[i]; return r; }
 static inline F load_u4(const uint8_t* p, bool high) { F r; EACH r.v[i] = high ? p[i] >> 4 : p[i] & 15; return r; }
 static inline F load_exponents(const uint8_t* p) {
@@ -138,6 +140,28 @@ static inline F dot_pairs(F a, B w, B x) {
     }
     return a;
 }
+static inline B load_words(const int8_t* p) {
+    B r;
+    for (int i = 0; i < 32; i++) {
+        const int16_t word = p[i];
+        memcpy(r.v + 2 * i, &word, 2);
+    }
+    return r;
+}
+static inline B repeat(uint32_t x) {
+    B r;
+    EACH memcpy(r.v + 4 * i, &x, 4);
+    return r;
+}
+// a + Σ over each row's 2 signed 16-bit words of w times the 2 of x.
+static inline I dot_words(I a, B w, B x) {
+    EACH {
+        int16_t p[2], q[2];
+        memcpy(p, w.v + 4 * i, 4), memcpy(q, x.v + 4 * i, 4);
+        a.v[i] += p[0] * q[0] + p[1] * q[1];
+    }
+    return a;
+}
 static inline F dot_bf16(F a, B w, uint32_t x) {
     B v;
     EACH memcpy(v.v + 4 * i, &x, 4);
@@ -152,7 +176,23 @@ __attribute__((always_inline)) static inline void transpose16(const uint32_t* fr
         for (int64_t j = 0; j < 16; j++) to[i * stride + j] = from[16 * j + i];
 }
 
-__attribute__((always_inline)) static inline F sums16(const F* a) { F r; EACH r.v[i] = sum(a[i]); return r; }
+// Lane i of each quarter of the result is the sum of that quarter of the i-th.
+static inline float sum_of_quarter(F a, int i) { return (a.v[i] + a.v[i + 1]) + (a.v[i + 2] + a.v[i + 3]); }
+static inline F sums4(F a, F b, F c, F d) {
+    F r;
+    for (int i = 0; i < 16; i += 4) {
+        r.v[i] = sum_of_quarter(a, i), r.v[i + 1] = sum_of_quarter(b, i);
+        r.v[i + 2] = sum_of_quarter(c, i), r.v[i + 3] = sum_of_quarter(d, i);
+    }
+    return r;
+}
+// Quarter i of the result is the sum of the i-th's quarters.
+static inline F sum_of_quarters(F a, F b, F c, F d) {
+    F r;
+    const F* from[] = {&a, &b, &c, &d};
+    EACH r.v[i] = (from[i / 4]->v[i % 4] + from[i / 4]->v[i % 4 + 4]) + (from[i / 4]->v[i % 4 + 8] + from[i / 4]->v[i % 4 + 12]);
+    return r;
+}
 
 }  // namespace ISA
 

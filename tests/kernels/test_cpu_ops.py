@@ -468,7 +468,7 @@ def test_rope_and_cache(data):
 def test_attention(data):
     ops = OPS[data.draw(st.sampled_from(ISAS))]
     shape = data.draw(edge_shapes())
-    shape = dataclasses.replace(shape, head_dim=data.draw(st.sampled_from([8, 16, 20, 32, 64, 80, 128])))
+    shape = dataclasses.replace(shape, head_dim=data.draw(st.sampled_from([8, 16, 20, 32, 64, 80, 128, 160])))
     case = step(shape, data.draw(st.sampled_from(DTYPES)))
     kv = cached(case, data.draw(st.sampled_from(["same", "int8"])))
     options = data.draw(attention_options(shape.num_heads))
@@ -499,6 +499,21 @@ def test_long_sequences_in_tiles_and_splits(attending):
                 got = attending.attention(case.q, case.kv, case.meta, AttentionParams(scale=0.1, **more))
                 expected = reference.attention(case.q, case.kv, case.meta, AttentionParams(scale=0.1, **more))
                 torch.testing.assert_close(got.float(), expected.float(), rtol=2**-6, atol=atol)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (5, 1, 128), (2, 1, 544)])
+def test_decodes_over_long_8_bit_caches(ops, heads, kv_heads, dim):
+    """Of one cut among threads too, and where all numbers of a head are the largest."""
+    shape = Shape(sequences=((1, 700), (1, 63), (1, 64), (1, 0), (1, 129)), num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
+    case = step(shape)
+    kv = cached(case, "int8")
+    largest = copy(kv)
+    largest.k[:, :, ::2], largest.k[:, :, 1::2] = 127, -127
+    for q, of in ((case.q, kv), (torch.full_like(case.q, 0.02), largest)):
+        got = ops.attention(q, of, case.meta, AttentionParams(scale=0.1))
+        expected = reference.attention(q, of, case.meta, AttentionParams(scale=0.1))
+        tolerance = 1e-3 if ops.pool.isa not in MULTIPLY_BFLOAT16 else 2**-6  # which multiply some of it in bfloat16
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_greedy_takes_the_lowest_of_equals(ops):
