@@ -84,8 +84,8 @@ def errors(found: dict[str, float], measured: dict[str, float]) -> dict[str, flo
 
 
 async def validate(args: Any, settings: EngineArgs) -> tuple[list[dict[str, Any]], StepTable]:
-    """Rounds of every load, with the steps measured before and after each. A load, and the steps beside it, are what they are at
-    the median of their rounds."""
+    """Rounds of every load, with the steps measured before and after each. A load, and the steps beside it, are what they are
+    at the median of their rounds."""
     executor = LocalExecutor.build(settings)
     config, description = executor.config, executor.description
     info, vocab = config.device.info, description.spec.vocab_size

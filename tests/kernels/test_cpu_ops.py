@@ -504,7 +504,8 @@ def test_long_sequences_in_tiles_and_splits(attending):
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (5, 1, 128), (2, 1, 544)])
 def test_decodes_over_long_8_bit_caches(ops, heads, kv_heads, dim):
     """Of one cut among threads too, and where all numbers of a head are the largest."""
-    shape = Shape(sequences=((1, 700), (1, 63), (1, 64), (1, 0), (1, 129)), num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
+    sequences = ((1, 700), (1, 63), (1, 64), (1, 0), (1, 129))
+    shape = Shape(sequences=sequences, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
     case = step(shape)
     kv = cached(case, "int8")
     largest = copy(kv)

@@ -18,10 +18,11 @@ LONE = 9
 async def measure_host(
     engine: StreamingEngine, table: StepCost, *, vocab_size: int, run_ahead: int | None, users: Sequence[int] = USERS
 ) -> HostCost:
-    """Bursts of short requests, of which the median gap between tokens counts. What it is beyond the table's step, the host adds:
-    to each step and sequence where steps don't overlap with it (`plan.simulate.SimulatedEngine.run_ahead`), and otherwise by
-    working on the cores of a CPU's step. What the first token of a lone request takes beyond its next ones is the front end's,
-    and, by the table, that of its prompt's second token. (A CPU's step of one token runs on while the host tells of it.)"""
+    """Bursts of short requests, of which the median gap between tokens counts. What it is beyond the table's step, the host
+    adds: to each step and sequence where steps don't overlap with it (`plan.simulate.SimulatedEngine.run_ahead`), and otherwise
+    by working on the cores of a CPU's step. What the first token of a lone request takes beyond its next ones is the front
+    end's, less what its prompt's second token takes by the table. (After a prompt of one token a CPU's next step runs already
+    while the host tells of the first.)"""
     rows, targets, first, overlapping = [], [], 0.0, []
     for count in users:
         if count == 1:
