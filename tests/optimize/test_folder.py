@@ -153,6 +153,16 @@ def test_a_damaged_folder_is_refused_by_name(built, file, text, match):
         settled(EngineArgs(str(built)))
 
 
+def test_the_command_names_the_file_of_a_wrong_setting(built, capsys):
+    (built / "serve.yaml").write_text("engine: {kv_cache_dtype: int9}")
+    assert main(["info", str(built)]) == 2
+    assert capsys.readouterr().err.strip().endswith(f"it is set in {built / 'serve.yaml'}")
+    assert main(["info", str(built), "--kv-cache-dtype", "int8"]) == 0
+    capsys.readouterr()
+    assert main(["info", str(built), "--kv-cache-dtype", "int7"]) == 2
+    assert "serve.yaml" not in capsys.readouterr().err
+
+
 def test_what_cannot_be_built_leaves_nothing(tiny_model, tmp_path):
     args = EngineArgs(str(tiny_model), device="cpu", num_threads=1)
     for given, field in (

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from slipstream import __version__
@@ -154,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = words[: words.index("--")] if "--" in words else words
     debug, json = "--debug" in options, "--json" in options
     words = [*(w for w in options if w != "--debug"), *words[len(options) :]]
+    args = argparse.Namespace()
     try:
         args = build_parser(words[:1] if words and words[0] in VERBS else VERBS).parse_args(words)
         from slipstream.plan.hardware import bound_spinning
@@ -174,7 +176,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_output()  # who read it has gone
         return FAILED
     except Exception as error:
+        if isinstance(error, SlipstreamError):
+            note_file(error, args)
         return report(error, json=json, debug=debug)
+
+
+def note_file(error: SlipstreamError, args: argparse.Namespace) -> None:
+    """Of a setting that an engine folder's file holds, and the command line does not, a note says which file."""
+    field, model = error.field, getattr(args, "model", None)
+    if not field or hasattr(args, field) or not isinstance(model, str):
+        return
+    from slipstream.config.engine_folder import file_of
+
+    if (file := file_of(Path(model).expanduser(), field)) is not None and str(file) not in error.message:
+        error.add_note(f"it is set in {file}")
 
 
 def report(error: Exception, *, json: bool, debug: bool) -> int:
