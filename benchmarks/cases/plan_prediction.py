@@ -41,7 +41,7 @@ from slipstream.bench.report import print_table
 from slipstream.bench.workload import from_lengths
 from slipstream.config import EngineArgs
 from slipstream.plan.devices import find_device
-from slipstream.plan.engines import RUN_AHEAD, PlannedEngine, plan_engine, this_hardware
+from slipstream.plan.engines import PlannedEngine, plan_engine, run_ahead, this_hardware
 from slipstream.plan.simulate import simulate
 from slipstream.plan.step_cost import HostCost, MeasuredStep, StepTable, fit_steps, read_table
 from slipstream.plan.traffic import of_lengths, parse_workload
@@ -105,7 +105,7 @@ async def validate(args: Any, settings: EngineArgs) -> tuple[list[dict[str, Any]
         for _ in range(args.rounds):
             before = measure_steps(executor, steps, rounds=1, least_s=args.least_s)
             fitted = fit_steps(before, identity={}, made_by={})
-            ahead = None if info.is_cuda else RUN_AHEAD
+            ahead = run_ahead(is_gpu=info.is_cuda, num_threads=config.device.num_threads)
             hosts.append(await measure_host(engine, fitted, vocab_size=vocab, run_ahead=ahead, users=(1, 4, 8, 12, 24)))
             for number, load in enumerate(loads):
                 bench = from_lengths("drawn", load["lengths"], vocab_size=vocab, seed=number)
@@ -160,7 +160,7 @@ async def held_out(
         await run_load(engine, warm.requests, ClosedLoop(concurrency=8))
         if table is None:
             fitted = fit_steps(points, identity={}, made_by={})
-            ahead = None if info.is_cuda else RUN_AHEAD
+            ahead = run_ahead(is_gpu=info.is_cuda, num_threads=config.device.num_threads)
             users = [n for n in USERS if n <= config.scheduling.max_num_seqs]
             table = fitted.with_host(await measure_host(engine, fitted, vocab_size=vocab, run_ahead=ahead, users=users))
         by_table = plan_engine(settings, description, hardware, info=info, table=table)

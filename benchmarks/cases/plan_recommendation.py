@@ -10,10 +10,10 @@ Every setting is measured once a round, in an order that is drawn anew for each,
 to all; the median of the rounds counts. The prediction is the simulator's, with estimated steps or (`--measure-steps`) with
 those of each scheme, measured at the start of every round: the median of what these tables give. Among the settings that meet
 `--slo` the one with the most output tokens a second is the best. Printed: the recommended setting's measured throughput over
-the measured best (target: at least 0.97), and the same of a setting at random.
+the measured best (target: at least 0.97), and the same of the settings' mean.
 
 The best of 40 medians is one of the lucky ones, all the more where a machine's speed changes. With `--again` the recommended
-setting and the `FINALISTS` best are measured so many more rounds, in turns, and only these rounds count for the target.
+setting and the `FINALISTS` best are measured for that many more rounds, in turns, and only these rounds count for the target.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def best(rows: list[dict[str, Any]], side: str, objectives: dict[str, float]) ->
 def judge(rows: list[dict[str, Any]], objectives: dict[str, float]) -> dict[str, Any]:
     chosen = best(rows, "predicted", objectives)
     finalists = [r for r in rows if r.get("again")]
-    if finalists:
+    if finalists and (chosen is None or chosen in finalists):  # not where a replay has other objectives
         found = judge_rows(finalists, chosen, objectives, "again")
         return {"num_settings": len(rows), "finalists": found, "of_all_rounds": judge_rows(rows, chosen, objectives)}
     return judge_rows(rows, chosen, objectives)
@@ -146,7 +146,7 @@ def judge_rows(
         "best": ideal["setting"],
         "recommended": None if chosen is None else chosen["setting"],
         "share_of_best": share,
-        "share_at_random": statistics.mean(speeds) / top,
+        "share_of_mean": statistics.mean(speeds) / top,
         "keeps_objectives": keeps,
         "met": share is not None and share >= TARGET and keeps,
         "median_ratio_of_rounds": statistics.median(spread) if spread else None,
@@ -241,7 +241,7 @@ def measured_rows(args: Any, objectives: dict[str, float]) -> list[dict[str, Any
         }
         for row in rows
     ]
-    if args.again:
+    if args.again > 0:
         measure_again(found_rows, args.again, objectives, rng, lambda setting: asyncio.run(measure(base, setting, traffic)))
     return found_rows
 

@@ -13,22 +13,23 @@ static inline F load_kv(const uint8_t* p, int64_t i) {
     return CACHE == CACHE_F32 ? load((const float*)p + i) : CACHE == CACHE_BF16 ? load_bf16((const uint16_t*)p + i) : load_i8((const int8_t*)p + i);
 }
 
-// Prefetch of the next tile's keys or values, a row for each of this tile's: a burst would fill the queue of cache misses. A head's
-// rows lie together in a block, but blocks lie anywhere, so the hardware can't foresee them.
+// Prefetch of the next tile's keys or values, spread over this tile's: a burst would fill the queue of cache misses. A head's rows
+// lie together in a block, but blocks lie anywhere, so the hardware can't foresee them.
 struct Ahead {
     const uint8_t* rows;
     const int64_t* at;
     int64_t n;
 
-    // The row of the key in the place of this tile's `key`, from `offset` bytes on: LINES cache lines.
+    // Those at `key`, `key` + `stride` … of the next tile, from `offset` bytes of a row on: LINES cache lines, or with 0 `bytes`.
     template <int LINES>
-    __attribute__((always_inline)) inline void fetch(int64_t key, int64_t offset) const {
-        if (key < n)
-            for (int i = 0; i < LINES; i++) ask_for(rows + at[key] + offset + 64 * i);
-    }
-    __attribute__((always_inline)) inline void fetch_rest(int64_t key, int64_t bytes) const {
-        for (; key < n; key++)
-            for (int64_t i = 0; i < bytes; i += 64) ask_for(rows + at[key] + i);
+    __attribute__((always_inline)) inline void fetch(int64_t key, int64_t stride, int64_t offset, int64_t bytes) const {
+        for (; key < n; key += stride) {
+            const uint8_t* row = rows + at[key] + offset;
+            if (LINES)
+                for (int i = 0; i < LINES; i++) ask_for(row + 64 * i);
+            else
+                for (int64_t i = 0; i < bytes; i += 64) ask_for(row + i);
+        }
     }
 };
 
@@ -40,8 +41,9 @@ struct KeyTile {
 };
 
 // How a query and keys, or weights and values, are multiplied: in float32; as pairs of bfloat16, for which query and weights are
-// rounded; or, of an 8-bit cache, as pairs of 16-bit whole numbers, for which they are scaled to ±32,767 and rounded (a lane of 32
-// bits holds 516 such products: 8,256 numbers of a head). A vector of keys is WIDTH numbers in BYTES bytes.
+// rounded; or, of an 8-bit cache, as pairs of 16-bit whole numbers, for which they are scaled to ±32,767 and rounded. (A lane of 32
+// bits holds 512 products of 16 and 8 bits, and has 2 of every 32 numbers: a head may have 8,192.) A vector of keys is WIDTH numbers
+// in BYTES bytes.
 template <int CACHE>
 struct InFloats {
     using Query = float;
@@ -62,7 +64,7 @@ struct InPairs {
     static inline B key(const uint8_t* row) { return load_b(row); }
     static inline F begin() { return zero(); }
     static inline F add(F s, B q, B k) { return dot_pairs(s, k, q); }
-    // Rounds n numbers, a multiple of 16. Returns what makes their products right.
+    // Rounds n numbers, a multiple of 16. Returns the factor of products with them.
     static inline float round(const float* from, uint16_t* to, int64_t n) {
         for (int64_t i = 0; i < n; i += 16) store_bf16(to + i, load(from + i));
         return 1.0f;
@@ -81,7 +83,7 @@ struct InWords {
         F most = vabs(load(from));
         for (int64_t i = 16; i < n; i += 16) most = vmax(most, vabs(load(from + i)));
         const float largest = top(most);
-        if (!(largest > 0.0f)) {
+        if (!(largest > 1e-30f)) {  // else 32,767 times its inverse could be infinite
             memset(to, 0, 2 * n);
             return 0.0f;
         }
@@ -95,7 +97,7 @@ struct InWords {
 template <class How, int NH, int ND>
 static inline void decode_scores(const AttentionArgs& a, const typename How::Query* q, const float* factors, const KeyTile& t,
                                  float* scores) {
-    const int64_t nd = ND ? ND : a.head_dim / How::WIDTH, n = t.n;
+    const int64_t nd = ND ? ND : a.head_dim / How::WIDTH, n = t.n, all = round_up(n, 16);
     constexpr int LINES = ND ? (ND * How::BYTES + 63) / 64 : 0;
     typename How::Lanes own[NH][ND ? ND : 1];
     for (int h = 0; h < NH; h++)
@@ -107,7 +109,7 @@ static inline void decode_scores(const AttentionArgs& a, const typename How::Que
             for (int i = 0; i < 4; i++) {
                 const int64_t j = j0 + 4 * g + i;
                 const uint8_t* key = a.k + t.at[j < n ? j : n - 1];  // of keys beyond n the scores do not count
-                t.keys.fetch<LINES>(j, 0);
+                t.keys.fetch<LINES>(j, all, 0, nd * How::BYTES);
                 for (int h = 0; h < NH; h++) s[h][i] = How::begin();
                 for (int64_t d = 0; d < nd; d++) {
                     const auto x = How::key(key + d * How::BYTES);
@@ -139,7 +141,7 @@ static inline void decode_mix(const AttentionArgs& a, const KeyTile& t, const fl
         for (int v = 0; v < NV; v++) acc[h][v] = load(mixed + h * a.value_dim + d0 + 16 * v) * set1(scales[h]);
     for (int64_t j = 0; j < t.n; j++) {
         const uint8_t* value = a.v + t.at[j];
-        t.values.fetch<NV * InFloats<CACHE>::BYTES / 64>(j, d0 * InFloats<CACHE>::BYTES / 16);
+        t.values.fetch<(NV * InFloats<CACHE>::BYTES + 63) / 64>(j, t.n, d0 * InFloats<CACHE>::BYTES / 16, 0);
         F x[NV];
         for (int v = 0; v < NV; v++) x[v] = load_kv<CACHE>(value, d0 + 16 * v);
         for (int h = 0; h < NH; h++) {
@@ -158,11 +160,11 @@ static inline void decode_mix_pairs(const AttentionArgs& a, const KeyTile& t, co
     typename How::Sum acc[NH][2 * NB];
     for (int h = 0; h < NH; h++)
         for (int v = 0; v < 2 * NB; v++) acc[h][v] = How::begin();
-    const int64_t offset = d0 / How::WIDTH * How::BYTES;
+    const int64_t offset = d0 / How::WIDTH * How::BYTES, both = round_up(t.n, 2);
     for (int64_t j = 0; j < t.n; j += 2) {  // weights beyond n are 0
         const uint8_t *even = a.v + t.at[j] + offset, *odd = a.v + t.at[j + 1 < t.n ? j + 1 : j] + offset;
-        t.values.fetch<NB * How::BYTES / 64>(j, offset);
-        t.values.fetch<NB * How::BYTES / 64>(j + 1, offset);
+        t.values.fetch<(NB * How::BYTES + 63) / 64>(j, both, offset, 0);
+        t.values.fetch<(NB * How::BYTES + 63) / 64>(j + 1, both, offset, 0);
         B x[2 * NB];
         for (int b = 0; b < NB; b++) zip16(How::key(even + How::BYTES * b), How::key(odd + How::BYTES * b), x + 2 * b);
         for (int h = 0; h < NH; h++) {
@@ -179,7 +181,7 @@ static inline void decode_mix_pairs(const AttentionArgs& a, const KeyTile& t, co
         }
 }
 
-// Not inlined, so that `decode_tile` stays short enough to be inlined.
+// Not inlined: its loop over keys takes all registers.
 template <class How, int NH>
 __attribute__((noinline)) static void decode_mix_rounded(const AttentionArgs& a, const KeyTile& t, const float* scores,
                                                          const float* scales, float* mixed) {
@@ -243,9 +245,7 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
             coming = then->end - then->begin < KT ? then->end - then->begin : KT;
             find_keys(a, then->seq, then->kv_head, then->begin, coming, next);
         }
-        const int64_t bytes = element_bytes(CACHE);
         KeyTile t{key, n, position, at, {a.k, next, coming}, {a.v, next, latent(a) ? 0 : coming}};
-        t.keys.fetch_rest(n, d * bytes), t.values.fetch_rest(n, vd * bytes);
         for (int64_t h = 0; h < heads;) {
             const int64_t left = heads - h, head = kv_head * heads + h;
             const auto tile = left >= 4   ? decode_tile<CACHE, 4>

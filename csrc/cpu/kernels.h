@@ -5,8 +5,8 @@
 #include "formats.h"
 
 // Asks for a line of weights, keys or values that is needed soon. It goes to the second cache: misses of the first have few places
-// to wait in, and the two threads of a core share them (benchmarks/CPU_NOTES.md). Always inlined, as what calls it must be: the
-// compiler removes a call to a function without effects.
+// to wait in, and the two threads of a core share them (benchmarks/CPU_NOTES.md). Always inlined, as
+// its callers must be that do nothing else: the compiler removes a call to a function without effects.
 __attribute__((always_inline)) static inline void ask_for(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
 
 struct LinearArgs {

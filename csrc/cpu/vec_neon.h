@@ -64,7 +64,7 @@ static inline F to_float(F x) { return x; }
 static inline F load_i8(const int8_t* p) {
     const int8x16_t v = vld1q_s8(p);
     const int16x8_t low = vmovl_s8(vget_low_s8(v)), high = vmovl_high_s8(v);
-    return to_float({vmovl_s16(vget_low_s16(low)), vmovl_high_s16(low), vmovl_s16(vget_low_s16(high)), vmovl_high_s16(high)});
+    return to_float(I{vmovl_s16(vget_low_s16(low)), vmovl_high_s16(low), vmovl_s16(vget_low_s16(high)), vmovl_high_s16(high)});
 }
 static inline I widen_bytes(uint8x16_t v) {
     const uint16x8_t low = vmovl_u8(vget_low_u8(v)), high = vmovl_high_u8(v);

@@ -18,20 +18,15 @@ LONE = 9
 async def measure_host(
     engine: StreamingEngine, table: StepCost, *, vocab_size: int, run_ahead: int | None, users: Sequence[int] = USERS
 ) -> HostCost:
-    """Bursts of short requests, of which the median gap between tokens counts. What it is beyond the table's step, the host
-    adds: to each step and sequence where steps don't overlap with it (`plan.simulate.SimulatedEngine.run_ahead`), and otherwise
-    by working on the cores of a CPU's step. What the first token of a lone request takes beyond its next ones is the front
-    end's, less what its prompt's second token takes by the table. (After a prompt of one token a CPU's next step runs already
-    while the host tells of the first.)"""
-    rows, targets, first, overlapping = [], [], 0.0, []
+    """Bursts of short requests. The median gap between their tokens, less the table's step, is the host's: of each step and
+    sequence where steps don't overlap with it (`run_ahead` as in `plan.simulate.SimulatedEngine`), and otherwise since it works
+    on the cores of a CPU's step. What the first token of a lone request takes beyond its next ones is the front end's, less
+    what its prompt's second token takes by the table. (After a prompt of one token a CPU's next step runs already while the
+    host reports the first.)"""
+    rows, targets, overlapping = [], [], []
     for count in users:
-        if count == 1:
-            lone = fixed(LONE, 2, ANSWER // 4, vocab_size=vocab_size, seed=count)
-            records = [r for one in lone.requests for r in await run_load(engine, [one], Burst())]
-            first = statistics.median(r.ttft_s - statistics.median(r.gaps_s) for r in records if r.ttft_s and r.gaps_s)
-            first -= table.seconds(StepShape.of((), ((0, 2),))) - table.seconds(StepShape.of((8,)))
         if run_ahead is None:
-            continue
+            break
         load = fixed(count, PROMPT, ANSWER, vocab_size=vocab_size, seed=count)
         records = await run_load(engine, load.requests, Burst())
         gap = statistics.median(gap for r in records for gap in r.gaps_s or ())
@@ -43,5 +38,12 @@ async def measure_host(
             targets.append(beyond)
     step_s, sequence_s = non_negative_least_squares(rows, targets) if rows else (0.0, 0.0)
     ahead_s = statistics.median(overlapping) if overlapping else 0.0
-    request_s = max(0.0, first + ahead_s - step_s)  # the next tokens' steps overlap, the first one's does not
-    return HostCost(step_s=step_s, sequence_s=sequence_s, ahead_s=ahead_s, request_s=request_s, label="measured")
+    lone = fixed(LONE, 2, ANSWER // 4, vocab_size=vocab_size, seed=1)
+    records = [r for one in lone.requests for r in await run_load(engine, [one], Burst())]
+    first = statistics.median(r.ttft_s - statistics.median(r.gaps_s) for r in records if r.ttft_s and r.gaps_s)
+    first -= table.seconds(StepShape.of((), ((0, 2),))) - table.seconds(StepShape.of((8,)))
+    if overlapping:  # the next tokens' steps overlap, the first one's does not
+        first += ahead_s - step_s - sequence_s
+    return HostCost(
+        step_s=step_s, sequence_s=sequence_s, ahead_s=ahead_s, request_s=max(0.0, first), label="measured"
+    )

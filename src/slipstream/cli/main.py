@@ -188,7 +188,7 @@ def note_file(error: SlipstreamError, args: argparse.Namespace) -> None:
         return
     from slipstream.config.engine_folder import file_of
 
-    if (file := file_of(Path(model).expanduser(), field)) is not None and str(file) not in error.message:
+    if (file := file_of(Path(model), field)) is not None and str(file) not in error.message:
         error.add_note(f"it is set in {file}")
 
 

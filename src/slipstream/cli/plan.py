@@ -240,7 +240,7 @@ def measure_table(
     from slipstream.bench.adapters.slipstream import AsyncSlipstream
     from slipstream.bench.host_costs import ANSWER, PROMPT, USERS, measure_host
     from slipstream.bench.power import EnergyMeter
-    from slipstream.plan.engines import RUN_AHEAD
+    from slipstream.plan.engines import run_ahead
     from slipstream.plan.environment import environment
     from slipstream.plan.estimate import bytes_by_part, this_device
     from slipstream.plan.step_cost import HostCost, fit_steps
@@ -293,7 +293,7 @@ def measure_table(
 
     async def host() -> HostCost:
         async with await AsyncSlipstream.start(start) as engine:
-            ahead = None if info.is_cuda else RUN_AHEAD
+            ahead = run_ahead(is_gpu=info.is_cuda, num_threads=config.device.num_threads)
             users = [n for n in USERS if n <= scheduling.max_num_seqs]
             return await measure_host(engine, table, vocab_size=spec.vocab_size, run_ahead=ahead, users=users)
 

@@ -179,15 +179,12 @@ def read_engine_folder(path: Path) -> EngineFolder:
 
 
 def file_of(path: Path, setting: str) -> Path | None:
-    """The file of an engine folder that holds a setting; None if neither does, or `path` is no such folder."""
+    """An engine folder's serve.yaml, if it holds this setting; None otherwise, and where `path` is no such folder."""
     try:
-        folder = read_engine_folder(path) if is_engine_folder(path) else None
-    except ConfigError:
+        held = is_engine_folder(path) and setting in read_engine_folder(path).settings
+    except (ConfigError, OSError):
         return None
-    if folder is None:
-        return None
-    name = SERVE_NAME if setting in folder.settings else ENGINE_NAME if setting in folder.chosen else None
-    return path / name if name else None
+    return path / SERVE_NAME if held else None
 
 
 def write_engine_folder(folder: EngineFolder) -> None:

@@ -35,6 +35,11 @@ RUN_AHEAD = 8
 """`worker.in_flight.RUN_AHEAD`: the most sequences of a CPU's step that the host does not wait for."""
 
 
+def run_ahead(*, is_gpu: bool, num_threads: int) -> int | None:
+    """`SimulatedEngine.run_ahead` of a device: on one thread the host waits for every step."""
+    return None if is_gpu else RUN_AHEAD if num_threads > 1 else 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledTable:
     """A measured table of one GPU, for several: each step by the factor that the analytic model has for it."""
@@ -86,7 +91,7 @@ class PlannedEngine:
             max_model_len=self.config.model.max_model_len,
             num_blocks=self.ledger.num_blocks,
             cost=cost,
-            run_ahead=None if is_gpu else RUN_AHEAD if threads > 1 else 0,
+            run_ahead=run_ahead(is_gpu=is_gpu, num_threads=threads),
             padded=padding(of_ranks, spec) if has_graphs else None,
             drafts=self.drafts,
         )

@@ -90,9 +90,9 @@ class StepCost(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCost:
     """Time of the host beside the steps. `step_s` and `sequence_s` are the engine's, of a step and of each sequence in it: the
-    device waits for them unless steps overlap. `ahead_s`: how much longer a CPU's step takes that overlaps, since the host
-    works on the same cores. `request_s` is on the way of a request's first token, outside the engine. `launch_s`: launching a
-    step's operators one by one, where no graph does; the step takes as long at least."""
+    device waits for them unless steps overlap. `ahead_s`: how much longer an overlapping step takes on a CPU, where the
+    host works on the same cores. `request_s` is on the way of a request's first token, outside the engine. `launch_s`:
+    launching a step's operators one by one, where no graph does; the step takes as long at least."""
 
     step_s: float = 0.0
     sequence_s: float = 0.0
