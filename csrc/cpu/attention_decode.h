@@ -13,23 +13,26 @@ static inline F load_kv(const uint8_t* p, int64_t i) {
     return CACHE == CACHE_F32 ? load((const float*)p + i) : CACHE == CACHE_BF16 ? load_bf16((const uint16_t*)p + i) : load_i8((const int8_t*)p + i);
 }
 
-// Prefetch of the next tile's keys or values, spread over this tile's: a burst would fill the queue of cache misses. A head's rows
-// lie together in a block, but blocks lie anywhere, so the hardware can't foresee them.
+// Prefetch of the next tile's keys or values, a row with each of this tile's: a burst would fill the queue of cache misses. A head's
+// rows lie together in a block, but blocks lie anywhere, so the hardware can't foresee them.
 struct Ahead {
     const uint8_t* rows;
     const int64_t* at;
     int64_t n;
 
-    // Those at `key`, `key` + `stride` … of the next tile, from `offset` bytes of a row on: LINES cache lines, or with 0 `bytes`.
+    // The row in the place of this tile's `key`, from `offset` bytes on: LINES cache lines, or with 0 `bytes`.
     template <int LINES>
-    __attribute__((always_inline)) inline void fetch(int64_t key, int64_t stride, int64_t offset, int64_t bytes) const {
-        for (; key < n; key += stride) {
-            const uint8_t* row = rows + at[key] + offset;
-            if (LINES)
-                for (int i = 0; i < LINES; i++) ask_for(row + 64 * i);
-            else
-                for (int64_t i = 0; i < bytes; i += 64) ask_for(row + i);
-        }
+    __attribute__((always_inline)) inline void fetch(int64_t key, int64_t offset, int64_t bytes) const {
+        if (key >= n) return;
+        const uint8_t* row = rows + at[key] + offset;
+        if (LINES)
+            for (int i = 0; i < LINES; i++) ask_for(row + 64 * i);
+        else
+            for (int64_t i = 0; i < bytes; i += 64) ask_for(row + i);
+    }
+    // The rows from `key` on, where this tile is shorter than the next.
+    __attribute__((always_inline)) inline void fetch_rest(int64_t key, int64_t bytes) const {
+        for (; key < n; key++) fetch<0>(key, 0, bytes);
     }
 };
 
@@ -97,7 +100,7 @@ struct InWords {
 template <class How, int NH, int ND>
 static inline void decode_scores(const AttentionArgs& a, const typename How::Query* q, const float* factors, const KeyTile& t,
                                  float* scores) {
-    const int64_t nd = ND ? ND : a.head_dim / How::WIDTH, n = t.n, all = round_up(n, 16);
+    const int64_t nd = ND ? ND : a.head_dim / How::WIDTH, n = t.n;
     constexpr int LINES = ND ? (ND * How::BYTES + 63) / 64 : 0;
     typename How::Lanes own[NH][ND ? ND : 1];
     for (int h = 0; h < NH; h++)
@@ -109,7 +112,7 @@ static inline void decode_scores(const AttentionArgs& a, const typename How::Que
             for (int i = 0; i < 4; i++) {
                 const int64_t j = j0 + 4 * g + i;
                 const uint8_t* key = a.k + t.at[j < n ? j : n - 1];  // of keys beyond n the scores do not count
-                t.keys.fetch<LINES>(j, all, 0, nd * How::BYTES);
+                t.keys.fetch<LINES>(j, 0, nd * How::BYTES);
                 for (int h = 0; h < NH; h++) s[h][i] = How::begin();
                 for (int64_t d = 0; d < nd; d++) {
                     const auto x = How::key(key + d * How::BYTES);
@@ -141,7 +144,7 @@ static inline void decode_mix(const AttentionArgs& a, const KeyTile& t, const fl
         for (int v = 0; v < NV; v++) acc[h][v] = load(mixed + h * a.value_dim + d0 + 16 * v) * set1(scales[h]);
     for (int64_t j = 0; j < t.n; j++) {
         const uint8_t* value = a.v + t.at[j];
-        t.values.fetch<(NV * InFloats<CACHE>::BYTES + 63) / 64>(j, t.n, d0 * InFloats<CACHE>::BYTES / 16, 0);
+        t.values.fetch<(NV * InFloats<CACHE>::BYTES + 63) / 64>(j, d0 * InFloats<CACHE>::BYTES / 16, 0);
         F x[NV];
         for (int v = 0; v < NV; v++) x[v] = load_kv<CACHE>(value, d0 + 16 * v);
         for (int h = 0; h < NH; h++) {
@@ -160,11 +163,11 @@ static inline void decode_mix_pairs(const AttentionArgs& a, const KeyTile& t, co
     typename How::Sum acc[NH][2 * NB];
     for (int h = 0; h < NH; h++)
         for (int v = 0; v < 2 * NB; v++) acc[h][v] = How::begin();
-    const int64_t offset = d0 / How::WIDTH * How::BYTES, both = round_up(t.n, 2);
+    const int64_t offset = d0 / How::WIDTH * How::BYTES;
     for (int64_t j = 0; j < t.n; j += 2) {  // weights beyond n are 0
         const uint8_t *even = a.v + t.at[j] + offset, *odd = a.v + t.at[j + 1 < t.n ? j + 1 : j] + offset;
-        t.values.fetch<(NB * How::BYTES + 63) / 64>(j, both, offset, 0);
-        t.values.fetch<(NB * How::BYTES + 63) / 64>(j + 1, both, offset, 0);
+        t.values.fetch<(NB * How::BYTES + 63) / 64>(j, offset, 0);
+        t.values.fetch<(NB * How::BYTES + 63) / 64>(j + 1, offset, 0);
         B x[2 * NB];
         for (int b = 0; b < NB; b++) zip16(How::key(even + How::BYTES * b), How::key(odd + How::BYTES * b), x + 2 * b);
         for (int h = 0; h < NH; h++) {
@@ -246,6 +249,7 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
             find_keys(a, then->seq, then->kv_head, then->begin, coming, next);
         }
         KeyTile t{key, n, position, at, {a.k, next, coming}, {a.v, next, latent(a) ? 0 : coming}};
+        t.keys.fetch_rest(n, d * element_bytes(CACHE)), t.values.fetch_rest(n, vd * element_bytes(CACHE));
         for (int64_t h = 0; h < heads;) {
             const int64_t left = heads - h, head = kv_head * heads + h;
             const auto tile = left >= 4   ? decode_tile<CACHE, 4>
