@@ -176,10 +176,7 @@ static inline B repeat(uint32_t x) {
     const __m256i v = _mm256_set1_epi32((int32_t)x);
     return {v, v};
 }
-static inline F dot_bf16(F s, B w, uint32_t x) {
-    const __m256i v = _mm256_set1_epi32((int32_t)x);
-    return dot_pairs(s, w, B{v, v});
-}
+static inline F dot_bf16(F s, B w, uint32_t x) { return dot_pairs(s, w, repeat(x)); }
 static inline void zip16(B x, B y, B* to) {  // unpacking works within each 128-bit lane
     __m256i low = _mm256_unpacklo_epi16(x.a, y.a), high = _mm256_unpackhi_epi16(x.a, y.a);
     to[0] = {_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31)};

@@ -140,7 +140,6 @@ static inline F dot_pairs(F a, B w, B x) {
     __asm__("vdpbf16ps %2, %1, %0" : "+v"(a.v) : "v"(w.v), "v"(x.v));
     return a;
 }
-static inline F dot_bf16(F a, B w, uint32_t x) { return dot_pairs(a, w, B{_mm512_set1_epi32((int32_t)x)}); }
 #else
 constexpr bool kHasBf16 = false;
 static inline F dot_pairs(F a, B w, B x) {
@@ -149,8 +148,8 @@ static inline F dot_pairs(F a, B w, B x) {
     __m512 xe = _mm512_castsi512_ps(_mm512_slli_epi32(x.v, 16)), xo = _mm512_castsi512_ps(_mm512_and_si512(x.v, high));
     return {_mm512_fmadd_ps(odd, xo, _mm512_fmadd_ps(even, xe, a.v))};
 }
-static inline F dot_bf16(F a, B w, uint32_t x) { return dot_pairs(a, w, B{_mm512_set1_epi32((int32_t)x)}); }
 #endif
+static inline F dot_bf16(F a, B w, uint32_t x) { return dot_pairs(a, w, repeat(x)); }
 
 #if defined(__AVX512BF16__)  // for tiles
 // Byte J of each of sixteen fours, unsigned.

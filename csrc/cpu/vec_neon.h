@@ -168,10 +168,7 @@ static inline B repeat(uint32_t x) {
     const uint8x16_t v = vreinterpretq_u8_u32(vdupq_n_u32(x));
     return {v, v, v, v};
 }
-static inline F dot_bf16(F s, B w, uint32_t x) {
-    const uint8x16_t v = vreinterpretq_u8_u32(vdupq_n_u32(x));
-    return dot_pairs(s, w, B{v, v, v, v});
-}
+static inline F dot_bf16(F s, B w, uint32_t x) { return dot_pairs(s, w, repeat(x)); }
 static inline uint8x16_t zip_low(uint8x16_t x, uint8x16_t y) {
     return vreinterpretq_u8_u16(vzip1q_u16(vreinterpretq_u16_u8(x), vreinterpretq_u16_u8(y)));
 }

@@ -162,11 +162,7 @@ static inline I dot_words(I a, B w, B x) {
     }
     return a;
 }
-static inline F dot_bf16(F a, B w, uint32_t x) {
-    B v;
-    EACH memcpy(v.v + 4 * i, &x, 4);
-    return dot_pairs(a, w, v);
-}
+static inline F dot_bf16(F a, B w, uint32_t x) { return dot_pairs(a, w, repeat(x)); }
 static inline void zip16(B a, B b, B* to) {
     for (int i = 0; i < 64; i++) to[i / 32].v[i % 32 / 2 * 4 + i % 2] = a.v[i], to[i / 32].v[i % 32 / 2 * 4 + 2 + i % 2] = b.v[i];
 }

@@ -24,18 +24,17 @@ async def measure_host(
     what its prompt's second token takes by the table. (After a prompt of one token a CPU's next step runs already while the
     host reports the first.)"""
     rows, targets, overlapping = [], [], []
-    for count in users:
-        if run_ahead is None:
-            break
-        load = fixed(count, PROMPT, ANSWER, vocab_size=vocab_size, seed=count)
-        records = await run_load(engine, load.requests, Burst())
-        gap = statistics.median(gap for r in records for gap in r.gaps_s or ())
-        beyond = max(0.0, gap - table.seconds(StepShape.of((PROMPT + ANSWER // 2,) * count)))
-        if count <= run_ahead:
-            overlapping.append(beyond)
-        else:
-            rows.append([1.0, float(count)])
-            targets.append(beyond)
+    if run_ahead is not None:
+        for count in users:
+            load = fixed(count, PROMPT, ANSWER, vocab_size=vocab_size, seed=count)
+            records = await run_load(engine, load.requests, Burst())
+            gap = statistics.median(gap for r in records for gap in r.gaps_s or ())
+            beyond = max(0.0, gap - table.seconds(StepShape.of((PROMPT + ANSWER // 2,) * count)))
+            if count <= run_ahead:
+                overlapping.append(beyond)
+            else:
+                rows.append([1.0, float(count)])
+                targets.append(beyond)
     step_s, sequence_s = non_negative_least_squares(rows, targets) if rows else (0.0, 0.0)
     ahead_s = statistics.median(overlapping) if overlapping else 0.0
     lone = fixed(LONE, 2, ANSWER // 4, vocab_size=vocab_size, seed=1)
