@@ -285,6 +285,19 @@ def test_quantised_products(ops, name, num_tokens):
                 assert error(ops.linear(x, w), theirs) < 5e-3, (n, k)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_tokens", [2, 16, 17, 64, 65])
+def test_dense_products(ops, dtype, num_tokens):
+    """Widths that are no multiple of a tile, and 37 inputs, which TMA can't read."""
+    for n, k in ((6144, 4096), (4096, 14336), (28672, 4096), (100, 576), (576, 1000), (51, 37)):
+        weight, x = torch.randn(n, k, device="cuda", dtype=dtype) * 0.02, torch.randn(num_tokens, k, device="cuda", dtype=dtype)
+        for bias in (None, torch.randn(n, device="cuda", dtype=dtype)):
+            w = ops.quantize_weight(weight, bias)
+            theirs = REFERENCE.linear(x, w)
+            for _ in range(2):  # the second finds the counters as they should be
+                assert error(ops.linear(x, w), theirs) < 5e-3, (n, k)
+
+
 @pytest.mark.skipif(not torch.backends.cusparselt.is_available(), reason="needs cuSPARSELt")
 @pytest.mark.parametrize("name", [None, "fp8", "int8"])
 @pytest.mark.parametrize("num_tokens", [64, 100, 1000])

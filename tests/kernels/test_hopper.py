@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.kernels.metadata import LayerKV
-from slipstream.kernels.triton import attention, hopper
+from slipstream.kernels.triton import gluon_support, hopper
 from slipstream.spec.gpu_archs import gpu_arch
 from tests.kernels.for_hopper import run_for_hopper
 
@@ -61,10 +61,9 @@ def test_tensor_cores_run_while_exponents_are_taken(kind, num_tokens):
 def test_where_it_runs(monkeypatch, device, capability, version, there):
     """Its chip, and the versions of Triton whose Gluon it knows."""
     if device == "cuda":
-        monkeypatch.setattr(attention, "platform_of", lambda _: SimpleNamespace(arch=gpu_arch(capability)))
-    monkeypatch.setattr(attention.triton, "__version__", version)
-    found = attention._hopper.__wrapped__(torch.device(device))
-    assert found is (hopper if there else None)
+        monkeypatch.setattr(gluon_support, "platform_of", lambda _: SimpleNamespace(arch=gpu_arch(capability)))
+    monkeypatch.setattr(gluon_support.triton, "__version__", version)
+    assert gluon_support.runs_on_hopper.__wrapped__(torch.device(device)) is there
 
 
 def test_what_it_covers():

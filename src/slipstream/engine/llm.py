@@ -137,7 +137,8 @@ class LLM:
         args = settled(args)
         self._args = args
         self._asleep: Asleep | None = None
-        self._core: EngineCore | None = EngineCore.build(args, progress=progress)
+        with no_collections():  # nearly all objects of a start stay
+            self._core: EngineCore | None = EngineCore.build(args, progress=progress)
         log_canary(self._core.executor.canary)
         progress("tokenizer")
         self.tokenizer = load_tokenizer(args, self._core.description)

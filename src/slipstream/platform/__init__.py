@@ -28,6 +28,7 @@ from slipstream.platform.collectives import RankGroup as RankGroup
 from slipstream.platform.collectives import Rendezvous as Rendezvous
 from slipstream.platform.cpu import CpuPlatform
 from slipstream.platform.cuda import CudaPlatform
+from slipstream.platform.cuda import hash_triton as hash_triton
 
 
 @functools.cache

@@ -31,7 +31,7 @@ def detect(
     if kind == "cpu" or (kind == "auto" and not driver_sees_gpu()):
         return _cpu(folder, num_threads, measuring)
     try:
-        from slipstream.platform import gpu_platform, has_gpu, num_gpus  # torch is not needed before
+        from slipstream.platform import gpu_platform, has_gpu, hash_triton, num_gpus  # torch is not needed before
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -65,8 +65,10 @@ def detect(
         if ordinal >= num_gpus():
             raise ConfigError(f"device='cuda:{ordinal}': there are {num_gpus()} GPUs", field="device")
         gpu = gpu_platform(ordinal)
-        gc.collect()  # an engine of this process that is no longer used is no reason to refuse another
-        gpu.release_unused()
+        hash_triton()
+        if gpu.held():
+            gc.collect()  # an engine of this process that is no longer used is no reason to refuse another
+            gpu.release_unused()
         free, total = gpu.memory()
         return DeviceInfo(
             device=f"cuda:{ordinal}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slipstream.config import EngineArgs, num_ranks
+from slipstream.plan.hardware import wake_gpu
 from slipstream.worker.base import Executor as Executor
 from slipstream.worker.base import Launched as Launched
 
@@ -23,6 +24,7 @@ def build_executor(args: EngineArgs, *, progress: Callable[[str], None] = lambda
         from slipstream.worker.process_executor import ProcessExecutor
 
         return ProcessExecutor.build(args, progress=progress)
+    wake_gpu(args.device)
     from slipstream.worker.local_executor import LocalExecutor
 
     return LocalExecutor.build(args, progress=progress)

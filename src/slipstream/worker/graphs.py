@@ -24,6 +24,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -250,12 +251,16 @@ class StepGraphs(Graphs, Forward):
         if is_first or is_special or sum(size) == 1:
             yield
             return
-        layers, chosen = decoder.layers, one_of_each_kind(decoder.layers)
+        layers, chosen = decoder.layers, self._of_each_kind
         decoder.layers, self.kv = [layers[i] for i in chosen], [kv[i] for i in chosen]
         try:
             yield
         finally:
             decoder.layers, self.kv = layers, kv
+
+    @cached_property
+    def _of_each_kind(self) -> list[int]:
+        return one_of_each_kind(self.forwards.decoder.layers)
 
     def passed_over(self, batch: InputBatch, reason: Reason) -> None:
         """Count how often a mixed size is wanted, and capture it next."""

@@ -36,7 +36,7 @@ from slipstream.model.layers import Partition
 from slipstream.model.loaded import LoadedModel
 from slipstream.model.loader import load_model
 from slipstream.plan.graph_sizes import CHAIN_DEPTHS, GRAPH_BYTES, graph_bytes
-from slipstream.platform import platform_of
+from slipstream.platform import hash_triton, platform_of
 from slipstream.spec.adapter_slots import ALONE
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.description import ModelDescription
@@ -141,6 +141,8 @@ class ModelRunner:
                     self.images = ImageEncoder(tower, config.images.cache_bytes)
                 self.forwards.take_images(self.images)
             self.platform.synchronize()
+            if self.ops.name == "triton":
+                hash_triton()()
         with self._phase("host experts"):
             self.model = settle_experts(config, self.model, self.platform)
         self.kv_scales: list[tuple[Tensor, Tensor]] | None = None

@@ -96,13 +96,16 @@ class TritonOps(OpSet):
 
     def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         if scheme is None:
+            self._prepare(weight.device)
             return self._sparse(Linear(weight=weight, bias=bias))
         return self.pack_weight(round_linear(weight, bias, scheme))
 
-    def pack_weight(self, w: Linear) -> Linear:
-        device = w.weight.device
+    def _prepare(self, device: torch.device) -> None:
         if device not in self._scratch:
             self._scratch[device] = split_k.Scratch(device)
+
+    def pack_weight(self, w: Linear) -> Linear:
+        self._prepare(w.weight.device)
         if isinstance(w, GroupedLinear) and self.dense_copies:
             return dataclasses.replace(w, dense=int4_groupwise.dequantize_int4(w, w.scales.dtype))
         return self._sparse(w) if isinstance(w, ScaledLinear) else w

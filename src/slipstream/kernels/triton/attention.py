@@ -17,9 +17,6 @@ The split depends on the lengths of a step's sequences and on the launch, never 
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
-
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +24,7 @@ from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
+from slipstream.kernels.triton.gluon_support import runs_on_hopper
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.split_keys import (
     CTAS_PER_SM,
@@ -46,8 +44,6 @@ SHARED_CTAS_PER_SM = 8
 """The same of those that share a prefix. A layer of 256 beams took 314 µs on an H200, with two splits 306, with four 312."""
 TYPICAL_MEMBERS = 4
 """Of a group that shares a prefix, as the number of splits takes it."""
-HOPPER_TRITON = ((3, 6), (3, 9))
-"""First and last version of Triton whose Gluon `hopper.py` was compiled with. Gluon's names change."""
 HOPPER_MIN_ROWS = 64
 """Query rows (tokens × G) that `hopper.py` needs: its tiles have 128 rows."""
 
@@ -469,35 +465,24 @@ def paged_attention(
     plain = s.alibi_slopes is None and s.distance_bias is None and s.causal and prefill_tile is None and not deterministic
     if num_seqs == num_decodes:
         return out
-    hopper = _hopper(q.device) if plain and num_rows > HOPPER_MIN_ROWS else None
-    if hopper is not None and hopper.covers(q, kv):
-        hopper.prefill(q, kv, meta, s, out, first_seq=num_decodes)
-    else:
-        default = (64, 32, 8, 2)
-        if block_d <= 128:
-            default = (128, 64, 4, 2) if flags["SCALED"] else (128, 32, 4, 3)
-        if q.dtype == torch.float32:
-            default = (32, 32, 4, 2)
-        block_m, block_n, warps, stages = prefill_tile or default
-        if num_rows <= 32 and not deterministic:
-            block_m, warps = min(block_m, 32), min(warps, 4)
-        tiles = triton.cdiv(num_rows, block_m)
-        _prefill_kernel[(num_kv_heads, num_seqs - num_decodes, tiles)](
-            q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, *head_tensors, *scalars,
-            num_decodes,
-            CAUSAL=s.causal, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags,
-        )  # fmt: skip
+    if plain and num_rows > HOPPER_MIN_ROWS and runs_on_hopper(q.device):
+        from slipstream.kernels.triton import hopper
+
+        if hopper.covers(q, kv):
+            hopper.prefill(q, kv, meta, s, out, first_seq=num_decodes)
+            return out
+    default = (64, 32, 8, 2)
+    if block_d <= 128:
+        default = (128, 64, 4, 2) if flags["SCALED"] else (128, 32, 4, 3)
+    if q.dtype == torch.float32:
+        default = (32, 32, 4, 2)
+    block_m, block_n, warps, stages = prefill_tile or default
+    if num_rows <= 32 and not deterministic:
+        block_m, warps = min(block_m, 32), min(warps, 4)
+    tiles = triton.cdiv(num_rows, block_m)
+    _prefill_kernel[(num_kv_heads, num_seqs - num_decodes, tiles)](
+        q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, *head_tensors, *scalars,
+        num_decodes,
+        CAUSAL=s.causal, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags,
+    )  # fmt: skip
     return out
-
-
-@functools.cache
-def _hopper(device: torch.device) -> ModuleType | None:
-    """The module for Hopper, if the chip and Triton's version fit; else None."""
-    version = tuple(int(n) for n in triton.__version__.split(".")[:2])
-    if not platform_of(device).arch.wgmma:
-        return None
-    if not HOPPER_TRITON[0] <= version <= HOPPER_TRITON[1]:
-        return None
-    from slipstream.kernels.triton import hopper  # late: other versions of Triton can't import it
-
-    return hopper

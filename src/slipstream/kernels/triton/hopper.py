@@ -44,7 +44,7 @@ CONSUMER_ROWS = gl.constexpr(64)
 MAX_PARTS = gl.constexpr(16)
 """Of a tile's keys. With fewer key tiles than that there are fewer parts, in proportion: merging them takes as long as some
 key tiles (GPU_NOTES.md)."""
-# Gluon's names change between Triton's versions (`attention.HOPPER_TRITON`); both known names are looked for.
+# Gluon's names change between Triton's versions (`gluon_support.py`); both known names are looked for.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 

@@ -2,8 +2,9 @@
 
 | scheme | 1 token | 2 … 64 | more |
 | --- | --- | --- | --- |
-| dense | `gemv` | cuBLAS | cuBLAS |
-| fp8 | `skinny_gemm` | `skinny_gemm`, narrow weights to 128 | torch's scaled GEMM (row-wise scales, fast accumulation) |
+| dense | `gemv` | cuBLAS; on Hopper `hopper_linear` | cuBLAS |
+| fp8 | `skinny_gemm` | `skinny_gemm` | torch's scaled GEMM (row-wise scales, fast accumulation) |
+| fp8 on Hopper | `hopper_linear` | `hopper_linear` where it is faster (`covers`), else as above | as above |
 | int8 | `skinny_gemm` | `skinny_gemm` | `gemm` |
 | fp8-block | `fp8_tile_linear` | `fp8_tile_linear` | torch's scaled GEMM on Hopper, else `fp8_tile_linear` |
 | int4 | `int4_gemv` | `int4_linear` | cuBLAS, on the dense copy or on the dequantised weight |
@@ -26,6 +27,7 @@ from slipstream.kernels.triton.fp8_block import (
     fp8_tile_scaled_mm,
     has_scaled_mm,
 )
+from slipstream.kernels.triton.gluon_support import runs_on_hopper
 from slipstream.kernels.triton.int4_groupwise import dequantize_int4, gemv_block, int4_gemv, int4_linear
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait, pdl_wait_first
 from slipstream.kernels.triton.pointwise import quantize
@@ -67,6 +69,8 @@ def linear(
         num_tokens, inner = q.values.shape
         if _is_skinny(num_tokens, w):
             assert scratch is not None
+            if (y := _on_hopper(q, w, scratch)) is not None:
+                return y
             return skinny_gemm(q, w, scratch, tile=tiles.find("skinny_gemm", w.inputs, w.out_features, inner, num_tokens))
         if w.inputs == "fp8":
             return _fp8_scaled_mm(q, w)
@@ -83,7 +87,18 @@ def linear(
     if x.shape[0] == 1 and w.weight.is_contiguous():
         tile = tiles.find("gemv", str(x.dtype).removeprefix("torch."), *w.weight.shape)
         return gemv(x.contiguous(), w.weight, w.bias, tile=tile)
-    return F.linear(x, w.weight, w.bias)
+    y = _on_hopper(x, w, scratch)
+    return F.linear(x, w.weight, w.bias) if y is None else y
+
+
+def _on_hopper(x: Activations, w: Linear, scratch: Scratch | None) -> Tensor | None:
+    """The product by Hopper's kernel for few tokens, where it runs and covers it."""
+    if scratch is None or not runs_on_hopper(w.weight.device):
+        return None
+    from slipstream.kernels.triton import hopper_linear
+
+    values = x.values if isinstance(x, Quantized) else x
+    return hopper_linear.skinny_gemm(x, w, scratch) if hopper_linear.covers(values, w) else None
 
 
 def starts_next_behind_inputs(x: Activations, w: Linear) -> bool:

@@ -25,6 +25,8 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.triton import TritonOps, sparse24
+from slipstream.kernels.triton.gluon_support import runs_on_hopper
+from slipstream.kernels.triton.linear import SKINNY_TOKENS
 from slipstream.kernels.weights import Linear, SparseCopy
 from slipstream.platform import platform_of
 from slipstream.platform.cuda import CudaPlatform
@@ -244,6 +246,7 @@ class _Bench:
             Trial((op, kind, (*shape, num_tokens)), partial(self._product, scheme))
             for op, kind in wanted
             for num_tokens in OPS[op].classes
+            if (op, kind) != ("skinny_gemm", "fp8") or num_tokens > SKINNY_TOKENS or not runs_on_hopper(self.device)
         ] + (self._sparse24(scheme.inputs, shape, scheme) if scheme.inputs in ("fp8", "int8") else [])
 
     def _sparse24(self, kind: str, shape: tuple[int, int], scheme: Scheme | None) -> list[Trial]:

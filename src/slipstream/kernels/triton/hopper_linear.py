@@ -1,0 +1,198 @@
+"""Products of few tokens for Hopper: a ring of weight tiles in shared memory, begun before the kernel in front has ended.
+
+yᵀ = W · xᵀ for fp8 values with scales and for 16-bit ones, bound by reading the weight.
+
+1. A thread block computes 64 or 128 outputs: a producer warp copies tiles of W and x by TMA, and a consumer of four warps for
+   each 64 outputs multiplies them on the tensor cores. K may be split over thread blocks.
+2. Weights are written by no kernel. So the producer fills the ring with them before it waits for the kernel in front
+   (`pdl.py`), and copies x behind the wait. In a chain of products the memory is never idle.
+3. A thread block takes most of a multiprocessor's shared memory. Fewer thread blocks than multiprocessors are no loss: those
+   of the next product fill their rings on the others.
+
+Gluon has no interpreter: a test here reads the machine code, and tests/gpu compares the numbers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from slipstream.kernels.triton.hopper import _barriers, load_tile
+from slipstream.kernels.triton.pdl import pdl_options, pdl_wait_first
+from slipstream.kernels.triton.split_k import Scratch
+from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear
+
+ROWS = gl.constexpr(64)
+"""Outputs of a consumer."""
+TILES = {1: gl.NVMMASharedLayout(128, 8, 2), 2: gl.NVMMASharedLayout(128, 16, 2)}
+"""By bytes of a value."""
+SHARED_BYTES, MOST_STAGES = 225_000, 8
+MOST_TOKENS = 64
+MIDDLE_ROWS, MIDDLE_TOKENS = range(4097, 12_288), 32
+"""Up to so many tokens fp8 weights of so many rows are multiplied here. Beyond, whole steps of 48 tokens took 0.18 ms of 3.0
+longer than with `linear.skinny_gemm`, and those of 64 as long."""
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.9
+
+
+@gluon.jit
+def _producer(w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL: gl.constexpr):
+    STAGES: gl.constexpr = w_smem.shape[0]
+    BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
+    BYTES: gl.constexpr = (w_smem.shape[1] + x_smem.shape[1]) * BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
+    for i in gl.static_range(STAGES):
+        mbarrier.expect(full.index(i), BYTES, pred=i < steps)
+        load_tile(w_desc, [row, (first + i) * BLOCK_K], full.index(i), w_smem.index(i), pred=i < steps)
+    if PDL:
+        pdl_wait_first()
+    for i in gl.static_range(STAGES):
+        load_tile(x_desc, [0, (first + i) * BLOCK_K], full.index(i), x_smem.index(i), pred=i < steps)
+    for i in range(STAGES, steps):
+        slot = i % STAGES
+        mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1)
+        mbarrier.expect(full.index(slot), BYTES)
+        load_tile(w_desc, [row, (first + i) * BLOCK_K], full.index(slot), w_smem.index(slot))
+        load_tile(x_desc, [0, (first + i) * BLOCK_K], full.index(slot), x_smem.index(slot))
+
+
+@gluon.jit
+def _consumer(
+    y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part, steps, M, N,
+    size, C: gl.constexpr, SPLITS: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Outputs `row` + 64 · C …; `size`: numbers of one split's partial sums."""
+    STAGES: gl.constexpr = w_smem.shape[0]
+    BLOCK_M: gl.constexpr = x_smem.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 256 // w_smem.dtype.primitive_bitwidth])
+    acc = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
+    for i in range(steps):
+        slot = i % STAGES
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        w = w_smem.index(slot).slice(C * ROWS, ROWS, 0)
+        acc = warpgroup_mma(w, x_smem.index(slot).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    if PDL:
+        pdl_wait_first()
+    n = row + C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
+    is_last = True
+    if SPLITS > 1:  # as `split_k.reduce_splits`
+        at = n[:, None] * BLOCK_M + m[None, :]
+        gl.store(partial_ptr + part * size + at, acc)
+        barrier()
+        counter = counter_ptr + row // ROWS + C
+        is_last = gl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            acc = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
+            for split in gl.static_range(SPLITS):
+                acc += gl.load(partial_ptr + split * size + at, cache_modifier=".cg")
+            gl.store(counter, 0)
+    if is_last:
+        if SCALED:
+            acc *= gl.load(w_scale_ptr + n, mask=n < N, other=0.0)[:, None]
+            acc *= gl.load(x_scale_ptr + m, mask=m < M, other=0.0)[None, :]
+        if HAS_BIAS:
+            acc += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+        inside = (m < M)[None, :] & (n < N)[:, None]
+        gl.store(y_ptr + m[None, :] * N + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _skinny_gemm_kernel(
+    w_desc, x_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, M, N, num_steps, size,
+    SPLITS: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
+    BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, x_desc.block_type.shape[0], BLOCK_K], x_desc.layout)
+    full, empty = _barriers(STAGES, 1), _barriers(STAGES, BLOCK_N // ROWS)
+    fence_async_shared()
+    row, part = gl.program_id(0) * BLOCK_N, gl.program_id(1)
+    each = (num_steps + SPLITS - 1) // SPLITS
+    first = part * each
+    steps = gl.minimum(each, num_steps - first)
+    if BLOCK_N == ROWS:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part,
+                    steps, M, N, size, 0, SPLITS, SCALED, HAS_BIAS, PDL,
+                )),
+                (_producer, (w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL)),
+            ],
+            [1],
+            [40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part,
+                    steps, M, N, size, 0, SPLITS, SCALED, HAS_BIAS, PDL,
+                )),
+                (_consumer, (
+                    y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part,
+                    steps, M, N, size, 1, SPLITS, SCALED, HAS_BIAS, PDL,
+                )),
+                (_producer, (w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL)),
+            ],
+            [4, 1],
+            [168, 40],
+        )  # fmt: skip
+
+
+def covers(values: Tensor, w: Linear) -> bool:
+    """Whether `skinny_gemm` has these dtypes and strides, and is the fastest. `values`: the inputs, [T, K]."""
+    scaled, weight, row_bytes = isinstance(w, ScaledLinear), w.weight, values.shape[1] * values.element_size()
+    kinds = (torch.float8_e4m3fn,) if scaled else (torch.bfloat16, torch.float16)
+    return (
+        len(values) <= (MIDDLE_TOKENS if scaled and weight.shape[0] in MIDDLE_ROWS else MOST_TOKENS)
+        and values.dtype in kinds
+        and weight.dtype == values.dtype
+        and weight.is_contiguous()
+        and values.is_contiguous()
+        and row_bytes % 16 == 0
+        and weight.data_ptr() % 16 == values.data_ptr() % 16 == 0
+    )
+
+
+def skinny_gemm(x: Activations, w: Linear, scratch: Scratch, *, tile: tuple[int, int] | None = None) -> Tensor:
+    """x [T, K] · Wᵀ + b → [T, N] for at most MOST_TOKENS tokens. `tile`: (BLOCK_N, SPLITS)."""
+    values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
+    (num_tokens, inner), outer, size = values.shape, w.weight.shape[0], values.element_size()
+    block_m, block_k = max(16, triton.next_power_of_2(num_tokens)), 256 // size
+    block_n, splits = tile or default_tile(outer, inner * size, block_m)
+    tiles, num_steps = triton.cdiv(outer, block_n), triton.cdiv(inner, block_k)
+    splits = min(splits, num_steps)
+    stages = min(MOST_STAGES, SHARED_BYTES // ((block_n + block_m) * 256))
+    w_desc = TensorDescriptor(w.weight, [outer, inner], [inner, 1], [block_n, block_k], TILES[size])
+    x_desc = TensorDescriptor(values, [num_tokens, inner], [inner, 1], [block_m, block_k], TILES[size])
+    y = torch.empty(num_tokens, outer, dtype=w.out_dtype if isinstance(w, ScaledLinear) else values.dtype, device=values.device)
+    numbers = tiles * block_n * block_m
+    partial = torch.empty(splits * numbers, dtype=torch.float32, device=values.device) if splits > 1 else y
+    _skinny_gemm_kernel[(tiles, splits)](
+        w_desc, x_desc, y, scales, w.scales if isinstance(w, ScaledLinear) else scales, y if w.bias is None else w.bias,
+        partial, scratch.counters, num_tokens, outer, num_steps, numbers,
+        SPLITS=splits, SCALED=isinstance(w, ScaledLinear), HAS_BIAS=w.bias is not None, STAGES=stages, num_warps=4,
+        **pdl_options(y),
+    )  # fmt: skip
+    return y
+
+
+def default_tile(outer: int, row_bytes: int, block_m: int) -> tuple[int, int]:
+    """(BLOCK_N, SPLITS) for a weight of `outer` rows, measured in whole steps of Llama-3-8B (GPU_NOTES.md)."""
+    is_small = block_m == 16
+    if outer >= 12_288 or (is_small and outer > 4096):
+        return 128, 1
+    return 64, 2 if is_small and row_bytes > 8192 else 1
