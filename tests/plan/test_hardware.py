@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,32 @@ def test_host_facts_are_plausible():
     assert 0 < info.free_bytes <= info.memory_bytes
     assert info.cpu
     assert info.system
+
+
+def nvidia_driver(error, contexts):
+    """NVIDIA's, with two GPUs. `contexts` takes the ordinals of those that get a context."""
+
+    def count(number):
+        number._obj.value = 2
+        return 0
+
+    retain = lambda context, ordinal: contexts.append(ordinal.value)
+    return SimpleNamespace(cuInit=lambda flags: error, cuDeviceGetCount=count, cuDevicePrimaryCtxRetain=retain)
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "contexts"),
+    [("auto", 0, [0]), ("cuda", 0, [0]), ("cuda:1", 0, [1]), ("cpu", 0, []), ("cuda:x", 0, []), ("auto", 100, [])],
+)
+def test_a_gpu_is_woken_beside_imports(monkeypatch, device, error, contexts):
+    """A wrong device, or none, is told by who needs it."""
+    made = []
+    monkeypatch.setattr(hardware, "_gpu_driver", lambda: nvidia_driver(error, made))
+    thread = hardware.wake_gpu(device)
+    assert (thread is None) == (device in ("cpu", "cuda:x"))
+    if thread is not None:
+        thread.join()
+    assert made == contexts
 
 
 def test_cores_follow_the_affinity():
