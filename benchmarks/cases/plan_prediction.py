@@ -5,9 +5,10 @@
         --num-loads 6 --max-load-s 7 --least-s 0.25 --rounds 1    # on a GPU
     python benchmarks/plan.py --study prediction --record    # recorded loads over HTTP, on an H200
 
-A load has lengths, and a rate or a number of users, drawn by `--seed`, and is measured through `AsyncLLM`. A shared machine's
-speed changes within minutes, so steps and loads take turns over `--rounds`: the table of a load is of the steps measured right
-before and after it. Medians are compared. A prediction knows of a load only its lengths and arrivals.
+A load has lengths, and a rate or a number of users, drawn by `--seed` or given by `--loads`, and is measured through
+`AsyncLLM`. A shared machine's speed changes within minutes, so steps and loads take turns over `--rounds`: the table of a load
+is of the steps measured right before and after it. Medians are compared. A prediction knows of a load only its lengths and
+arrivals.
 
 With `--held-out` the table is measured first. Then every load is predicted, by the table and by estimated steps, and the
 predictions are printed before the first load runs. `--table` (the file of `--study steps`) takes the place of measuring.
@@ -64,6 +65,14 @@ def draw(rng: random.Random, capacity: float, scale: int) -> dict[str, Any]:
     return {"lengths": lengths, "rate": round(rng.uniform(0.2, 0.8) * capacity / (mean_in / 4 + mean_out), 3)}
 
 
+def loads_of(args: Any, capacity: float, scale: int) -> list[dict[str, Any]]:
+    if args.loads is not None:
+        given: list[dict[str, Any]] = json.loads(args.loads.read_text("utf-8"))
+        return given
+    rng = random.Random(args.seed)
+    return [bounded(draw(rng, capacity, scale), args.max_load_s) for _ in range(args.num_loads)]
+
+
 def arrivals_of(load: dict[str, Any]) -> Arrivals:
     return ClosedLoop(concurrency=load["users"]) if "users" in load else Poisson(rate=load["rate"])
 
@@ -96,8 +105,7 @@ async def validate(args: Any, settings: EngineArgs) -> tuple[list[dict[str, Any]
     limits = seqs, config.scheduling.max_num_batched_tokens, config.model.max_model_len
     steps = grid(*limits, executor.ledger.num_kv_tokens, longest)
     scale, capacity = (8, 15000.0) if info.is_cuda else (1, 800.0)
-    rng = random.Random(args.seed)
-    loads = [bounded(draw(rng, capacity, scale), args.max_load_s) for _ in range(args.num_loads)]
+    loads = loads_of(args, capacity, scale)
     hosts: list[HostCost] = []
     measured: list[list[dict[str, float]]] = [[] for _ in loads]
     beside: list[list[list[MeasuredStep]]] = [[] for _ in loads]  # of each load and round: the steps before and after it
@@ -149,9 +157,8 @@ async def held_out(
     points = measured_steps(args, settings) if table is None else ()
     phase("steps")
     scale, capacity = (8, 15000.0) if hardware.is_gpu else (1, 800.0)
-    rng = random.Random(args.seed)
     rows: list[dict[str, Any]] = []
-    loads = [bounded(draw(rng, capacity, scale), args.max_load_s) for _ in range(args.num_loads)]
+    loads = loads_of(args, capacity, scale)
     async with await AsyncSlipstream.start(settings) as engine:
         phase("start")
         config, ledger, description = engine.engine.config, engine.engine.ledger, engine.engine.description
@@ -252,6 +259,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--num-loads", type=int, default=10)
+    parser.add_argument("--loads", type=Path, help="a JSON list of loads in place of drawn ones: lengths, and a rate or users")
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--max-load-s", type=float, default=float("inf"), help="about as long as a load lasts")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="with --held-out: after this no load begins")

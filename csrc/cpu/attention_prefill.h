@@ -59,7 +59,14 @@ static inline void pack_values(const AttentionArgs& a, const int64_t* at, int64_
             }
             if (PAIRS) {
                 const uint16_t *even = (const uint16_t*)block, *odd = even + 32;
-                for (int64_t i = 0; i < 2 * count; i++) v[j / 2 * vp + 2 * word + i] = even[i] | (uint32_t)odd[i] << 16;
+                uint32_t* to = v + j / 2 * vp + 2 * word;
+                if (count == 16) {
+                    B both[2];
+                    zip16(load_b((const uint8_t*)even), load_b((const uint8_t*)odd), both);
+                    for (int i = 0; i < 2; i++) store_b((uint8_t*)(to + 16 * i), both[i]);
+                } else {
+                    for (int64_t i = 0; i < 2 * count; i++) to[i] = even[i] | (uint32_t)odd[i] << 16;
+                }
             } else {
                 memcpy(v + j * vp + word, block, 4 * count);
             }
@@ -75,6 +82,38 @@ struct Block {  // of rows by 64 keys, of which there are n
     int64_t position_of(int64_t r) const { return position + (at + r) / heads; }
     int64_t head_of(int64_t r) const { return head + (at + r) % heads; }
 };
+
+// As `soften` of attention_keys.h, for all rows of a block at a time and without branches on their maxima. The weights, in
+// bfloat16, go to `weights` [rows][2 · 64], of which they fill the first half. A masked score's is 2⁻¹²⁶, which changes no sum.
+template <int64_t ROWS>
+static inline void soften_rows(const AttentionArgs& a, const Block& b, float* scores, uint16_t* weights, Running* running, float* scales) {
+    constexpr float LOG2E = 1.44269504f;
+    Seen seen[ROWS];
+    alignas(64) float before[16] = {}, now[16] = {}, factors[16];  // maxima in units of ln 2
+    for (int64_t r = 0; r < b.rows; r++) {
+        float* s = scores + r * KT;
+        seen[r] = bend(a, s, b.key, b.n, b.position_of(r), b.head_of(r));
+        before[r] = now[r] = running[r].top;
+        if (!seen[r].any()) continue;
+        const float most = LOG2E * top(vmax(vmax(load(s), load(s + 16)), vmax(load(s + 32), load(s + 48))));
+        now[r] = most > now[r] ? most : now[r];
+    }
+    store(factors, exp2_below(load(before) - load(now)));
+    for (int64_t r = 0; r < b.rows; r++) {
+        const float* s = scores + r * KT;
+        uint16_t* w = weights + r * 2 * KT;
+        scales[r] = before[r] == now[r] ? 1.0f : before[r] == -INFINITY ? 0.0f : factors[r];
+        running[r].top = now[r];
+        if (!seen[r].any()) {
+            memset(w, 0, KT * 2);
+            continue;
+        }
+        F x[KT / 16];
+        for (int64_t j = 0; j < KT / 16; j++) x[j] = exp2_below(fma(load(s + 16 * j), set1(LOG2E), set1(-now[r])));
+        for (int64_t j = 0; j < KT / 16; j++) store_bf16(w + 16 * j, x[j]);
+        running[r].sum = running[r].sum * set1(scales[r]) + ((x[0] + x[1]) + (x[2] + x[3]));
+    }
+}
 
 // How: how a block of How::ROWS rows (query tokens × heads of the kv head) is multiplied by keys and by values.
 template <class How>
@@ -102,7 +141,7 @@ static void prefill_by(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
         running[r] = {-INFINITY, zero()};
         if (a.sinks) {  // a key without a value, which all tokens see
             const float once[16] = {1.0f};
-            running[r] = {a.sinks[kv_head * heads + r % heads], load(once)};
+            running[r] = {a.sinks[kv_head * heads + r % heads] * (PAIRS ? 1.44269504f : 1.0f), load(once)};
         }
     }
     const int64_t length = a.seq_lens[seq], ahead = a.window ? first + token1 - 1 + a.window : length;
@@ -116,17 +155,22 @@ static void prefill_by(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
         pack_values<PAIRS>(a, at, n, values);
         int64_t r0 = a.causal ? (key - (first + token0)) * heads : 0;  // the first row that sees one of these keys
         float *coming = scores, *known = scores + ROWS * KT;
-        auto score = [&](int64_t r) { How::score(q + r * qs, qs, keys, coming, rows - r < ROWS ? rows - r : ROWS); };
+        auto rows_of = [&](int64_t r) { return rows - r < ROWS ? rows - r : ROWS; };
+        auto seen_by = [&](int64_t r) {  // how many of these keys a block's last row may see
+            const int64_t seen = a.causal ? first + token0 + (r + rows_of(r) - 1) / heads + 1 - key : n;
+            return seen < n ? seen : n;
+        };
+        auto score = [&](int64_t r) { How::score(q + r * qs, qs, keys, coming, rows_of(r), seen_by(r)); };
         r0 = r0 < 0 ? 0 : r0;
         if (r0 < rows) score(r0);
         for (; r0 < rows; r0 += ROWS) {
-            const int64_t count = rows - r0 < ROWS ? rows - r0 : ROWS;
+            const int64_t count = rows_of(r0);
             alignas(64) float scales[ROWS];
             std::swap(coming, known);
             if (r0 + ROWS < rows) score(r0 + ROWS);  // before this block's, which tile registers compute meanwhile
             const Block block{key, n, first + token0 + r0 / heads, kv_head * heads, heads, r0 % heads, count};
             How::soften(a, block, known, weights, running + r0, scales);
-            How::mix(PAIRS ? weights : known, values, scales, mixed + r0 * vp, vp, count);
+            How::mix(PAIRS ? weights : known, values, scales, mixed + r0 * vp, vp, count, seen_by(r0));
         }
     }
     for (int64_t r = 0; r < rows; r++) {

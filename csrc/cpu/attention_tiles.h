@@ -10,48 +10,19 @@ struct ByTiles {
     static constexpr int64_t ROWS = TILE;
 
     // scores [16][64] = q [16][dims pairs] · keys [dims pairs][64 keys]. Rows beyond `rows` are any numbers, here and below.
-    static inline void score(const float* q, int64_t dims, const float* keys, float* scores, int64_t) {
+    static inline void score(const float* q, int64_t dims, const float* keys, float* scores, int64_t, int64_t) {
         clear<4>();
         add<4>(q, dims, dims, keys, KT);
         write<4>(scores, KT);
     }
 
-    // As `soften` of attention_keys.h, for all rows at a time and without branches on their maxima.
     static inline void soften(const AttentionArgs& a, const Block& b, float* scores, float* weights, Running* running, float* scales) {
-        Seen seen[ROWS];
-        alignas(64) float before[ROWS] = {}, now[ROWS] = {};
-        for (int64_t r = 0; r < b.rows; r++) {
-            float* s = scores + r * KT;
-            seen[r] = bend(a, s, b.key, b.n, b.position_of(r), b.head_of(r));
-            before[r] = now[r] = running[r].top;
-            if (!seen[r].any()) continue;
-            const float most = top(vmax(vmax(load(s), load(s + 16)), vmax(load(s + 32), load(s + 48))));
-            now[r] = most > now[r] ? most : now[r];
-        }
-        store(scales, vexp(load(before) - load(now)));
-        for (int64_t r = 0; r < b.rows; r++) {
-            float* s = scores + r * KT;
-            uint16_t* w = (uint16_t*)(weights + r * KT);
-            scales[r] = before[r] == now[r] ? 1.0f : before[r] == -INFINITY ? 0.0f : scales[r];
-            running[r].top = now[r];
-            if (!seen[r].any()) {
-                memset(w, 0, KT * 2);
-                continue;
-            }
-            F x[KT / 16];
-            for (int64_t j = 0; j < KT / 16; j++) x[j] = vexp(load(s + 16 * j) - set1(now[r]));
-            if (seen[r].masked()) {
-                for (int64_t j = 0; j < KT / 16; j++) store(s + 16 * j, x[j]);
-                seen[r].put(s, 0.0f);
-                for (int64_t j = 0; j < KT / 16; j++) x[j] = load(s + 16 * j);
-            }
-            for (int64_t j = 0; j < KT / 16; j++) store_bf16(w + 16 * j, x[j]);
-            running[r].sum = running[r].sum * set1(scales[r]) + ((x[0] + x[1]) + (x[2] + x[3]));
-        }
+        soften_rows<ROWS>(a, b, scores, (uint16_t*)weights, running, scales);
     }
 
     // mixed [16][columns] = mixed · scales + weights [16][32 pairs of keys] · values [32][columns pairs]
-    static inline void mix(const float* weights, const float* values, const float* scales, float* mixed, int64_t columns, int64_t rows) {
+    static inline void mix(const float* weights, const float* values, const float* scales, float* mixed, int64_t columns, int64_t rows,
+                           int64_t) {
         for (int64_t r = 0; r < rows; r++)
             if (scales[r] != 1.0f)
                 for (int64_t i = 0; i < columns; i += 16) store(mixed + r * columns + i, load(mixed + r * columns + i) * set1(scales[r]));

@@ -49,22 +49,20 @@ struct ByVectors {
     static constexpr bool PAIRS = IN_PAIRS;
     static constexpr int64_t ROWS = kFullTiles ? 6 : 2;
 
-    // scores [rows][64] = q [rows][dims] · keys
-    static inline void score(const float* q, int64_t dims, const float* keys, float* scores, int64_t rows) {
-        product(q, dims, keys, KT, dims, nullptr, scores, KT, KT, rows);
+    // scores [rows][64] = q [rows][dims] · keys, of the first `seen` keys at least
+    static inline void score(const float* q, int64_t dims, const float* keys, float* scores, int64_t rows, int64_t seen) {
+        product(q, dims, keys, KT, dims, nullptr, scores, KT, round_up(seen, 16), rows);
     }
-    // Leaves the weights in `scores`, and with PAIRS in bfloat16 in `weights`.
+    // Leaves the weights in `scores`, or with PAIRS, in bfloat16, in `weights`.
     static inline void soften(const AttentionArgs& a, const Block& b, float* scores, float* weights, Running* running, float* scales) {
-        for (int64_t r = 0; r < b.rows; r++) {
-            float* s = scores + r * KT;
-            scales[r] = ISA::soften(a, s, b.key, b.n, b.position_of(r), b.head_of(r), running + r);
-            if (PAIRS)
-                for (int64_t j = 0; j < KT; j += 16) store_bf16((uint16_t*)(weights + r * KT) + j, load(s + j));
-        }
+        if (PAIRS) return soften_rows<ROWS>(a, b, scores, (uint16_t*)weights, running, scales);
+        for (int64_t r = 0; r < b.rows; r++)
+            scales[r] = ISA::soften(a, scores + r * KT, b.key, b.n, b.position_of(r), b.head_of(r), running + r);
     }
-    // mixed [rows][columns] = mixed · scales + weights [rows][64] · values
-    static inline void mix(const float* weights, const float* values, const float* scales, float* mixed, int64_t columns, int64_t rows) {
-        product(weights, KT, values, columns, PAIRS ? KT / 2 : KT, scales, mixed, columns, columns, rows);
+    // mixed [rows][columns] = mixed · scales + weights [rows][seen] · values
+    static inline void mix(const float* weights, const float* values, const float* scales, float* mixed, int64_t columns, int64_t rows,
+                           int64_t seen) {
+        product(weights, KT, values, columns, PAIRS ? (seen + 1) / 2 : seen, scales, mixed, columns, columns, rows);
     }
 
 private:

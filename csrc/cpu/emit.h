@@ -23,6 +23,16 @@ static inline F vexp(F x) {
     return p * pow2(n);
 }
 
+// 2ˣ for x ≤ 0, to 2.7e-6 of it; from −126 on downwards it is 2⁻¹²⁶. Half the instructions of `vexp`.
+static inline F exp2_below(F x) {
+    x = vmax(x, set1(-126.0f));
+    const F n = whole(x), r = x - n;
+    F p = fma(set1(9.570100345e-3f), r, set1(5.591785908e-2f));
+    p = fma(p, r, set1(2.402474433e-1f));
+    p = fma(p, r, set1(6.931217909e-1f));
+    return times_pow2(fma(p, r, set1(9.999992847e-1f)), n);
+}
+
 static inline F sigmoid(F x) { return inverse(set1(1.0f) + vexp(zero() - x)); }
 static inline F vtanh(F x) { return set1(1.0f) - set1(2.0f) * inverse(vexp(x + x) + set1(1.0f)); }
 

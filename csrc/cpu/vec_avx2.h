@@ -62,6 +62,8 @@ static inline __m256 pow2_half(__m256i n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
 }
 static inline F pow2(I n) { return {pow2_half(n.a), pow2_half(n.b)}; }
+static inline F whole(F a) { return to_float(nearest(a)); }
+static inline F times_pow2(F a, F n) { return a * pow2(nearest(n)); }  // n is whole
 static inline __m128i narrow16(__m256i x) {  // 8 int32 → 8 int16, saturated
     return _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
 }

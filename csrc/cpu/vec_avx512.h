@@ -43,6 +43,8 @@ static inline I izero() { return {_mm512_setzero_si512()}; }
 static inline I iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
 static inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 static inline I nearest(F a) { return {_mm512_cvtps_epi32(a.v)}; }  // ties to even
+static inline F whole(F a) { return {_mm512_roundscale_ps(a.v, 0)}; }  // the nearest whole number, ties to even
+static inline F times_pow2(F a, F n) { return {_mm512_scalef_ps(a.v, n.v)}; }  // n is whole
 static inline F pow2(I n) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))}; }
 static inline void store_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a.v)); }
 static inline void store_words(int16_t* p, I a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(a.v)); }

@@ -51,6 +51,8 @@ static inline float32x4_t pow2_quarter(int32x4_t n) {
     return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23));
 }
 static inline F pow2(I n) { return EACH1(pow2_quarter, n); }
+static inline F whole(F a) { return to_float(nearest(a)); }
+static inline F times_pow2(F a, F n) { return a * pow2(nearest(n)); }  // n is whole
 static inline void store_bytes(int8_t* p, I x) {
     const int16x8_t low = vcombine_s16(vqmovn_s32(x.a), vqmovn_s32(x.b)), high = vcombine_s16(vqmovn_s32(x.c), vqmovn_s32(x.d));
     vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));

@@ -51,6 +51,8 @@ static inline F pow2(I n) {
     }
     return r;
 }
+static inline F whole(F a) { return to_float(nearest(a)); }
+static inline F times_pow2(F a, F n) { return a * pow2(nearest(n)); }  // n is whole
 static inline void store_bytes(int8_t* p, I a) { EACH p[i] = (int8_t)(a.v[i] > 127 ? 127 : a.v[i] < -128 ? -128 : a.v[i]); }
 static inline int32_t sum_bytes(const int8_t* p) { int32_t s = 0; EACH s += p[i]; return s; }  // of sixteen
 static inline void store_words(int16_t* p, I a) { EACH p[i] = (int16_t)(a.v[i] > 32767 ? 32767 : a.v[i] < -32768 ? -32768 : a.v[i]); }

@@ -18,17 +18,18 @@ LONE = 9
 async def measure_host(
     engine: StreamingEngine, table: StepCost, *, vocab_size: int, run_ahead: int | None, users: Sequence[int] = USERS
 ) -> HostCost:
-    """Bursts of short requests. The median gap between their tokens, less the table's step, is the host's: of each step and
+    """Bursts of short requests. The mean gap between their tokens, less the table's step, is the host's: of each step and
     sequence where steps don't overlap with it (`run_ahead` as in `plan.simulate.SimulatedEngine`), and otherwise since it works
-    on the cores of a CPU's step. What the first token of a lone request takes beyond its next ones is the front end's, less
-    what its prompt's second token takes by the table. (After a prompt of one token a CPU's next step runs already while the
-    host reports the first.)"""
+    on the cores of a CPU's step. The mean, since a client's time per token is one: what delays some steps counts.
+
+    What the first token of a lone request takes beyond its next ones is the front end's, less what its prompt's second token
+    takes by the table. (After a prompt of one token a CPU's next step runs already while the host reports the first.)"""
     rows, targets, overlapping = [], [], []
     if run_ahead is not None:
         for count in users:
             load = fixed(count, PROMPT, ANSWER, vocab_size=vocab_size, seed=count)
             records = await run_load(engine, load.requests, Burst())
-            gap = statistics.median(gap for r in records for gap in r.gaps_s or ())
+            gap = statistics.fmean(gap for r in records for gap in (r.gaps_s or ())[1:])  # the first may hold others' prompts
             beyond = max(0.0, gap - table.seconds(StepShape.of((PROMPT + ANSWER // 2,) * count)))
             if count <= run_ahead:
                 overlapping.append(beyond)
