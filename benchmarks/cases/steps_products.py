@@ -14,6 +14,7 @@ import json
 import statistics
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import common
 
@@ -49,13 +50,12 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     )
     runner = llm.core.executor.runner
     others = [path for path in runner.forwards.paths if not isinstance(path, StepGraphs)]
-    on_hopper, rows = linear._on_hopper, []
-    ways: dict[str, Callable[..., Any]] = {"without": lambda *_: None, "with": on_hopper}
+    rows = []
+    ways: dict[str, Callable[..., Any]] = {"without": lambda *_: None, "with": linear._on_hopper}
     for num_seqs in map(int, args.tokens.split(",")):
         graphs, hidden, times = {}, {}, {way: list[float]() for way in ways}
         for way, chosen in ways.items():
-            linear._on_hopper = chosen
-            with torch.inference_mode():
+            with patch.object(linear, "_on_hopper", chosen), torch.inference_mode():
                 graphs[way] = StepGraphs(runner.forwards, runner.kv, runner.rows, runner.config)
                 captured = graphs[way]._decode_graph(num_seqs)
             runner.forget_rows()
@@ -72,5 +72,4 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         found["difference"] = float((hidden["with"] - hidden["without"]).norm() / hidden["without"].norm())
         rows.append({"tokens": num_seqs, **found})
         print(json.dumps(rows[-1]), flush=True)
-    linear._on_hopper = on_hopper
     save(settings={name: getattr(args, name) for name in ("config", "quantization", "kv_cache_dtype")}, rows=rows)

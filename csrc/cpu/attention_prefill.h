@@ -83,11 +83,13 @@ struct Block {  // of rows by 64 keys, of which there are n
     int64_t head_of(int64_t r) const { return head + (at + r) % heads; }
 };
 
+constexpr float LOG2E = 1.44269504f;
+
 // As `soften` of attention_keys.h, for all rows of a block at a time and without branches on their maxima. The weights, in
-// bfloat16, go to `weights` [rows][2 · 64], of which they fill the first half. A masked score's is 2⁻¹²⁶, which changes no sum.
+// bfloat16, go to `weights` [rows][2 · 64], of which they fill the first half. A masked score's is about 2⁻¹²⁵, which changes no sum.
+// `Running::top` is in units of ln 2 here.
 template <int64_t ROWS>
 static inline void soften_rows(const AttentionArgs& a, const Block& b, float* scores, uint16_t* weights, Running* running, float* scales) {
-    constexpr float LOG2E = 1.44269504f;
     Seen seen[ROWS];
     alignas(64) float before[16] = {}, now[16] = {}, factors[16];  // maxima in units of ln 2
     for (int64_t r = 0; r < b.rows; r++) {
@@ -141,7 +143,7 @@ static void prefill_by(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
         running[r] = {-INFINITY, zero()};
         if (a.sinks) {  // a key without a value, which all tokens see
             const float once[16] = {1.0f};
-            running[r] = {a.sinks[kv_head * heads + r % heads] * (PAIRS ? 1.44269504f : 1.0f), load(once)};
+            running[r] = {a.sinks[kv_head * heads + r % heads] * (PAIRS ? LOG2E : 1.0f), load(once)};
         }
     }
     const int64_t length = a.seq_lens[seq], ahead = a.window ? first + token1 - 1 + a.window : length;

@@ -23,9 +23,9 @@ static inline F vexp(F x) {
     return p * pow2(n);
 }
 
-// 2ˣ for x ≤ 0, to 2.7e-6 of it; from −126 on downwards it is 2⁻¹²⁶. Half the instructions of `vexp`.
+// 2ˣ for x ≤ 0, to 2.7e-6 of it; below −125 about 2⁻¹²⁵, still a normal number. Half the instructions of `vexp`.
 static inline F exp2_below(F x) {
-    x = vmax(x, set1(-126.0f));
+    x = vmax(x, set1(-125.0f));
     const F n = whole(x), r = x - n;
     F p = fma(set1(9.570100345e-3f), r, set1(5.591785908e-2f));
     p = fma(p, r, set1(2.402474433e-1f));

@@ -43,12 +43,14 @@ def test_costs_are_found_again(monkeypatch, run_ahead, expected):
         beside = AHEAD_S if run_ahead is not None and count <= run_ahead else waited(count)
         gap = 0.010 + 0.001 * count + beside
         records = []
-        for r in requests:
+        for number, r in enumerate(requests):
             prompt = len(r.prompt_token_ids)
             first = REQUEST_S + 0.010 + 0.001 * prompt + waited(1)
             gaps = [gap] * (r.output_tokens - 1)
-            if r.output_tokens == host_costs.ANSWER:  # two of 62 are late, and the first holds another's prompt
-                gaps = [gap + 0.1, *([gap + 0.015, *[gap - 0.0005] * 30] * 2)]
+            if r.output_tokens == host_costs.ANSWER:  # two of 62 are late; the first prompt's next two hold the others' prompts
+                gaps = [gap, *([gap + 0.015, *[gap - 0.0005] * 30] * 2)]
+            if count > 1:
+                gaps, first = ([gap + 0.1] * 2 + gaps, first) if number == 0 else (gaps, first + 2 * (gap + 0.1) - 1e-9)
             times = itertools.accumulate([first, *gaps])
             records.append(RequestRecord.of(prompt, 0.0, list(times)))
         return records

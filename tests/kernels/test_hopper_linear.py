@@ -49,16 +49,14 @@ def test_weights_are_asked_for_before_the_kernel_in_front_has_ended(kind, sizes,
 
 
 def test_what_it_covers():
-    x = torch.zeros(4, 64, dtype=torch.bfloat16)
-    w = Linear(weight=torch.zeros(8, 64, dtype=torch.bfloat16), bias=None)
-    assert hopper_linear.covers(x, w)
-    assert not hopper_linear.covers(x.float(), Linear(weight=w.weight.float(), bias=None))
-    assert not hopper_linear.covers(x[:, :37].contiguous(), Linear(weight=w.weight[:, :37].contiguous(), bias=None))
-    assert not hopper_linear.covers(x[:, :32], Linear(weight=w.weight[:, :32], bias=None))  # rows with gaps
-    assert not hopper_linear.covers(torch.zeros(65, 64, dtype=torch.bfloat16), w)
-    small = torch.zeros(8, 64, dtype=torch.int8)
-    scaled = ScaledLinear(weight=small, bias=None, scales=torch.ones(8), out_dtype=torch.bfloat16)
-    assert not hopper_linear.covers(small[:4], scaled)
-    eight = torch.zeros(6144, 16, dtype=torch.float8_e4m3fn)
-    scaled = ScaledLinear(weight=eight, bias=None, scales=torch.ones(6144), out_dtype=torch.bfloat16)
-    assert [n for n in (1, 32, 33) if hopper_linear.covers(eight[:n], scaled)] == [1, 32]
+    x, rows = torch.zeros(65, 64, dtype=torch.bfloat16), hopper_linear.LEAST_ROWS
+    w = Linear(weight=torch.zeros(rows, 64, dtype=torch.bfloat16), bias=None)
+    assert [n for n in (0, 1, 64, 65) if hopper_linear.covers(x[:n], w)] == [1, 64]
+    assert not hopper_linear.covers(x[:4], Linear(weight=w.weight[1:], bias=None))  # few rows
+    assert not hopper_linear.covers(x[:4].float(), Linear(weight=w.weight.float(), bias=None))
+    assert not hopper_linear.covers(x[:4, :37].contiguous(), Linear(weight=w.weight[:, :37].contiguous(), bias=None))
+    assert not hopper_linear.covers(x[:4, :32], Linear(weight=w.weight[:, :32], bias=None))  # rows with gaps
+    for dtype, most in ((torch.int8, 0), (torch.float8_e4m3fn, hopper_linear.MIDDLE_TOKENS)):
+        eight = torch.zeros(6144, 16, dtype=dtype)
+        scaled = ScaledLinear(weight=eight, bias=None, scales=torch.ones(6144), out_dtype=torch.bfloat16)
+        assert max((n for n in (1, 32, 33) if hopper_linear.covers(eight[:n], scaled)), default=0) == most

@@ -33,14 +33,18 @@ def nvidia_driver(error, contexts):
 
 @pytest.mark.parametrize(
     ("device", "error", "contexts"),
-    [("auto", 0, [0]), ("cuda", 0, [0]), ("cuda:1", 0, [1]), ("cpu", 0, []), ("cuda:x", 0, []), ("auto", 100, [])],
+    [
+        *(("auto", 0, [0]), ("cuda", 0, [0]), ("cuda:1", 0, [1])),
+        *(("cpu", 0, []), ("cuda:x", 0, []), ("auto:1", 0, []), ("auto", 100, [])),
+    ],
 )
 def test_a_gpu_is_woken_beside_imports(monkeypatch, device, error, contexts):
     """A wrong device, or none, is told by who needs it."""
     made = []
     monkeypatch.setattr(hardware, "_gpu_driver", lambda: nvidia_driver(error, made))
+    monkeypatch.setattr(hardware, "_torch_version", lambda: "2.11.0+cu130")
     thread = hardware.wake_gpu(device)
-    assert (thread is None) == (device in ("cpu", "cuda:x"))
+    assert (thread is None) == (device in ("cpu", "cuda:x", "auto:1"))
     if thread is not None:
         thread.join()
     assert made == contexts

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from slipstream.bench.load import Burst, StreamingEngine, run_load
+from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import fixed
 from slipstream.plan.step_cost import HostCost, StepCost, StepShape, non_negative_least_squares
 
@@ -29,7 +30,8 @@ async def measure_host(
         for count in users:
             load = fixed(count, PROMPT, ANSWER, vocab_size=vocab_size, seed=count)
             records = await run_load(engine, load.requests, Burst())
-            gap = statistics.fmean(gap for r in records for gap in (r.gaps_s or ())[1:])  # the first may hold others' prompts
+            begin = max(r.first_token or 0.0 for r in records)  # from here on steps hold no prompts
+            gap = statistics.fmean(gap for r in records for gap in gaps_from(r, begin))
             beyond = max(0.0, gap - table.seconds(StepShape.of((PROMPT + ANSWER // 2,) * count)))
             if count <= run_ahead:
                 overlapping.append(beyond)
@@ -47,3 +49,12 @@ async def measure_host(
     return HostCost(
         step_s=step_s, sequence_s=sequence_s, ahead_s=ahead_s, request_s=max(0.0, first), label="measured"
     )
+
+
+def gaps_from(record: RequestRecord, begin: float) -> Iterator[float]:
+    """The gaps between a request's tokens that begin at time `begin` or later."""
+    at = record.first_token or 0.0
+    for gap in record.gaps_s or ():
+        if at >= begin:
+            yield gap
+        at += gap

@@ -141,17 +141,26 @@ def wake_gpu(device: str) -> threading.Thread | None:
     """Begin to start the driver and a context of the GPU that `device` (as in `EngineArgs`) means, beside Python's imports:
     0.4 s on an H200. Who needs them first waits for the rest, and is told what is wrong. None: `device` means no GPU."""
     kind, _, ordinal = device.partition(":")
-    if kind not in ("auto", "cuda") or not (ordinal.isdigit() or not ordinal):
+    if not (kind in ("auto", "cuda") and not ordinal) and not (kind == "cuda" and ordinal.isdigit()):
         return None
 
     def make_context() -> None:
-        if driver_sees_gpu():
+        if driver_sees_gpu() and not _torch_version().endswith("+cpu"):
             # torch's runtime takes this context, the device's primary one, which holds until the process ends.
             _gpu_driver().cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), ctypes.c_int(int(ordinal or 0)))
 
     thread = threading.Thread(target=make_context, daemon=True)
     thread.start()
     return thread
+
+
+def _torch_version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "+cpu"
 
 
 def _gpu_driver() -> ctypes.CDLL:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -70,6 +71,8 @@ class CudaPlatform(Platform):
         torch.cuda.empty_cache()
 
     def start_peak(self) -> int:
+        if gc.isenabled():  # what is freed meanwhile would be missing in the peak
+            gc.collect()
         self.synchronize()
         torch.cuda.reset_peak_memory_stats(self.device)
         return torch.cuda.memory_allocated(self.device)
@@ -212,7 +215,7 @@ def hash_triton() -> Callable[[], None]:
     the host does meanwhile. The result waits for its end."""
     try:
         from triton.runtime.cache import triton_key
-    except ImportError:  # not that of 3.6: the first kernel hashes
+    except Exception:  # another version's, or a broken one: the first kernel hashes, or says what is wrong
         return lambda: None
     thread = threading.Thread(target=triton_key, daemon=True)
     thread.start()

@@ -37,6 +37,8 @@ TILES = {1: gl.NVMMASharedLayout(128, 8, 2), 2: gl.NVMMASharedLayout(128, 16, 2)
 """By bytes of a value."""
 SHARED_BYTES, MOST_STAGES = 225_000, 8
 MOST_TOKENS = 64
+LEAST_ROWS = 2048
+"""Weights of fewer rows make too few thread blocks (not measured)."""
 MIDDLE_ROWS, MIDDLE_TOKENS = range(4097, 12_288), 32
 """Up to so many tokens fp8 weights of so many rows are multiplied here. Beyond, whole steps of 48 tokens took 0.18 ms of 3.0
 longer than with `linear.skinny_gemm`, and those of 64 as long."""
@@ -152,12 +154,18 @@ def _skinny_gemm_kernel(
         )  # fmt: skip
 
 
+def is_faster(num_tokens: int, outer: int, *, scaled: bool) -> bool:
+    """Than the other kernels. `scaled`: fp8."""
+    most = MIDDLE_TOKENS if scaled and outer in MIDDLE_ROWS else MOST_TOKENS
+    return 0 < num_tokens <= most and outer >= LEAST_ROWS
+
+
 def covers(values: Tensor, w: Linear) -> bool:
     """Whether `skinny_gemm` has these dtypes and strides, and is the fastest. `values`: the inputs, [T, K]."""
     scaled, weight, row_bytes = isinstance(w, ScaledLinear), w.weight, values.shape[1] * values.element_size()
     kinds = (torch.float8_e4m3fn,) if scaled else (torch.bfloat16, torch.float16)
     return (
-        len(values) <= (MIDDLE_TOKENS if scaled and weight.shape[0] in MIDDLE_ROWS else MOST_TOKENS)
+        is_faster(len(values), weight.shape[0], scaled=scaled)
         and values.dtype in kinds
         and weight.dtype == values.dtype
         and weight.is_contiguous()

@@ -4,7 +4,7 @@
 | --- | --- | --- | --- |
 | dense | `gemv` | cuBLAS; on Hopper `hopper_linear` | cuBLAS |
 | fp8 | `skinny_gemm` | `skinny_gemm` | torch's scaled GEMM (row-wise scales, fast accumulation) |
-| fp8 on Hopper | `hopper_linear` | `hopper_linear` where it is faster (`covers`), else as above | as above |
+| fp8 on Hopper | `hopper_linear` | `hopper_linear` if faster (`covers`) | narrow weights to 128 `skinny_gemm`, else as above |
 | int8 | `skinny_gemm` | `skinny_gemm` | `gemm` |
 | fp8-block | `fp8_tile_linear` | `fp8_tile_linear` | torch's scaled GEMM on Hopper, else `fp8_tile_linear` |
 | int4 | `int4_gemv` | `int4_linear` | cuBLAS, on the dense copy or on the dequantised weight |
@@ -51,8 +51,8 @@ INT4_DENSE_TOKENS = 16
 def linear(
     x: Activations, w: Linear, scratch: Scratch | None, tiles: TileTable = NO_TILES, deterministic: bool = False
 ) -> Tensor:
-    """`OpSet.linear`. `scratch` is of the weight's device; a dense weight needs none. `deterministic`: a row's result
-    depends on that row only."""
+    """`OpSet.linear`. `scratch` is of the weight's device; without it a dense weight has no kernel of Hopper's own.
+    `deterministic`: a row's result depends on that row only."""
     if isinstance(w, TileScaledLinear):
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
         if deterministic:

@@ -26,7 +26,6 @@ from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.triton import TritonOps, sparse24
 from slipstream.kernels.triton.gluon_support import runs_on_hopper
-from slipstream.kernels.triton.linear import SKINNY_TOKENS
 from slipstream.kernels.weights import Linear, SparseCopy
 from slipstream.platform import platform_of
 from slipstream.platform.cuda import CudaPlatform
@@ -246,8 +245,16 @@ class _Bench:
             Trial((op, kind, (*shape, num_tokens)), partial(self._product, scheme))
             for op, kind in wanted
             for num_tokens in OPS[op].classes
-            if (op, kind) != ("skinny_gemm", "fp8") or num_tokens > SKINNY_TOKENS or not runs_on_hopper(self.device)
+            if (op, kind) != ("skinny_gemm", "fp8") or not self._on_hopper(num_tokens, shape[0])
         ] + (self._sparse24(scheme.inputs, shape, scheme) if scheme.inputs in ("fp8", "int8") else [])
+
+    def _on_hopper(self, num_tokens: int, outer: int) -> bool:
+        """Whether an fp8 product has Hopper's own kernel, which takes no tile from the table."""
+        if not runs_on_hopper(self.device):
+            return False
+        from slipstream.kernels.triton.hopper_linear import is_faster
+
+        return is_faster(num_tokens, outer, scaled=True)
 
     def _sparse24(self, kind: str, shape: tuple[int, int], scheme: Scheme | None) -> list[Trial]:
         """From how many tokens on a 2:4 weight of that shape goes through cuSPARSELt, where that is available."""
