@@ -36,7 +36,7 @@ static inline void find_keys(const AttentionArgs& a, int64_t seq, int64_t kv_hea
     }
 }
 
-struct Running {  // the softmax's running maximum and sum; the sum stays in lanes until the end
+struct Running {  // the softmax's running maximum and sum; the sum stays in lanes until the end, `soften_rows` has units of ln 2
     float top;
     F sum;
 };

@@ -83,8 +83,6 @@ struct Block {  // of rows by 64 keys, of which there are n
     int64_t head_of(int64_t r) const { return head + (at + r) % heads; }
 };
 
-constexpr float LOG2E = 1.44269504f;
-
 // As `soften` of attention_keys.h, for all rows of a block at a time and without branches on their maxima. The weights, in
 // bfloat16, go to `weights` [rows][2 · 64], of which they fill the first half. A masked score's is about 2⁻¹²⁵, which changes no sum.
 // `Running::top` is in units of ln 2 here.

@@ -6,10 +6,12 @@
 
 namespace ISA {
 
+constexpr float LOG2E = 1.44269504f;
+
 // exp to 2 ulp; below −87 it is 0 to float32's precision, above 88 it stays e⁸⁸.
 static inline F vexp(F x) {
     x = vmin(vmax(x, set1(-87.3f)), set1(88.0f));
-    const I n = nearest(x * set1(1.44269504f));
+    const I n = nearest(x * set1(LOG2E));
     const F whole = to_float(n);
     F r = fma(whole, set1(-0.693359375f), x);
     r = fma(whole, set1(2.12194440e-4f), r);

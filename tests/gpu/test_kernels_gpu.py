@@ -271,7 +271,7 @@ def test_attention_and_rope_with_an_8_bit_cache(ops, query_lens, contexts, shape
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme.experts_only])
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65, 128, 500])
 def test_quantised_products(ops, name, num_tokens):
-    for n, k in ((6144, 4096), (4096, 14336), (28672, 4096), (960, 576), (576, 1536)):
+    for n, k in ((6144, 4096), (4096, 14336), (28672, 4096), (2128, 1536), (960, 576), (576, 1536)):
         if k % SCHEMES[name].multiple:
             continue
         weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
@@ -288,8 +288,8 @@ def test_quantised_products(ops, name, num_tokens):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_tokens", [2, 16, 17, 64, 65])
 def test_dense_products(ops, dtype, num_tokens):
-    """Widths that are no multiple of a tile, and 37 inputs, which TMA can't read."""
-    for n, k in ((6144, 4096), (4096, 14336), (28672, 4096), (100, 576), (576, 1000), (51, 37)):
+    """Widths and inputs that are no multiple of a tile, few rows, and 37 inputs, which TMA can't read."""
+    for n, k in ((6144, 4096), (4096, 14336), (28672, 4096), (2100, 1000), (12345, 576), (100, 576), (2100, 37)):
         weight, x = torch.randn(n, k, device="cuda", dtype=dtype) * 0.02, torch.randn(num_tokens, k, device="cuda", dtype=dtype)
         for bias in (None, torch.randn(n, device="cuda", dtype=dtype)):
             w = ops.quantize_weight(weight, bias)

@@ -42,7 +42,7 @@ def test_a_gpu_is_woken_beside_imports(monkeypatch, device, error, contexts):
     """A wrong device, or none, is told by who needs it."""
     made = []
     monkeypatch.setattr(hardware, "_gpu_driver", lambda: nvidia_driver(error, made))
-    monkeypatch.setattr(hardware, "_torch_version", lambda: "2.11.0+cu130")
+    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: True)
     thread = hardware.wake_gpu(device)
     assert (thread is None) == (device in ("cpu", "cuda:x", "auto:1"))
     if thread is not None:

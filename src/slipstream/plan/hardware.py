@@ -145,7 +145,7 @@ def wake_gpu(device: str) -> threading.Thread | None:
         return None
 
     def make_context() -> None:
-        if driver_sees_gpu() and not _torch_version().endswith("+cpu"):
+        if driver_sees_gpu() and _torch_has_cuda():
             # torch's runtime takes this context, the device's primary one, which holds until the process ends.
             _gpu_driver().cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), ctypes.c_int(int(ordinal or 0)))
 
@@ -154,13 +154,14 @@ def wake_gpu(device: str) -> threading.Thread | None:
     return thread
 
 
-def _torch_version() -> str:
+def _torch_has_cuda() -> bool:
+    """As far as its version says, since torch itself is not loaded yet."""
     from importlib import metadata
 
     try:
-        return metadata.version("torch")
+        return not metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
-        return "+cpu"
+        return False
 
 
 def _gpu_driver() -> ctypes.CDLL:

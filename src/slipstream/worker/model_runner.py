@@ -142,7 +142,7 @@ class ModelRunner:
                 self.forwards.take_images(self.images)
             self.platform.synchronize()
             if self.ops.name == "triton":
-                hash_triton()()
+                hash_triton()()  # it was begun with the device
         with self._phase("host experts"):
             self.model = settle_experts(config, self.model, self.platform)
         self.kv_scales: list[tuple[Tensor, Tensor]] | None = None

@@ -5,9 +5,9 @@ yᵀ = W · xᵀ for fp8 values with scales and for 16-bit ones, bound by readin
 1. A thread block computes 64 or 128 outputs: a producer warp copies tiles of W and x by TMA, and a consumer of four warps for
    each 64 outputs multiplies them on the tensor cores. K may be split over thread blocks.
 2. Weights are written by no kernel. So the producer fills the ring with them before it waits for the kernel in front
-   (`pdl.py`), and copies x behind the wait. In a chain of products the memory is never idle.
-3. A thread block takes most of a multiprocessor's shared memory. Fewer thread blocks than multiprocessors are no loss: those
-   of the next product fill their rings on the others.
+   (`pdl.py`), and copies x behind the wait. Small kernels between two products leave the memory less idle so.
+3. A thread block takes most of a multiprocessor's shared memory. Somewhat fewer thread blocks than multiprocessors
+   are no loss: those of the next product fill their rings on the others.
 
 Gluon has no interpreter: a test here reads the machine code, and tests/gpu compares the numbers."""
 
@@ -175,12 +175,12 @@ def covers(values: Tensor, w: Linear) -> bool:
     )
 
 
-def skinny_gemm(x: Activations, w: Linear, scratch: Scratch, *, tile: tuple[int, int] | None = None) -> Tensor:
-    """x [T, K] · Wᵀ + b → [T, N] for at most MOST_TOKENS tokens. `tile`: (BLOCK_N, SPLITS)."""
+def skinny_gemm(x: Activations, w: Linear, scratch: Scratch) -> Tensor:
+    """x [T, K] · Wᵀ + b → [T, N] of what `covers` says."""
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     (num_tokens, inner), outer, size = values.shape, w.weight.shape[0], values.element_size()
     block_m, block_k = max(16, triton.next_power_of_2(num_tokens)), 256 // size
-    block_n, splits = tile or default_tile(outer, inner * size, block_m)
+    block_n, splits = _tile(outer, inner * size, block_m)
     tiles, num_steps = triton.cdiv(outer, block_n), triton.cdiv(inner, block_k)
     splits = min(splits, num_steps)
     stages = min(MOST_STAGES, SHARED_BYTES // ((block_n + block_m) * 256))
@@ -198,7 +198,7 @@ def skinny_gemm(x: Activations, w: Linear, scratch: Scratch, *, tile: tuple[int,
     return y
 
 
-def default_tile(outer: int, row_bytes: int, block_m: int) -> tuple[int, int]:
+def _tile(outer: int, row_bytes: int, block_m: int) -> tuple[int, int]:
     """(BLOCK_N, SPLITS) for a weight of `outer` rows, measured in whole steps of Llama-3-8B (GPU_NOTES.md)."""
     is_small = block_m == 16
     if outer >= 12_288 or (is_small and outer > 4096):
