@@ -337,7 +337,7 @@ def test_sizes_that_are_ready_stand_in_for_others(tmp_path, monkeypatch):
     with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}) as llm:
         graphs = replay(llm.core.executor.runner)
         graphs.capture()
-        assert set(graphs._captured) == {*((n, 0) for n in (1, 2, 4, 8, 16, 32, 40)), (32, 192), (32, 128), (0, 128)}
+        assert set(graphs._captured) == {*((n, 0) for n in (1, 2, 4, 8, 16)), (32, 192), (0, 128)}
         assert next(iter(graphs._captured)) == (32, 192)  # the largest
         assert graphs._size_for(32) == 32
         assert graphs._size_for(30) == 32
@@ -349,11 +349,40 @@ def test_sizes_that_are_ready_stand_in_for_others(tmp_path, monkeypatch):
         order = []
         while graphs.capture_next():
             order.append(list(graphs._captured)[-1])
-        assert [max(size) for size in order] == sorted(max(size) for size in order)
+        assert order[:3] == [(32, 0), (40, 0), (32, 128)]
+        assert [max(size) for size in order[3:]] == sorted(max(size) for size in order[3:])
         assert set(graphs._captured) == {(n, 0) for n in graphs.sizes} | {
             (d, p) for d in graphs.decode_sizes for p in graphs.prompt_sizes
         }
         assert not graphs.capture_next()
+
+
+def test_sizes_are_captured_beside_long_prompts(tmp_path, monkeypatch):
+    """As many as the GPU's time allows, one while other requests wait for their tokens, none behind one that took long, and
+    only the commonest."""
+    tiny_models.write(tmp_path, "llama")
+    with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}) as llm:
+        runner = llm.core.executor.runner
+        graphs = runner.graphs = replay(runner)
+        graphs.capture()
+        monkeypatch.setattr(module, "BESIDE_TOKENS", 30 * graphs.forwards.decoder.spec.hidden_size**2)
+        assert (24, 0) not in graphs._captured
+        llm.generate([{"prompt_token_ids": list(range(5, 45))}], SamplingParams(temperature=0, max_tokens=1))
+        assert list(graphs._captured)[-1] == (24, 0)
+        captured, now = [], [0.0]
+
+        def capture_next():
+            captured.append(graphs._ahead.pop())
+            now[0] += 0.08 if len(captured) < 3 else 0.2
+
+        monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(graphs, "capture_next", capture_next)
+        graphs._soon, graphs._ahead = {(n, 0) for n in range(9)}, [(9, 0), *((n, 0) for n in range(6))]
+        for counts, count in (([20], 0), ([40], 1), ([1, 90], 2), ([50, 50], 3), ([90], 4), ([90], 5), ([90], 6), ([90], 6)):
+            scheduled = [types.SimpleNamespace(num_tokens=n) for n in counts]
+            graphs.capture_beside(types.SimpleNamespace(scheduled=scheduled))
+            assert len(captured) == count, counts
+        assert captured == [(n, 0) for n in reversed(range(6))]
 
 
 def test_rows_for_drafts_are_captured_at_the_start(tmp_path, monkeypatch):
@@ -372,7 +401,7 @@ def test_rows_for_drafts_are_captured_at_the_start(tmp_path, monkeypatch):
 
 def test_a_rare_size_runs_in_a_larger_graph(tmp_path, monkeypatch):
     """A capture takes as long as many padded steps. So a size is captured when it was wanted LONGER times, or when idle."""
-    for name, value in (("LONGER", LONGER), ("FIRST_DECODES", 16), ("FIRST_MIXED", ((64, 384),))):
+    for name, value in (("LONGER", LONGER), ("FIRST_DECODES", 32), ("FIRST_MIXED", ((64, 384),))):
         monkeypatch.setattr(module, name, value)
     tiny_models.write(tmp_path, "llama")
     with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}) as llm:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,12 +73,21 @@ LONG_PATIENCE = 6
 """The same for a step of more than MIXED_TOKENS prompt tokens. It gains some 15 ms, and its capture takes 100 to 200."""
 
 FIRST_DECODES = 64
-"""All sizes of decodes up to it are captured at the start: a batch that ends passes through each. Of the larger ones powers of
-two are, the largest, and rows for drafts."""
+"""Powers of two up to it are captured at the start, and rows for drafts. Next come the sizes between them, since a batch that
+ends passes through each, larger powers of two and the largest."""
 
-FIRST_MIXED = ((64, 1024), (64, 384), (64, 128), (0, 128))
+FIRST_MIXED = ((64, 1024), (64, 384), (0, 128))
 """Mixed graphs of the start have room for so much at most. Many steps fit into them until their own is captured. The last one
 is for a short prompt alone: on an H200 64 decodes of padding take 1 ms."""
+
+NEXT_MIXED = (64, 128)
+
+BESIDE_TOKENS = 2**37
+"""Tokens of a step, times the square of the model's width, in half of whose time on an H200 the host captures a graph: 8,192 of
+Llama-3-8B take 100 ms in FP8, a capture 40 to 50."""
+
+STALL_S = 0.1
+"""A capture that took longer has waited for the GPU: one in seven does, when the driver makes room for graphs."""
 
 FIRST_VERIFIED = ((8, 1024), (8, 768), (8, 512), (8, 256))
 """The same where drafts are verified, too: beside a prompt, sequences with drafts take the room of prompts, and few have none.
@@ -119,7 +129,7 @@ class Graphs:
     def _capture(self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]) -> Captured:
         """`idle`: inputs of a step of nothing but padding."""
         assert self._recorder is not None
-        inputs = torch.from_numpy(idle).to(self.platform.device)
+        inputs = self.platform.upload(idle)  # waits for no step that runs
         graph, output = self._recorder.capture(lambda: forward(inputs), lambda: self._compiling(size))
         captured = self._captured[size] = Captured(graph, inputs, output)
         self.num_cold += 1
@@ -168,6 +178,7 @@ class StepGraphs(Graphs, Forward):
         self._pipe = decoder.pipe
         self._incoming = None if decoder.spec.has_first else torch.zeros_like(self._hidden)  # what the stage before has sent
         self._ahead: list[Size] = []  # to be captured, the next one last
+        self._soon: set[Size] = set()  # the first of them
         self._is_full = False  # memory ran out in a capture: those that are captured remain
         self._wanted: Counter[Size] = Counter()  # how often a size was wanted before it was captured
         self._spare_tokens = min(1024, MOST_PADDING // decoder.spec.hidden_size**2)
@@ -175,25 +186,40 @@ class StepGraphs(Graphs, Forward):
 
     def capture(self) -> None:
         """Capture the largest mixed step first, so that all others fit into its memory, then some decodes and mixed steps. The
-        rest is captured by `capture_next`, or by the first step that wants it, which takes some 40 ms longer."""
+        rest is captured by `capture_next`, beside long steps, or by the first step that wants it, which takes some 40 ms
+        longer."""
         if self.prompt_sizes:
             self._graph((self.decode_sizes[-1], self.prompt_sizes[-1]))
-        for size in reversed(self.sizes):
-            is_first = size <= FIRST_DECODES or size.bit_count() == 1 or size == self.sizes[-1]
-            if is_first or (self._verifies and size in VERIFIED_ROWS):
-                self._decode_graph(size)
-        mixed = FIRST_MIXED + (FIRST_VERIFIED if self._verifies else ())
-        partition = self.forwards.decoder.partition
-        if self.prompt_sizes and self.prompt_sizes[-1] > MIXED_TOKENS and partition is not None and partition.group.size > 1:
-            mixed = FIRST_LONG + mixed
-        for most in mixed if self.prompt_sizes else ():
-            fits = zip((self.decode_sizes, self.prompt_sizes), most, strict=True)
-            decodes, prompts = (max(n for n in sizes if n <= limit) for sizes, limit in fits)
-            self._graph((decodes, prompts))
+        first, self._soon = self._commonest()
+        for size in first:
+            self._graph(size)
         # Small sizes come first: they are the commonest, and a capture delays a small step the most.
         wanted = [(n, 0) for n in self.sizes] + [(d, p) for d in self.decode_sizes for p in self.prompt_sizes]
-        wanted.sort(key=lambda size: (max(size), sum(size)))
+        wanted.sort(key=lambda size: (size not in self._soon, max(size), sum(size)))
         self._ahead = [size for size in reversed(wanted) if size not in self._captured]
+
+    def _commonest(self) -> tuple[list[Size], set[Size]]:
+        """Sizes to be captured at the start, and soon. Ranks capture together, so all at the start."""
+        partition = self.forwards.decoder.partition
+        powers = [n for n in self.sizes if n.bit_count() == 1]
+        decodes = {n for n in powers if n <= FIRST_DECODES}
+        if self._verifies:
+            decodes.update(n for n in self.sizes if n in VERIFIED_ROWS or n == self.sizes[-1])
+        mixed = FIRST_MIXED + (FIRST_VERIFIED if self._verifies else ())
+        is_shared = partition is not None and partition.group.size > 1
+        if is_shared and self.prompt_sizes and self.prompt_sizes[-1] > MIXED_TOKENS:
+            mixed = FIRST_LONG + mixed
+        first = [(n, 0) for n in sorted(decodes, reverse=True)]
+        soon = {(n, 0) for n in (*powers, self.sizes[-1], *(n for n in self.sizes if n <= FIRST_DECODES))}
+        if self.prompt_sizes:
+            first += [self._mixed_within(*most) for most in mixed]
+            soon.add(self._mixed_within(*NEXT_MIXED))
+        soon.difference_update(first)
+        return (first, soon) if partition is None else ([*first, *sorted(soon)], set())
+
+    def _mixed_within(self, num_decodes: int, num_prompt: int) -> Size:
+        """The largest mixed step that has room for no more than that."""
+        return max(n for n in self.decode_sizes if n <= num_decodes), max(n for n in self.prompt_sizes if n <= num_prompt)
 
     def capture_next(self) -> bool:
         """Capture the next size that is not captured yet. False: there is none."""
@@ -202,6 +228,20 @@ class StepGraphs(Graphs, Forward):
             if size not in self._captured:
                 return self._has_captured(size)
         return False
+
+    def capture_beside(self, plan: StepPlan) -> bool:
+        """Capture some of the commonest sizes while the GPU runs a step of long prompts, but one where requests wait for the
+        tokens of the step before. True: the host did so."""
+        num_tokens = sum(s.num_tokens for s in plan.scheduled)
+        count = num_tokens * self.forwards.decoder.spec.hidden_size**2 // BESIDE_TOKENS
+        if plan.scheduled[0].num_tokens == 1:
+            count = min(count, 1)
+        num_cold = self.num_cold
+        while count and self._ahead and self._ahead[-1] in self._soon:
+            begin = time.monotonic()
+            self.capture_next()
+            count = count - 1 if time.monotonic() - begin < STALL_S else 0
+        return self.num_cold > num_cold
 
     def _has_captured(self, size: Size) -> bool:
         """Whether there is memory for this graph, which is captured if it was not. Once there is none, steps run in the graphs

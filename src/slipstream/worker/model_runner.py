@@ -312,6 +312,8 @@ class ModelRunner:
         step.drafts, step.is_cold = drafts, is_cold
         if self.draft is not None and batch.table is not None:
             self.draft.go_ahead(plan, batch.table)
+        if self.graphs is not None and self.graphs.capture_beside(plan):
+            step.is_cold = True
         return step
 
     @property
