@@ -6,9 +6,9 @@
     python benchmarks/plan.py --study prediction --record    # recorded loads over HTTP, on an H200
 
 A load has lengths, and a rate or a number of users, drawn by `--seed` or given by `--loads`, and is measured through
-`AsyncLLM`. A shared machine's speed changes within minutes, so steps and loads take turns over `--rounds`: the table of a load
-is of the steps measured right before and after it. Medians are compared. A prediction knows of a load only its lengths and
-arrivals.
+`AsyncLLM`. A shared machine's speed changes within minutes, so steps and loads take turns over `--rounds`: a run is predicted
+by the steps measured right before and after it. Medians over rounds are compared. A prediction knows of a load only its lengths
+and arrivals.
 
 With `--held-out` the table is measured first. Then every load is predicted, by the table and by estimated steps, and the
 predictions are printed before the first load runs. `--table` (the file of `--study steps`) takes the place of measuring.
@@ -28,7 +28,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,49 +93,62 @@ def errors(found: dict[str, float], measured: dict[str, float]) -> dict[str, flo
 
 
 async def validate(args: Any, settings: EngineArgs) -> tuple[list[dict[str, Any]], StepTable]:
-    """Rounds of every load, with the steps measured before and after each. A load, and the steps beside it, are what they are
-    at the median of their rounds."""
+    """Rounds of every load. Each run is predicted by the steps, and by what the host adds to them, measured right before and
+    after it. A load is what it is at the median of its runs, and its prediction the median of theirs: where requests queue,
+    one that ends a little later waits for a whole burst of prompts."""
     executor = LocalExecutor.build(settings)
     config, description = executor.config, executor.description
     info, vocab = config.device.info, description.spec.vocab_size
     while executor.capture_next():
         pass
     seqs = config.scheduling.max_num_seqs if info.is_cuda else min(32, config.scheduling.max_num_seqs)
-    longest = LONGEST_ON_GPU if info.is_cuda else 600
     limits = seqs, config.scheduling.max_num_batched_tokens, config.model.max_model_len
-    steps = grid(*limits, executor.ledger.num_kv_tokens, longest)
     scale, capacity = (8, 15000.0) if info.is_cuda else (1, 800.0)
     loads = loads_of(args, capacity, scale)
-    hosts: list[HostCost] = []
+    longest = LONGEST_ON_GPU if info.is_cuda else max(600, *(sum(lengths) for load in loads for lengths in load["lengths"]))
+    steps = grid(*limits, executor.ledger.num_kv_tokens, longest)
+    planned = plan_engine(settings, description, this_hardware(settings.device), info=info)
+    planned = dataclasses.replace(planned.with_blocks(executor.ledger.num_blocks), config=config)
+    ahead = run_ahead(is_gpu=info.is_cuda, num_threads=config.device.num_threads)
+    tables: list[StepTable] = []
+    found: list[list[dict[str, float]]] = [[] for _ in loads]
     measured: list[list[dict[str, float]]] = [[] for _ in loads]
-    beside: list[list[list[MeasuredStep]]] = [[] for _ in loads]  # of each load and round: the steps before and after it
+
+    async def beside() -> tuple[list[MeasuredStep], HostCost]:
+        now = measure_steps(executor, steps, rounds=1, least_s=args.least_s)
+        fitted = fit_steps(now, identity={}, made_by={})
+        return now, await measure_host(engine, fitted, vocab_size=vocab, run_ahead=ahead, users=(1, 4, 8, 12, 24))
+
     async with await AsyncSlipstream.start(settings) as engine:
         for _ in range(args.rounds):
-            before = measure_steps(executor, steps, rounds=1, least_s=args.least_s)
-            fitted = fit_steps(before, identity={}, made_by={})
-            ahead = run_ahead(is_gpu=info.is_cuda, num_threads=config.device.num_threads)
-            hosts.append(await measure_host(engine, fitted, vocab_size=vocab, run_ahead=ahead, users=(1, 4, 8, 12, 24)))
+            before = await beside()
             for number, load in enumerate(loads):
                 bench = from_lengths("drawn", load["lengths"], vocab_size=vocab, seed=number)
                 records = await run_load(engine, bench.requests, arrivals_of(load), seed=number)
                 measured[number].append(figures(summarize(records)))
-                after = measure_steps(executor, steps, rounds=1, least_s=args.least_s)
-                beside[number].append(middle_of([before, after]))
+                after = await beside()
+                points, hosts = zip(before, after, strict=True)
+                tables.append(fit_steps(middle_of(list(points)), identity={}, made_by={}, host=mean_host(hosts)))
+                found[number].append(figures(predicted(dataclasses.replace(planned, table=tables[-1]), load, number)))
                 before = after
-                print(number, measured[number][-1], flush=True)
-    costs = ("step_s", "sequence_s", "ahead_s", "request_s")
-    host = HostCost(**{name: statistics.median(getattr(h, name) for h in hosts) for name in costs}, label="measured")
-    planned = plan_engine(settings, description, this_hardware(settings.device), info=info)
-    planned = dataclasses.replace(planned.with_blocks(executor.ledger.num_blocks), config=config)
+                print(number, measured[number][-1], found[number][-1], flush=True)
     rows = []
-    for number, (load, runs) in enumerate(zip(loads, measured, strict=True)):
-        table = fit_steps(middle_of(beside[number]), identity={}, made_by={}, host=host)
-        found = figures(predicted(dataclasses.replace(planned, table=table), load, number))
-        middle = {name: statistics.median(run[name] for run in runs) for name in found}
-        row = {"load": shown(load), "measured": middle, "runs": runs, "predicted": found, "errors": errors(found, middle)}
-        rows.append(row | {"fit_error": table.error, "load_average": os.getloadavg()[0]})
-    of_all = fit_steps(middle_of([one for of in beside for one in of]), identity={}, made_by={}, host=host)
-    return rows, of_all
+    for number, load in enumerate(loads):
+        middle, by_table = medians(measured[number]), medians(found[number])
+        fit_error = statistics.median(table.error for table in tables[number :: len(loads)])
+        row = {"load": shown(load), "measured": middle, "runs": measured[number], "predicted": by_table}
+        row |= {"predicted_runs": found[number], "errors": errors(by_table, middle)}
+        rows.append(row | {"fit_error": fit_error, "load_average": os.getloadavg()[0]})
+    return rows, tables[-1]
+
+
+def mean_host(hosts: Sequence[HostCost]) -> HostCost:
+    costs = ("step_s", "sequence_s", "ahead_s", "request_s")
+    return HostCost(**{name: statistics.fmean(getattr(h, name) for h in hosts) for name in costs}, label="measured")
+
+
+def medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def middle_of(tables: list[list[MeasuredStep]]) -> list[MeasuredStep]:
