@@ -267,14 +267,15 @@ def test_a_number_of_threads_that_was_asked_for_is_kept(tmp_path):
 def test_answers_do_not_depend_on_how_many_threads_work(tmp_path, monkeypatch, settings):
     """Bit by bit, with a number that changes after every decode."""
     tiny_models.write(tmp_path, hidden_size=64)
-    changes = []
+    changes, prompts = [], []
 
-    def note(self, num_tokens, seconds):
-        assert num_tokens > 0 < seconds
+    def note(self, num_tokens, num_keys, seconds):
+        assert num_keys >= num_tokens > 0 < seconds
         changes.append(1 + len(changes) % 2)
         self._threads.use(changes[-1])
 
     monkeypatch.setattr("slipstream.worker.host_runner.ThreadGovernor.note", note)
+    monkeypatch.setattr("slipstream.worker.host_runner.ThreadGovernor.begin_prompts", lambda self: prompts.append(self))
     found = []
     for follows in (False, True):
         with LLM(str(tmp_path), skip_tokenizer_init=True, **{**SIZES, "num_threads": 2, **settings}) as llm:
@@ -285,6 +286,7 @@ def test_answers_do_not_depend_on_how_many_threads_work(tmp_path, monkeypatch, s
             found.append(([o.outputs[0].token_ids for o in outputs], scores))
     assert found[0] == found[1]
     assert len(changes) > 20
+    assert prompts
 
 
 # --- Encoders -------------------------------------------------------------------------------------------------------------

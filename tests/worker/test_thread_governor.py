@@ -18,7 +18,7 @@ class Machine:
         assert 1 <= num_threads <= self.num_threads
         self.num_used = num_threads
 
-    def run(self, governor, steps, tokens=1):
+    def run(self, governor, steps, tokens=1, keys=100):
         """Seconds of the steps."""
         total = 0.0
         for _ in range(steps):
@@ -27,7 +27,7 @@ class Machine:
             held_up = 2.0 if self.neighbour and self.num_used == self.num_threads else 1.0
             seconds = tokens * self.slow * held_up * noise / self.num_used
             self.used.append(self.num_used)
-            governor.note(tokens, seconds)
+            governor.note(tokens, keys, seconds)
             total += seconds
         return total
 
@@ -88,3 +88,39 @@ def test_batches_that_change_at_every_step():
     for i in range((MOST_WAIT + 3) * WINDOW):
         machine.run(governor, 1, 1 + i % 5)
     assert machine.num_used == 4
+
+
+def test_prompts_end_a_trial():
+    """The few decodes between long prompts would make a trial last for many seconds, in which prompts had a thread less."""
+    machine = Machine(2)
+    governor = ThreadGovernor(machine)
+    machine.run(governor, 200)
+    machine.slow = 2.0
+    while machine.num_used == 2:
+        machine.run(governor, 1)
+    machine.run(governor, WINDOW // 2)
+    governor.begin_prompts()
+    assert machine.num_used == 2
+    machine.run(governor, (FIRST_WAIT - 1) * WINDOW)
+    assert machine.num_used == 2
+    machine.run(governor, WINDOW)
+    assert machine.num_used == 1
+
+
+def test_prompts_leave_what_a_trial_has_found():
+    machine = Machine(4)
+    governor = ThreadGovernor(machine)
+    machine.run(governor, 500)
+    machine.neighbour = True
+    machine.run(governor, (FIRST_WAIT + 3) * WINDOW)
+    governor.begin_prompts()
+    assert machine.num_used == 3
+
+
+def test_longer_sequences_are_not_slower_steps():
+    machine = Machine(2)
+    governor = ThreadGovernor(machine)
+    machine.run(governor, 400)
+    machine.slow = 2.2
+    machine.run(governor, 400, keys=8 * 900)
+    assert set(machine.used) == {2}

@@ -295,9 +295,12 @@ class HostRunner:
                     self._take_tokens()
                     step.done = None
                 return step
+        decodes = given.meta.max_query_len == 1
+        if self._governor is not None and not decodes:
+            self._governor.begin_prompts()
         hidden, states = self.program.forward(ids, self.kv, given.meta)
-        if self._governor is not None and given.meta.max_query_len == 1:
-            self._governor.note(len(ids), self.ops.pool.last_s)
+        if self._governor is not None and decodes:
+            self._governor.note(len(ids), int(given.meta.seq_lens.sum()), self.ops.pool.last_s)
         if self._kept_states is not None:
             self._kept_states.write(states, given.meta.slot_mapping)  # type: ignore[arg-type]
 
@@ -349,7 +352,8 @@ class HostRunner:
             if step.done is not None:
                 step.done.synchronize()
                 if self._governor is not None:
-                    self._governor.note(len(step.tokens), self.ops.pool.last_s)
+                    num_keys = sum(s.num_computed_tokens + 1 for s in step.sampled.requests)
+                    self._governor.note(len(step.tokens), num_keys, self.ops.pool.last_s)
             self.rows.write(step.sampled.rows, step.sampled.positions, step.tokens)
             if self._states is not None and self._kept_states is not None:
                 self._kept_states.write(*self._states)

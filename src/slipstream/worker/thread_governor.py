@@ -2,11 +2,13 @@
 
 A step ends when its slowest thread does. Where another program takes a core, the thread that shares it holds the others up, and
 one thread fewer can be faster. So decode steps are timed. A step counts by its time over the least of steps with as many
-tokens, and a window of steps by the median, so that single interruptions do not matter:
+tokens and about as many keys, and a window of steps by the median, so that single interruptions do not matter:
 
 1. A window above `SLOWER` gets a trial: a window with one thread fewer. That number is kept if it is faster by `MARGIN`.
 2. With fewer threads than there are, one more gets a trial now and then, and is kept if it is faster.
 3. A trial that fails makes the wait for the next one twice as long, up to `MOST_WAIT` windows.
+4. Prompts end a trial with fewer threads, which is not judged then. They take far longer than decodes, and few decodes between
+   them could make a window of many seconds.
 
 Only speed depends on it: a step's results are the same, bit by bit, with any number (csrc/cpu/pool.h).
 """
@@ -39,16 +41,24 @@ class ThreadGovernor:
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
-        self._least: dict[int, float] = {}  # by tokens of a step: its least seconds
+        self._least: dict[tuple[int, int], float] = {}  # by tokens of a step, and bits of its number of keys: its least seconds
         self._window: list[float] = []
         self._before: tuple[int, float] | None = None  # during a trial: the number of threads to beat, and its window
         self._wait = self._next_wait = FIRST_WAIT
         self._down = True  # where both may help: whether fewer come next; they take turns
 
-    def note(self, num_tokens: int, seconds: float) -> None:
-        """A decode step of so many tokens took so long."""
-        least = self._least.get(num_tokens)
-        self._least[num_tokens] = seconds if least is None else min(seconds, least * AGING)
+    def begin_prompts(self) -> None:
+        """A step with prompts begins."""
+        if self._before is not None and self._threads.num_used < self._before[0]:
+            self._threads.use(self._before[0])
+            self._before, self._wait = None, FIRST_WAIT
+            self._window.clear()
+
+    def note(self, num_tokens: int, num_keys: int, seconds: float) -> None:
+        """A decode step of so many tokens, whose sequences have so many keys in all, took so long."""
+        size = num_tokens, num_keys.bit_length()
+        least = self._least.get(size)
+        self._least[size] = seconds if least is None else min(seconds, least * AGING)
         if least is not None:
             self._window.append(seconds / least)
         if len(self._window) == WINDOW:
