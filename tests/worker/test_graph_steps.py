@@ -383,6 +383,11 @@ def test_sizes_are_captured_beside_long_prompts(tmp_path, monkeypatch):
             graphs.capture_beside(types.SimpleNamespace(scheduled=scheduled))
             assert len(captured) == count, counts
         assert captured == [(n, 0) for n in reversed(range(6))]
+        ranks = types.SimpleNamespace(group=types.SimpleNamespace(size=2))
+        first, soon = graphs._commonest()
+        monkeypatch.setattr(graphs.forwards.decoder, "partition", ranks)
+        assert soon
+        assert graphs._commonest() == ([*first, *sorted(soon)], set())  # how long one's capture took, others don't know
 
 
 def test_rows_for_drafts_are_captured_at_the_start(tmp_path, monkeypatch):
