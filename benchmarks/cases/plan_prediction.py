@@ -7,8 +7,8 @@
 
 A load has lengths, and a rate or a number of users, drawn by `--seed` or given by `--loads`, and is measured through
 `AsyncLLM`. A shared machine's speed changes within minutes, so steps and loads take turns over `--rounds`: a run is predicted
-by the steps measured right before and after it. Medians over rounds are compared. A prediction knows of a load only its lengths
-and arrivals.
+by the steps, and the host's part of them, measured right before and after it. Medians over rounds are compared. A prediction
+knows of a load only its lengths and arrivals.
 
 With `--held-out` the table is measured first. Then every load is predicted, by the table and by estimated steps, and the
 predictions are printed before the first load runs. `--table` (the file of `--study steps`) takes the place of measuring.
@@ -95,7 +95,7 @@ def errors(found: dict[str, float], measured: dict[str, float]) -> dict[str, flo
 async def validate(args: Any, settings: EngineArgs) -> tuple[list[dict[str, Any]], StepTable]:
     """Rounds of every load. Each run is predicted by the steps, and by what the host adds to them, measured right before and
     after it. A load is what it is at the median of its runs, and its prediction the median of theirs: where requests queue,
-    one that ends a little later waits for a whole burst of prompts."""
+    one that ends a little later waits for a whole burst of prompts. The table returned is the last run's."""
     executor = LocalExecutor.build(settings)
     config, description = executor.config, executor.description
     info, vocab = config.device.info, description.spec.vocab_size
