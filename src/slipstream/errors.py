@@ -106,3 +106,10 @@ def as_error(kind: str, message: str, field: str | None) -> SlipstreamError:
 def first_line(error: Exception) -> str:
     """Of an error that others raise, for a log."""
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+
+
+def missing_torch(error: Exception) -> ConfigError | None:
+    """What to say where torch is not installed, which `error` tells; None if it tells something else."""
+    if not isinstance(error, ModuleNotFoundError) or error.name != "torch":
+        return None
+    return ConfigError("this needs torch: pip install 'slipstream[torch]' (on a GPU 'slipstream[gpu]')")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
 from slipstream.evals.tasks import TaskResult
 from slipstream.hub import machine_folder
-from slipstream.optimize import run
+from slipstream.optimize import run, worker
 from slipstream.optimize.candidates import NOTHING, Candidate, Space, TrialResult
 from slipstream.optimize.prior import bits_of, guessed_kl, simulated_prior
 from slipstream.optimize.run import Measurer, QualityLoss, parse_quality_loss, parse_seconds
@@ -170,6 +171,19 @@ def test_a_process_that_fails_or_hangs_is_an_error(tmp_path):
         made._finish(["sleep", "30"], None, "speed")
     with pytest.raises(EngineError, match="speed ended with exit code 3: no room"):
         measurer(tmp_path)._finish(["sh", "-c", "echo begin >&2; echo slipstream: no room >&2; exit 3"], None, "speed")
+
+
+def test_a_candidate_that_needs_torch_says_how_to_have_it(monkeypatch, capfd):
+    def speed(_):
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(worker, "end_with_parent", lambda: None)
+    monkeypatch.setattr(worker, "speed", speed)
+    monkeypatch.setattr("sys.argv", ["worker"])
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"kind": "speed"}'))
+    monkeypatch.setattr("os.dup2", lambda *_: None)
+    worker.main()
+    assert "pip install 'slipstream[torch]'" in json.loads(capfd.readouterr().out)["error"]
 
 
 def test_random_weights_have_a_speed_and_no_quality(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slipstream import __version__
-from slipstream.errors import ConfigError, DownloadError, ModelError, RequestError, SlipstreamError
+from slipstream.errors import ConfigError, DownloadError, ModelError, RequestError, SlipstreamError, missing_torch
 
 VERBS = {  # the verb: its file, and its line of the help
     "run": ("run", "answer a prompt"),
@@ -194,8 +194,8 @@ def note_file(error: SlipstreamError, args: argparse.Namespace) -> None:
 
 def report(error: Exception, *, json: bool, debug: bool) -> int:
     """One clear line on standard error (with --json also an object on standard output); the exit code."""
-    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-        error = ConfigError("this needs torch: pip install 'slipstream[torch]' (on a GPU 'slipstream[gpu]')")
+    if (without := missing_torch(error)) is not None:
+        error = without
     elif not isinstance(error, SlipstreamError):
         from slipstream.files import disk_refusal
 

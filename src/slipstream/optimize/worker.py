@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import EngineArgs
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, missing_torch
 
 if TYPE_CHECKING:
     from slipstream.evals.tasks import TaskResult
@@ -143,6 +143,7 @@ def main() -> None:
     try:
         found = {"speed": speed, "quality": quality}[job["kind"]](job)
     except Exception as error:  # whatever goes wrong is the candidate's
+        error = missing_torch(error) or error
         text = str(error) if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {error}"
         found = {"error": text}
     replies.write(json.dumps(found))
