@@ -33,6 +33,7 @@ from slipstream.worker.graphs import (
     SharedPrefixGraphs,
     StepGraphs,
 )
+from slipstream.worker.greedy_ends import GreedyEnds
 from slipstream.worker.input_batch import _gather_inputs_after_upload, _gather_inputs_on_host, _upload_together
 from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.mixed_inputs import MixedInputs, mixed_inputs
@@ -82,11 +83,78 @@ def kinds(graphs):
     return {"mixed" if prompts else "decodes" for _, prompts in graphs.used}
 
 
-def replay(runner):
+def replay(runner, greedy_ends=False):
     """Make the runner's steps such graphs."""
     graphs = Replayed(runner.forwards, runner.kv, runner.rows, runner.config)
+    if greedy_ends:
+        graphs._ends = Ends(runner.forwards, runner.rows, graphs._hidden, graphs.sizes, recorded)
     runner.forwards.add(graphs)
     return graphs
+
+
+def recorded(work):
+    output = work()
+    return types.SimpleNamespace(replay=lambda: output.copy_(work())), output
+
+
+class Ends(GreedyEnds):
+    """They keep of each step: the tokens that are wanted, the room of the step's graph, and whether an end had them."""
+
+    def run(self, count, room):
+        found = super().run(count, room)
+        self.__dict__.setdefault("ran", []).append((count, room, found is not None))
+        return found
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("draws", [False, True])
+def test_greedy_steps_end_in_graphs(tmp_path, drafts, draws):
+    """Decodes, prompts of which some are not complete, and drafts: the same tokens. A step in which some request draws ends op
+    by op."""
+    tiny_models.write(tmp_path, "llama")
+    more = {"max_num_batched_tokens": 80, "speculative_config": {"method": "suffix", "num_speculative_tokens": 5}}
+    sampling = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)] * 5
+    if draws:
+        sampling[2] = SamplingParams(temperature=0.7, seed=3, max_tokens=10, ignore_eos=True)
+    given = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (3, 20, 100, 1, 33)]
+    found = []
+    for ends in (False, True):
+        with LLM(str(tmp_path), **SETTINGS | (more if drafts else {})) as llm:
+            runner = llm.core.executor.runner
+            runner.graphs = replay(runner, ends)
+            found.append([o.outputs[0].token_ids for _ in range(2) for o in llm.generate(given, sampling)])
+            graphs = runner.graphs
+    assert found[0] == found[1]
+    assert all(ended for count, room, ended in graphs._ends.ran if count <= 8 <= room)
+    assert any(count > 8 for count, _, _ in graphs._ends.ran) == drafts
+    others = len(graphs.used) - len(graphs._ends.ran)
+    assert others >= 10 if draws else others <= 4  # of the latter no prompt was complete
+
+
+def test_an_end_is_no_larger_than_its_step(tmp_path):
+    """It would write to the places of a step before. Without memory for a capture there are those that are captured."""
+    tiny_models.write(tmp_path, "llama")
+    with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40}) as llm:
+        runner = llm.core.executor.runner
+        ends = Ends(runner.forwards, runner.rows, torch.zeros(64, 32), [1, 2, 4, 8, 16, 300], recorded)
+        assert ends.sizes == [1, 2, 4, 8, 16]
+        at, before = torch.arange(16, dtype=torch.int32), runner.rows.tokens.fill_(-1).clone()
+        assert ends.run(3, 4).shape == (3,)
+        assert torch.equal(before[:-1], runner.rows.tokens[:-1])  # the null row's is the last
+        ends.take(torch.stack([at, at, at + 5]))
+        assert ends.run(5, 6) is None  # 8 are more than the step has
+        assert ends.run(17, 64) is None
+        assert ends.run(5, 8).shape == (5,)
+        assert (runner.rows.tokens[:-1] >= 0).nonzero().tolist() == [[i, i + 5] for i in range(8)]
+
+        def none(work):
+            raise torch.OutOfMemoryError
+
+        ends._record = none
+        assert ends.run(9, 16) is None
+        assert ends.sizes == [4, 8]
+        assert ends.run(1, 16).shape == (1,)
+        assert not ends.capture(2)
 
 
 def answers(path, replayed, sampling, num_tokens=(3, 20, 70, 1, 33), **settings):

@@ -86,11 +86,10 @@ class DraftModel(Chain):
         assert sampled is not None
         if output.running is not None:
             output.running.synchronize()
+        elif tokens is not None:  # they are written
+            return
         elif sampled.requests:
-            assert output.hidden is not None
-            hidden = (
-                output.hidden if output.sample_index is None else output.hidden.index_select(0, output.sample_index)
-            )
+            hidden = output.sampled_states
             tokens = output.forward.greedy(hidden) if batch.is_greedy else None
             if tokens is None:
                 tokens = self.ops.sample(output.forward.logits(hidden), sampling_tensors(rows, sampled))

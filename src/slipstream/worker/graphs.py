@@ -7,8 +7,8 @@ a graph is one launch. A step runs in the smallest graph that holds it:
    there, too: each of its tokens takes a row, whose sequence ends with it.
 2. A mixed graph has room for so many decodes, padded in the same way, and behind them for so many tokens of prompts. The prompt
    tokens too many are one more sequence, of the null row.
-3. A graph covers everything from the rows' numbers to the hidden states. The head and the sampler follow eagerly, since what
-   they compute depends on what the rows ask for.
+3. A graph covers everything from the rows' numbers to the hidden states. What follows depends on what the rows ask for: the
+   likeliest tokens come out of another graph (`greedy_ends.py`), all else op by op.
 
 Of a pipeline's stage, what it receives is copied to where its graphs read it, and its result is sent behind the replay. On
 their way are the step's tokens without padding, so two stages need not run a step in graphs of one size.
@@ -49,6 +49,7 @@ from slipstream.spec.reason import Reason
 from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.adapters import Adapters
 from slipstream.worker.forward import HAS_ADAPTERS, NO_PLAN, Forward, Forwards, InputBatch, Output
+from slipstream.worker.greedy_ends import GreedyEnds
 from slipstream.worker.input_batch import SampledRows, gather_inputs, laid_out, shared_prefixes
 from slipstream.worker.mixed_inputs import MixedInputs, Size, mixed_inputs, mixed_step, num_leading_decodes, padded_room
 from slipstream.worker.rows import RowTable
@@ -128,12 +129,19 @@ class Graphs:
 
     def _capture(self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]) -> Captured:
         """`idle`: inputs of a step of nothing but padding."""
-        assert self._recorder is not None
         inputs = self.platform.upload(idle)  # waits for no step that runs
-        graph, output = self._recorder.capture(lambda: forward(inputs), lambda: self._compiling(size))
+        graph, output = self._record(lambda: forward(inputs), lambda: self._compiling(size))
         captured = self._captured[size] = Captured(graph, inputs, output)
         self.num_cold += 1
         return captured
+
+    def _record(
+        self,
+        work: Callable[[], Tensor],
+        compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> tuple[Graph, Tensor]:
+        assert self._recorder is not None
+        return self._recorder.capture(work, compiling)
 
     def _compiling(self, size: Size) -> contextlib.AbstractContextManager[None]:
         """Around the run that compiles what is captured then."""
@@ -175,6 +183,9 @@ class StepGraphs(Graphs, Forward):
         largest = max(self.sizes[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
         # All graphs share one buffer. None is read after the next replay, and a buffer of their own would never be freed.
         self._hidden = torch.empty(largest, decoder.spec.hidden_size, dtype=decoder.dtype, device=rows.device)
+        self._ends: GreedyEnds | None = None  # ranks draw together
+        if self._recorder is not None and decoder.partition is None:
+            self._ends = GreedyEnds(forwards, rows, self._hidden, self.sizes, self._record)
         self._pipe = decoder.pipe
         self._incoming = None if decoder.spec.has_first else torch.zeros_like(self._hidden)  # what the stage before has sent
         self._ahead: list[Size] = []  # to be captured, the next one last
@@ -318,7 +329,16 @@ class StepGraphs(Graphs, Forward):
         size = (self._size_for(num_tokens), 0) if by_rows else self._mixed_size_for(num_decodes, num_tokens - num_decodes)
         if not self._has_captured(size):
             return self.forwards.run(batch)  # in another graph, or another way
-        return self._run_decodes(batch.plan, num_tokens, size) if by_rows else self._run_mixed(batch.plan, num_tokens, size)
+        return self._run_decodes(batch, size) if by_rows else self._run_mixed(batch, size)
+
+    def _greedy_end(self, batch: InputBatch, count: int, size: Size) -> Tensor | None:
+        """The `count` sampled tokens, drawn and written; None: they are drawn op by op."""
+        if self._ends is None or not count or not batch.is_greedy:
+            return None
+        before = self._ends.num_captured
+        tokens = self._ends.run(count, sum(size))
+        self.num_cold += self._ends.num_captured - before
+        return tokens
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.forwards.logits(hidden)
@@ -387,47 +407,59 @@ class StepGraphs(Graphs, Forward):
 
     # --- Decodes ------------------------------------------------------------------------------------------------------
 
-    def _run_decodes(self, plan: StepPlan, num_tokens: int, size: Size) -> Output:
+    def _run_decodes(self, batch: InputBatch, size: Size) -> Output:
+        plan, num_tokens = batch.plan, batch.num_tokens
+        assert plan is not None
         scheduled = plan.scheduled
         self._note_wanted((next(n for n in self.sizes if n >= num_tokens), 0))
         table = self.rows.rows
         host = self._idle_decodes(size[0])
+        index, sample_rows, sample_positions, of_tokens, at, ends = host
         rows, positions = [table[s.request_id].index for s in scheduled], [s.num_computed_tokens for s in scheduled]
         if num_tokens > len(scheduled):
             lengths = np.array([s.num_tokens for s in scheduled], np.int64)
-            host[0, :num_tokens], host[1, :num_tokens], _ = laid_out(np.array(rows), np.array(positions), lengths)
+            of_tokens[:num_tokens], at[:num_tokens], _ = laid_out(np.array(rows), np.array(positions), lengths)
         else:
-            host[0, :num_tokens], host[1, :num_tokens] = rows, positions
-        host[2, :num_tokens] = host[1, :num_tokens] + 1
+            of_tokens[:num_tokens], at[:num_tokens] = rows, positions
+        ends[:num_tokens] = at[:num_tokens] + 1
+        which, samples_all = np.arange(num_tokens), all(s.num_sampled for s in scheduled)
+        if not samples_all:
+            which = which[np.repeat([s.num_sampled > 0 for s in scheduled], [s.num_tokens for s in scheduled])]
+        count = len(which)
+        index[:count], sample_rows[:count], sample_positions[:count] = which, of_tokens[which], ends[which]
         captured = self._captured[size]
         self.platform.upload_into(captured.inputs, host)
         self._before_replay(size, plan)
         self._replay(captured, num_tokens, 0, num_tokens)
-        of_tokens, _, new = captured.inputs[:, :num_tokens].unbind(0)
-        if all(s.num_sampled for s in scheduled):
-            sampled = SampledRows(requests=scheduled, rows=of_tokens, positions=new)
-            return Output(self, captured.output[:num_tokens], sampled)
-        which = np.repeat([s.num_sampled > 0 for s in scheduled], [s.num_tokens for s in scheduled])
-        index = self.platform.upload(np.flatnonzero(which))
+        tokens = self._greedy_end(batch, count, size)
+        sampled_index, of_sampled, new = captured.inputs[:3, :count].unbind(0)
+        if samples_all:
+            sampled = SampledRows(requests=scheduled, rows=of_sampled, positions=new)
+            return Output(self, captured.output[:num_tokens], sampled, tokens=tokens)
         sequences = tuple(s for s in scheduled if s.num_sampled)
-        sampled = SampledRows(requests=sequences, rows=of_tokens[index], positions=new[index])
-        return Output(self, captured.output, sampled, index)
+        sampled = SampledRows(requests=sequences, rows=of_sampled, positions=new)
+        return Output(self, captured.output, sampled, sampled_index, tokens)
 
     def _decode_graph(self, size: int) -> Captured:
         captured = self._capture((size, 0), self._idle_decodes(size), lambda inputs: self._decodes(inputs, size))
+        if self._ends is not None:
+            self._ends.capture(size)
         if self.forwards.decoder.spec.has_last:
             self.logits(captured.output)  # its kernels are compiled now, not in the first step of this size
         return captured
 
     def _idle_decodes(self, size: int) -> npt.NDArray[np.int32]:
-        """Rows, positions and lengths of nothing but padding. Each begins at a multiple of 16 bytes: Triton compiles a
-        kernel anew for other pointers."""
-        inputs = np.zeros((3, -(-size // 4) * 4), dtype=np.int32)
-        inputs[0] = self.rows.capacity
+        """Nothing but padding. Of sampled tokens: the row of hidden states, the row of the table and the position; of all
+        tokens: the row, the position, and the length that ends with them. Each begins at a multiple of 16 bytes: Triton
+        compiles a kernel anew for other pointers."""
+        inputs = np.zeros((6, padded_room(size)), dtype=np.int32)
+        inputs[[1, 3]] = self.rows.capacity
         return inputs
 
     def _decodes(self, inputs: Tensor, size: int) -> Tensor:
-        rows, positions, seq_lens = inputs[:, :size].unbind(0)
+        if self._ends is not None:
+            self._ends.take(inputs[:3, :size])
+        rows, positions, seq_lens = inputs[3:, :size].unbind(0)
         token_ids, meta = gather_inputs(
             self.rows,
             token_rows=rows,
@@ -446,24 +478,29 @@ class StepGraphs(Graphs, Forward):
 
     # --- Mixed steps --------------------------------------------------------------------------------------------------
 
-    def _run_mixed(self, plan: StepPlan, num_tokens: int, size: Size) -> Output:
-        scheduled = plan.scheduled
-        num_decodes = num_leading_decodes(scheduled)
-        self._note_wanted(self._mixed_size(num_decodes, num_tokens - num_decodes))
+    def _run_mixed(self, batch: InputBatch, size: Size) -> Output:
+        plan = batch.plan
+        assert plan is not None
+        num_decodes = num_leading_decodes(plan.scheduled)
+        num_behind = batch.num_tokens - num_decodes
+        self._note_wanted(self._mixed_size(num_decodes, num_behind))
         captured = self._captured[size]
-        host, sequences, n = mixed_inputs(self.rows, scheduled, size, self.most_prompts)
+        host, sequences, count = mixed_inputs(self.rows, plan.scheduled, size, self.most_prompts)
         self.platform.upload_into(captured.inputs, host)
         self._before_replay(size, plan)
-        self._replay(captured, num_decodes, num_tokens - num_decodes, size[0])
-        index, rows, positions = MixedInputs.sampled(captured.inputs, size, n)
+        self._replay(captured, num_decodes, num_behind, size[0])
+        tokens = self._greedy_end(batch, count, size)
+        index, rows, positions = MixedInputs.sampled(captured.inputs, size)[:, :count].unbind(0)
         sampled, padding = SampledRows(requests=sequences, rows=rows, positions=positions), size[0] - num_decodes
-        return Output(self, captured.output, sampled, index, num_decodes=num_decodes, padding=padding)
+        return Output(self, captured.output, sampled, index, tokens, num_decodes=num_decodes, padding=padding)
 
     def _mixed_graph(self, size: Size) -> Captured:
         idle, _, _ = mixed_inputs(self.rows, (), size, self.most_prompts)
         return self._capture(size, idle, lambda inputs: self._mixed(inputs, size))
 
     def _mixed(self, inputs: Tensor, size: Size) -> Tensor:
+        if self._ends is not None:
+            self._ends.take(MixedInputs.sampled(inputs, size))
         given = MixedInputs(inputs, size, self.most_prompts)
         return self._kept(self._forward(size, *mixed_step(self.rows, self.kv, given, size, self.max_model_len)))
 
@@ -495,6 +532,7 @@ class SharedPrefixGraphs(StepGraphs):
     def __init__(self, beside: StepGraphs, config: EngineConfig) -> None:
         super().__init__(beside.forwards, beside.kv, beside.rows, config)
         self._recorder, self._hidden, self._incoming = beside._recorder, beside._hidden, beside._incoming
+        self._ends = beside._ends
         self._shared: dict[Size, Tensor] = {}  # int32 [3, decodes]
 
     def covers(self, batch: InputBatch) -> Reason | None:

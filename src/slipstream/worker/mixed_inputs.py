@@ -43,10 +43,10 @@ class MixedInputs:
         self.starts = parts[7]  # [S + 1]: where sequences begin
 
     @staticmethod
-    def sampled(inputs: Any, size: Size, count: int) -> tuple[Any, Any, Any]:
-        """`sample_index`, `sample_rows` and `sample_positions` of the first `count` sampled tokens."""
-        (index, _), (rows, _), (positions, _) = _bounds(size, 0)[2:5]
-        return inputs[index : index + count], inputs[rows : rows + count], inputs[positions : positions + count]
+    def sampled(inputs: Any, size: Size) -> Any:
+        """`sample_index`, `sample_rows` and `sample_positions` as one [3, T]."""
+        (begin, _), _, (_, end) = _bounds(size, 0)[2:5]
+        return inputs[begin:end].reshape(3, -1)
 
     @staticmethod
     def length(size: Size, most_prompts: int) -> int:
@@ -66,7 +66,8 @@ def mixed_inputs(
     table: RowTable, scheduled: Sequence[ScheduledRequest], size: Size, most_prompts: int
 ) -> tuple[npt.NDArray[np.int32], tuple[ScheduledRequest, ...], int]:
     """A step's inputs for the graph of `size`, the sequences that sample, and the number of sampled positions. Free places of
-    decodes have the null row. Padding tokens of prompts are one sequence of the null row, all at position 0."""
+    decodes and of sampled tokens have the null row. Padding tokens of prompts are one sequence of the null row, all at position
+    0."""
     num_decodes = num_leading_decodes(scheduled)
     host = np.zeros(MixedInputs.length(size, most_prompts), np.int32)
     to, first = MixedInputs(host, size, most_prompts), size[0]
@@ -74,7 +75,7 @@ def mixed_inputs(
     computed = np.array([s.num_computed_tokens for s in scheduled], np.int64)
     ones = num_decodes * [1]
     lengths = np.array(ones + [s.num_tokens for s in scheduled[num_decodes:]], np.int64)
-    to.token_rows[:], to.rows[:] = table.capacity, table.capacity
+    to.token_rows[:] = to.rows[:] = to.sample_rows[:] = table.capacity
     to.token_rows[:num_decodes] = to.rows[:num_decodes] = own[:num_decodes]
     to.positions[:num_decodes] = computed[:num_decodes]
     to.seq_lens[:num_decodes] = computed[:num_decodes] + 1

@@ -386,14 +386,16 @@ class ModelRunner:
         pooled = self._pool(plan, output)
         if not sampled.requests:
             return InFlightStep(plan, None, _NO_TOKENS, self.platform.record(), None, extras, pooled)
-        own = output.sampled_states if ready is None else None
-        tokens, logprobs = forward.greedy(own) if own is not None and batch.is_greedy else None, None
+        tokens, logprobs = output.tokens, None
         if tokens is None:
-            logits, params = ready or (forward.logits(output.sampled_states), None)
-            drawn = draw(self._sampler, self.rows, sampled, logits, mask, params)
-            tokens, logprobs = drawn.tokens, drawn.logprobs
-            extras += drawn.extras
-        self.rows.write(sampled.rows, sampled.positions, tokens)
+            own = output.sampled_states if ready is None else None
+            tokens = forward.greedy(own) if own is not None and batch.is_greedy else None
+            if tokens is None:
+                logits, params = ready or (forward.logits(output.sampled_states), None)
+                drawn = draw(self._sampler, self.rows, sampled, logits, mask, params)
+                tokens, logprobs = drawn.tokens, drawn.logprobs
+                extras += drawn.extras
+            self.rows.write(sampled.rows, sampled.positions, tokens)
         return InFlightStep(plan, sampled, self.platform.to_host(tokens), self.platform.record(), logprobs, extras, pooled)
 
     @cached_property
