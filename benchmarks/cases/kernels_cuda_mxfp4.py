@@ -40,7 +40,16 @@ MODEL, LAYERS, WORKERS = "gpt-oss-20b", 2, 14
 BITS = 4.25
 FEW = [Tile(16, 64, 4, 5), Tile(16, 128, 4, 4), Tile(32, 64, 4, 4), Tile(8, 64, 4, 6)]
 SOME = [Tile(16, 64, 4, 5), Tile(32, 64, 4, 4), Tile(64, 128, 8, 4)]
-MANY = [Tile(64, 128, 8, 4), Tile(128, 256, 8, 3), Tile(128, 256, 8, 3, small=32)]
+MANY = [
+    Tile(64, 128, 8, 4),
+    Tile(128, 256, 8, 3),
+    Tile(128, 256, 8, 3, small=32),
+    Tile(128, 256, 8, 3, small=32, more=16),
+    Tile(128, 256, 8, 3, small=32, more=32),
+    Tile(128, 256, 8, 2, small=32, more=32),
+    Tile(128, 128, 8, 3, small=32, more=64),
+    Tile(256, 128, 8, 2, small=128),
+]
 TILES = {
     1: [
         Tile(16, 64, 4, 6),
@@ -108,7 +117,7 @@ class Bench:
         for i in range(num_calls):
             _, chosen = moe.route(self.logits(num_tokens), self.spec)
             small = moe.is_small_batch(num_tokens, self.spec)
-            tiles = unsorted_pairs(chosen) if small else sort_pairs(chosen, self.spec.num_experts, tile_m=tile.pairs)
+            tiles = unsorted_pairs(chosen) if small else sort_pairs(chosen, self.spec.num_experts, tile_m=tile.most_pairs)
             how = dict(num_experts=self.spec.num_experts, top_k=self.spec.num_experts_per_token, dtype=torch.bfloat16)
             up, down = self.now[i % len(self.now)]
             if which == "up":

@@ -252,6 +252,7 @@ SHAPES = {  # inputs, and an expert's width: half a chunk; rows that fill no til
         (7, None),
         (33, (Tile(32, 64, 4, 3, small=16), Tile(32, 32, 4, 3, splits=2, small=16))),  # short tiles, and parts of sorted pairs
         (80, (Tile(64, 128, 8, 3), Tile(64, 64, 4, 3))),
+        (60, (Tile(16, 64, 4, 3, more=8), Tile(16, 32, 4, 3, splits=2, small=8, more=8))),  # more pairs, and two tiles
     ],
 )
 def test_products_of_packed_weights(monkeypatch, shape, num_tokens, tiles):

@@ -69,7 +69,7 @@ def test_parts_of_decodes(lens, extra, splits, window):
     """They cover the keys that a decode sees, once; of several sequences none is much longer than a fair share."""
     step = AttentionMetadata.uniform(len(lens), 1, 1, block_size=16)
     meta = dataclasses.replace(step, seq_lens=torch.tensor(lens, dtype=torch.int32))
-    found = DecodeParts.find(meta, window, 3, 16, extra, splits)
+    (found,) = DecodeParts.find(meta.seq_lens, len(lens), window, 3, 16, extra, splits)
     records = found.parts.tolist()
     parts = [x for x in records if x[0] >= 0]
     assert records[: len(parts)] == parts
@@ -116,7 +116,7 @@ def test_the_last_thread_block_merges(monkeypatch, heads, kv_heads, options):
     params = AttentionParams(scale=0.2, **options)
     theirs = ReferenceOps().attention(step.q, step.kv, step.meta, params)
     first, second = (TritonOps().attention(step.q, step.kv, step.meta, params) for _ in range(2))
-    (found,) = step.meta.derived.values()
+    ((found,),) = step.meta.derived.values()
     assert found.parts[found.parts[:, 0] >= 0, 5].max() == (4 if "window" in options else 16)
     torch.testing.assert_close(first[step.owned], theirs[step.owned], rtol=1e-5, atol=1e-5)
     assert torch.equal(first, second)
@@ -125,10 +125,9 @@ def test_the_last_thread_block_merges(monkeypatch, heads, kv_heads, options):
 
 @pytest.mark.parametrize("num_seqs", [129, 1100])
 def test_parts_of_many_decodes(num_seqs):
-    meta = AttentionMetadata.uniform(num_seqs, 1, 1, block_size=16)
     lens = torch.arange(num_seqs, dtype=torch.int32) * 5
     lens[7] = 200_000
-    parts = DecodeParts.find(dataclasses.replace(meta, seq_lens=lens), None, 3, 16, 264, 0).parts
+    parts = DecodeParts.find(lens, num_seqs, None, 3, 16, 264, 0)[0].parts
     parts = parts[parts[:, 0] >= 0].long()
     keys = torch.zeros(num_seqs, dtype=torch.int64).index_add_(0, parts[:, 0], parts[:, 2] - parts[:, 1])
     assert torch.equal(keys, lens.long())
@@ -166,6 +165,20 @@ def test_parts_are_found_once_a_step():
     assert find(meta) is not find(dataclasses.replace(meta))
     assert len(find(meta).parts) == 9 + 64
     assert find(AttentionMetadata.uniform(2, 1, 300, block_size=16)).splits == 8
+
+
+def test_parts_of_several_steps_are_found_at_once():
+    """They are what each step would find, and one step counts its parts apart from another."""
+    lens = torch.tensor([300, 17, 0, 0, 5, 260, 0, 0, 90, 33, 0, 0], dtype=torch.int32)  # two sequences and padding
+    every = dataclasses.replace(AttentionMetadata.uniform(12, 1, 300, block_size=16), seq_lens=lens)
+    find = functools.partial(DecodeParts.of, window=None, programs_each=2, block_n=16, num_processors=8)
+    for i in range(3):
+        own = dataclasses.replace(every, seq_lens=lens[4 * i : 4 * i + 2], num_decodes=2)
+        ours, theirs = find(dataclasses.replace(own, of_steps=(every, i, 3))), find(own)
+        assert torch.equal(ours.parts[:, :6], theirs.parts[:, :6])
+        assert (ours.splits, ours.arrived.shape) == (8, (1, 2))
+    (found,) = every.derived.values()
+    assert len({parts.arrived.data_ptr() for parts in found}) == 3
 
 
 def test_splits_fill_the_chip_and_no_more():

@@ -799,6 +799,51 @@ def test_the_likeliest_token(num_rows, vocab):
     assert ((none >= 0) & (none < vocab)).all()
 
 
+def test_names_of_the_likeliest_token():
+    logits = torch.randn(3, 200)
+    for ids in (torch.randperm(900)[:200], torch.arange(200) + 7):
+        for vocab in (200, 40):  # by several programs, and by one
+            given = logits[:, :vocab].contiguous()
+            assert torch.equal(sampling.argmax(given, ids[:vocab], block=64), ids[given.argmax(-1)])
+            assert torch.equal(REFERENCE.argmax(given, ids[:vocab]), ids[given.argmax(-1)])
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings(dtype, scale):
+    table = torch.randn(50, 2500).to(dtype)
+    for ids in (torch.tensor([3, 49, 0, 3], dtype=torch.int32), torch.tensor([7]), torch.tensor([], dtype=torch.int64)):
+        for t in (table, table[:, ::2]):
+            ours, theirs = (o.embed(ids, t, scale) for o in (OURS, REFERENCE))
+            torch.testing.assert_close(ours, theirs, rtol=0.0 if scale == 1.0 else 2**-7, atol=0.0)  # the interpreter truncates
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+@pytest.mark.parametrize(("size", "first", "num_again"), [(1, 1, None), (3, 0, 2), (5, 1, None), (130, 1, None)])
+def test_the_places_of_a_chain(num_drafts, size, first, num_again):
+    """Sequences with none, some and all drafts right; some want fewer; padding; positions at the context's end."""
+    rng = torch.Generator().manual_seed(size)
+    capacity, context, room = 140, 40, -(-size // 4) * 4
+
+    def numbers(low, high, *shape):
+        return torch.randint(low, high, shape, dtype=torch.int32, generator=rng)
+
+    tokens, kept = numbers(0, 2, capacity + 1, context + 1), numbers(0, 2, capacity + 1, 8)
+    inputs = torch.zeros(4, room, dtype=torch.int32)
+    inputs[0], inputs[1] = capacity, num_drafts + 1
+    count = max(1, size - 1)
+    inputs[0, :count] = torch.randperm(capacity, generator=rng)[:count]
+    inputs[1, :count] = numbers(num_drafts + 1, context - num_drafts, count)
+    inputs[2, :count] = numbers(0, num_drafts + 1, count)
+    inputs[3, :count] = (inputs[2, :count] + 1) * numbers(0, 2, count)
+    given = dict(num_drafts=num_drafts, size=size, num_again=num_again or num_drafts + 1, first=first)
+    ours, theirs = (o.chain_places(tokens, kept, inputs, **given) for o in (OURS, REFERENCE))
+    for field in dataclasses.fields(theirs):
+        mine, other = getattr(ours, field.name), getattr(theirs, field.name)
+        assert mine.dtype == other.dtype == torch.int32
+        assert torch.equal(mine, other), field.name
+
+
 def test_a_draw_from_nan_is_a_token():
     """Drafts of a head whose states overflow must not be read from beyond the embeddings."""
     rows, vocab = 2, 100

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from slipstream.kernels.adapters import LoRATokens, LoRAWeights
 from slipstream.kernels.blocks import BlockRows
+from slipstream.kernels.chains import ChainPlaces, chain_places
 from slipstream.kernels.layouts import AttentionParams as AttentionParams
 from slipstream.kernels.layouts import Experts as Experts
 from slipstream.kernels.layouts import LayerTensors as LayerTensors
@@ -273,6 +274,10 @@ class OpSet(ABC):
     def linear(self, x: Activations, w: Linear) -> Tensor:
         """[T, in] → [T, out]: x · weightᵀ + bias, accumulated in float32 (int32 for int8). x is quantised to the format
         `w.inputs` if it is not yet. The result has the model's type."""
+
+    def linear_added(self, x: Activations, w: Linear, added: Tensor) -> Tensor:
+        """`linear` plus `added` [T, out], which may be overwritten."""
+        return self.linear(x, w) + added
 
     def lora(self, y: Tensor, x: Activations, w: LoRAWeights, tokens: LoRATokens) -> Tensor:
         """y [T, out] + what the tokens' adapters make of x [T, in]: of a token with slot s, up[s] · (down[s] · x) in each part
@@ -524,6 +529,14 @@ class OpSet(ABC):
         """tokens[rows[i], positions[i]] = new[i]: int32 [R, L], int32 or int64 [N] twice, int64 [N]; no place twice."""
         tokens[rows.long(), positions.long()] = new.int()
 
+    def chain_places(
+        self, tokens: Tensor, kept: Tensor, inputs: Tensor, *, num_drafts: int, size: int, num_again: int, first: int
+    ) -> ChainPlaces:
+        """Of a chain of drafts (`ChainPlaces`), whose `inputs` int32 [4, S] are those of `worker.chain_graphs`: rows, positions
+        of the last known tokens, drafts that are wanted, tokens drawn behind the known ones. `kept` int32 [R, C] has the last
+        drafts of the rows of `tokens` int32 [R, L], the last of which is the null row."""
+        return chain_places(tokens, kept, inputs, num_drafts=num_drafts, size=size, num_again=num_again, first=first)
+
     @abstractmethod
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """[S, V] logits (any float dtype) → int64 [S]. Order: logit bias, penalties, temperature, min_p, top_k, top_p, draw.
@@ -542,9 +555,10 @@ class OpSet(ABC):
         values, ids = scores.topk(num_top, dim=-1)
         return (chosen - log_z)[:, 0], rank, ids, values - log_z
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        """[S, V] → int64 [S]: the largest of each row, the first of equals."""
-        return logits.argmax(-1)
+    def argmax(self, logits: Tensor, ids: Tensor | None = None) -> Tensor:
+        """[S, V] → int64 [S]: the largest of each row, the first of equals. `ids` int64 [V]: what each is called."""
+        best = logits.argmax(-1)
+        return best if ids is None else ids[best]
 
     def mask_logits(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         """Write −inf to the logits of tokens that are not allowed. Row `rows[i]` (int64 [M], without duplicates) of logits

@@ -251,6 +251,9 @@ class RecordingOps:
     def linear(self, x: Value, w: Any) -> Value:
         return self.record("linear", (x,), (w.out_features,), w=w)
 
+    def linear_added(self, x: Value, w: Any, added: Value) -> Value:
+        return self.linear(x, w) + added
+
     def norm(
         self, x: Value, norm: NormParams, *, residual: Value | None = None, inputs: InputFormat | None = None
     ) -> tuple[Value, Value]:

@@ -92,7 +92,8 @@ class HeadLayers:
 
     def _joined(self, ops: OpSet, embedded: Tensor, rows: Any) -> Tensor:
         """The product of embeddings and of states, of which `rows` are made."""
-        return ops.linear(rows, self.halves[1]) + ops.linear(self._rows(ops, embedded, "embed_norm"), self.halves[0])
+        first = ops.linear(self._rows(ops, embedded, "embed_norm"), self.halves[0])
+        return ops.linear_added(rows, self.halves[1], first)
 
     def _rows(self, ops: OpSet, x: Tensor, norm: str) -> Any:
         """What a product of `halves` reads."""
@@ -252,13 +253,13 @@ class LayeredHead:
             return self._tokens_out.gathered(self.ops, self.ops.linear(hidden, self.head)).float()
         return _like(hidden, self._logits(_floats(hidden)))
 
-    def greedy(self, hidden: Any, place: int = 0) -> Any:
-        """[N, E] → int64 [N], the head's own tokens whose logits are largest."""
-        if self._argmax is not None:
-            return _like(hidden, self._argmax(_floats(hidden)))
-        if isinstance(hidden, np.ndarray):
-            return self._products(hidden).argmax(-1)
-        return self._tokens_out.best(self.ops, self.ops.linear(hidden, self.head))
+    def greedy(self, hidden: Any, place: int = 0, ids: Any = None) -> Any:
+        """[N, E] → int64 [N], the head's own tokens whose logits are largest; with `ids` [its vocabulary] what they are
+        called."""
+        if self._argmax is None and not isinstance(hidden, np.ndarray):
+            return self._tokens_out.best(self.ops, self.ops.linear(hidden, self.head), ids)
+        own = self._products(hidden).argmax(-1) if self._argmax is None else _like(hidden, self._argmax(_floats(hidden)))
+        return own if ids is None else ids[own]
 
     @property
     def token_bytes(self) -> int:

@@ -37,7 +37,10 @@ class Vocabulary:
         part = self.partition
         return logits if part is None or not self.is_shared else ops.all_gather(logits, part.group, self.size)
 
-    def best(self, ops: OpSet, logits: Tensor) -> Tensor:
-        """[N, W] → int64 [N], the tokens of all whose logits are largest."""
+    def best(self, ops: OpSet, logits: Tensor, ids: Tensor | None = None) -> Tensor:
+        """[N, W] → int64 [N], the tokens of all whose logits are largest. `ids` int64 [V]: what each is called."""
         part = self.partition
-        return ops.argmax(logits) if part is None or not self.is_shared else ops.best_of_ranks(logits, part.group, self.size)
+        if part is None or not self.is_shared:
+            return ops.argmax(logits, ids)
+        best = ops.best_of_ranks(logits, part.group, self.size)
+        return best if ids is None else ids[best]

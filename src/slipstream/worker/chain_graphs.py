@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
+from slipstream.kernels.chains import ChainPlaces, num_places
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.plan.graph_sizes import CAUGHT_UP, chain_depths, chain_sizes
 from slipstream.types import ScheduledRequest
@@ -170,55 +171,43 @@ class ChainGraphs(Graphs):
 
     def chain(self, inputs: Tensor, size: int, num_drafts: int) -> Tensor:
         """Propose `num_drafts` tokens for each of `size` sequences, [S, K], and write them to their rows. Device work only."""
-        rows, known, wanted, sampled = inputs.unbind(0)  # with padding, so that parts of what follows are aligned
-        drafter, first, count = self.drafter, self.drafter.first, self._num_again(num_drafts)
-        steps = torch.arange(num_drafts + 1, dtype=torch.int32, device=inputs.device)[:, None]
-        last = known + self._num_new(rows, known, sampled, num_drafts)
-        # The row and the place of each draft [K, S]; the null row where none is wanted, since a sequence has no blocks beyond
-        # the drafts that it wants, and the place may be beyond the context. `torch.where` with a number would copy it from
-        # host memory, which is gone when the graph is replayed.
-        idle = wanted <= steps[:num_drafts]
-        own = rows.expand_as(idle).masked_fill(idle, self.rows.capacity)
-        places = (last + 1 + steps[:num_drafts]).masked_fill(idle, 0)
-
-        begin = last[:size] - (count - 1 + first)  # a token's keys and values stand `first` positions before it
-        token_ids, meta = self._inputs(rows[:size].repeat(count), (begin + steps[:count]).flatten())
-        tokens, states = drafter.likeliest(token_ids, meta, None, size)
+        drafter, again, ops = self.drafter, self._num_again(num_drafts), self.rows.ops
+        assert ops is not None
+        sizes = {"num_drafts": num_drafts, "size": size, "num_again": again, "first": drafter.first}
+        places = ops.chain_places(self.rows.tokens, self._kept, inputs, **sizes)
+        token_ids, every = self._inputs(places)
+        count = again * size
+        tokens, states = drafter.likeliest(token_ids[:count], _some(every, 0, count), None, size)
         found = [tokens]
-        if num_drafts > 1:
-            _, every = self._inputs(own[1:].flatten(), (places[1:] - 1 - first).clamp(min=0).flatten())
-        for i in range(1, num_drafts):
-            at = (i - 1) * own.shape[1]
-            parts = {name: getattr(every, name)[at : at + size] for name in _OF_SEQUENCE}
-            parts["query_start_loc"] = every.query_start_loc[: size + 1]
-            meta = dataclasses.replace(every, num_decodes=size, groups=(), **parts)
+        begin, room = num_places(size, inputs.shape[1], num_drafts, again)[0], inputs.shape[1]
+        behind = _some(every, begin, (num_drafts - 1) * room)
+        for i in range(num_drafts - 1):
+            meta = dataclasses.replace(_some(behind, i * room, size), of_steps=(behind, i, num_drafts - 1))
             tokens, states = drafter.likeliest(tokens, meta, states, size)
             found.append(tokens)
-        drafts, own = torch.stack(found), own[:, :size].flatten()
-        self.rows.write(own, places[:, :size].flatten(), drafts.flatten())
-        columns = steps[:num_drafts].expand(-1, size).flatten()
-        self.rows.write_into(self._kept, own, columns, drafts.flatten())
+        drafts = torch.stack(found)
+        columns = torch.arange(num_drafts, dtype=torch.int32, device=inputs.device)[:, None].expand(-1, size).flatten()
+        self.rows.write(places.draft_rows, places.draft_positions, drafts.flatten())
+        self.rows.write_into(self._kept, places.draft_rows, columns, drafts.flatten())
         return drafts.T
 
-    def _num_new(self, rows: Tensor, known: Tensor, sampled: Tensor, num_drafts: int) -> Tensor:
-        """int32 [S]: of `sampled` tokens behind the known ones those that count: right drafts, and the one behind them."""
-        steps = torch.arange(num_drafts, dtype=torch.int32, device=rows.device)
-        places = (known[:, None] + 1 + steps).clamp(max=self.rows.tokens.shape[1] - 1)
-        drawn, kept = self.rows.tokens[rows[:, None], places], self._kept[rows, :num_drafts]
-        right = (drawn == kept) & (steps < sampled[:, None] - 1)
-        return (right.int().cumprod(1).sum(1) + 1).minimum(sampled).int()
-
-    def _inputs(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, AttentionMetadata]:
-        """Tokens [T] at these positions as sequences of one token each, which ends them."""
+    def _inputs(self, places: ChainPlaces) -> tuple[Tensor, AttentionMetadata]:
+        """Its tokens [T] as sequences of one token each, which ends them."""
         return gather_inputs(
             self.rows,
-            token_rows=rows,
-            positions=positions,
-            rows=rows,
-            query_start_loc=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
-            seq_lens=positions + 1,
-            num_decodes=len(rows),
+            token_rows=places.rows,
+            positions=places.positions,
+            rows=places.rows,
+            query_start_loc=torch.arange(len(places.rows) + 1, dtype=torch.int32, device=places.rows.device),
+            seq_lens=places.seq_lens,
+            num_decodes=len(places.rows),
             max_query_len=1,
             max_seq_len=self.max_model_len,
             ahead=self.drafter.first,
         )
+
+
+def _some(meta: AttentionMetadata, begin: int, count: int) -> AttentionMetadata:
+    """Some of the sequences of one token each."""
+    parts = {name: getattr(meta, name)[begin : begin + count] for name in _OF_SEQUENCE}
+    return dataclasses.replace(meta, num_decodes=count, groups=(), query_start_loc=meta.query_start_loc[: count + 1], **parts)

@@ -74,6 +74,7 @@ class TritonOps(OpSet):
     mla_queries = staticmethod(mla_queries)
     gather_inputs = staticmethod(rows.gather_inputs)
     write_tokens = staticmethod(rows.write_tokens)
+    chain_places = staticmethod(rows.chain_places)
     route = staticmethod(moe.route)
 
     def __init__(self, tiles: TileTable = NO_TILES, *, deterministic: bool = False, dense_copies: bool = False) -> None:
@@ -93,6 +94,9 @@ class TritonOps(OpSet):
         other = TritonOps(tiles, deterministic=self.deterministic, dense_copies=self.dense_copies)
         other._scratch = self._scratch
         return other
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+        return rows.embed(token_ids, table, scale) if table.is_contiguous() else super().embed(token_ids, table, scale)
 
     def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         if scheme is None:
@@ -133,6 +137,12 @@ class TritonOps(OpSet):
         if w.sparse is not None and (x if isinstance(x, Tensor) else x.values).shape[0] >= w.sparse.from_tokens:
             return sparse24.sparse24_linear(x, w)
         return self._linear(x, w)
+
+    def linear_added(self, x: Activations, w: Linear, added: Tensor) -> Tensor:
+        y = None
+        if not self.deterministic and w.sparse is None:
+            y = linear.linear_added(x, w, added, self._scratch.get(w.weight.device))
+        return super().linear_added(x, w, added) if y is None else y
 
     def adapted_linear(self, x: Activations, w: Linear, own: LoRAWeights, tokens: LoRATokens) -> Tensor:
         inner = lora.room(x, own, tokens)

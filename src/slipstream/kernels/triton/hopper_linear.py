@@ -68,9 +68,10 @@ def _producer(w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PD
 @gluon.jit
 def _consumer(
     y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part, steps, M, N,
-    size, C: gl.constexpr, SPLITS: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
+    size, C: gl.constexpr, SPLITS: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ADDS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """Outputs `row` + 64 · C …; `size`: numbers of one split's partial sums."""
+    """Outputs `row` + 64 · C …; `size`: numbers of one split's partial sums. ADDS: what `y` holds is added."""
     STAGES: gl.constexpr = w_smem.shape[0]
     BLOCK_M: gl.constexpr = x_smem.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 256 // w_smem.dtype.primitive_bitwidth])
@@ -106,13 +107,17 @@ def _consumer(
         if HAS_BIAS:
             acc += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
         inside = (m < M)[None, :] & (n < N)[:, None]
-        gl.store(y_ptr + m[None, :] * N + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=inside)
+        out = y_ptr + m[None, :] * N + n[:, None]
+        if ADDS:
+            acc += gl.load(out, mask=inside, other=0.0).to(gl.float32)
+        gl.store(out, acc.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @gluon.jit(do_not_specialize=["M"])
 def _skinny_gemm_kernel(
     w_desc, x_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, M, N, num_steps, size,
-    SPLITS: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    SPLITS: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ADDS: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
@@ -129,7 +134,7 @@ def _skinny_gemm_kernel(
             [
                 (_consumer, (
                     y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part,
-                    steps, M, N, size, 0, SPLITS, SCALED, HAS_BIAS, PDL,
+                    steps, M, N, size, 0, SPLITS, SCALED, HAS_BIAS, ADDS, PDL,
                 )),
                 (_producer, (w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL)),
             ],
@@ -141,11 +146,11 @@ def _skinny_gemm_kernel(
             [
                 (_consumer, (
                     y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part,
-                    steps, M, N, size, 0, SPLITS, SCALED, HAS_BIAS, PDL,
+                    steps, M, N, size, 0, SPLITS, SCALED, HAS_BIAS, ADDS, PDL,
                 )),
                 (_consumer, (
                     y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part,
-                    steps, M, N, size, 1, SPLITS, SCALED, HAS_BIAS, PDL,
+                    steps, M, N, size, 1, SPLITS, SCALED, HAS_BIAS, ADDS, PDL,
                 )),
                 (_producer, (w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL)),
             ],
@@ -175,8 +180,8 @@ def covers(values: Tensor, w: Linear) -> bool:
     )
 
 
-def skinny_gemm(x: Activations, w: Linear, scratch: Scratch) -> Tensor:
-    """x [T, K] · Wᵀ + b → [T, N] of what `covers` says."""
+def skinny_gemm(x: Activations, w: Linear, scratch: Scratch, added: Tensor | None = None) -> Tensor:
+    """x [T, K] · Wᵀ + b → [T, N] of what `covers` says; plus `added` [T, N], in its place."""
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     (num_tokens, inner), outer, size = values.shape, w.weight.shape[0], values.element_size()
     block_m, block_k = max(16, triton.next_power_of_2(num_tokens)), 256 // size
@@ -186,14 +191,17 @@ def skinny_gemm(x: Activations, w: Linear, scratch: Scratch) -> Tensor:
     stages = min(MOST_STAGES, SHARED_BYTES // ((block_n + block_m) * 256))
     w_desc = TensorDescriptor(w.weight, [outer, inner], [inner, 1], [block_n, block_k], TILES[size])
     x_desc = TensorDescriptor(values, [num_tokens, inner], [inner, 1], [block_m, block_k], TILES[size])
-    y = torch.empty(num_tokens, outer, dtype=w.out_dtype if isinstance(w, ScaledLinear) else values.dtype, device=values.device)
+    y = added
+    if y is None:
+        dtype = w.out_dtype if isinstance(w, ScaledLinear) else values.dtype
+        y = torch.empty(num_tokens, outer, dtype=dtype, device=values.device)
     numbers = tiles * block_n * block_m
     partial = torch.empty(splits * numbers, dtype=torch.float32, device=values.device) if splits > 1 else y
     _skinny_gemm_kernel[(tiles, splits)](
         w_desc, x_desc, y, scales, w.scales if isinstance(w, ScaledLinear) else scales, y if w.bias is None else w.bias,
         partial, scratch.counters, num_tokens, outer, num_steps, numbers,
-        SPLITS=splits, SCALED=isinstance(w, ScaledLinear), HAS_BIAS=w.bias is not None, STAGES=stages, num_warps=4,
-        **pdl_options(y),
+        SPLITS=splits, SCALED=isinstance(w, ScaledLinear), HAS_BIAS=w.bias is not None, ADDS=added is not None, STAGES=stages,
+        num_warps=4, **pdl_options(y),
     )  # fmt: skip
     return y
 

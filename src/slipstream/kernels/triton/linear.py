@@ -91,14 +91,21 @@ def linear(
     return F.linear(x, w.weight, w.bias) if y is None else y
 
 
-def _on_hopper(x: Activations, w: Linear, scratch: Scratch | None) -> Tensor | None:
+def linear_added(x: Activations, w: Linear, added: Tensor, scratch: Scratch | None) -> Tensor | None:
+    """`OpSet.linear_added` in one kernel, in the place of `added`; None where there is none."""
+    if isinstance(w, ScaledLinear) and _is_skinny(len(x.values if isinstance(x, Quantized) else x), w):
+        return _on_hopper(x if isinstance(x, Quantized) else quantize(x, w.inputs), w, scratch, added)
+    return _on_hopper(x, w, scratch, added) if type(w) is Linear and isinstance(x, Tensor) and len(x) > 1 else None
+
+
+def _on_hopper(x: Activations, w: Linear, scratch: Scratch | None, added: Tensor | None = None) -> Tensor | None:
     """The product by Hopper's kernel for few tokens, where it runs and covers it."""
     if scratch is None or not runs_on_hopper(w.weight.device):
         return None
     from slipstream.kernels.triton import hopper_linear
 
     values = x.values if isinstance(x, Quantized) else x
-    return hopper_linear.skinny_gemm(x, w, scratch) if hopper_linear.covers(values, w) else None
+    return hopper_linear.skinny_gemm(x, w, scratch, added) if hopper_linear.covers(values, w) else None
 
 
 def starts_next_behind_inputs(x: Activations, w: Linear) -> bool:

@@ -130,16 +130,12 @@ def _tile(
     limit,
     TOP_K: tl.constexpr, GATHER: tl.constexpr, UNSORTED: tl.constexpr, SPLITS: tl.constexpr, ACTIVATE: tl.constexpr,
     KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, IN_PLACE: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ASM: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N rows of an expert's weight times pairs `first` … `end` (at most BLOCK_M), `chunks` of K."""
-    ms, js = tl.arange(0, BLOCK_M), tl.arange(0, 32)
-    position = first + ms
-    live = position < end
-    pair = position
-    if not UNSORTED:
-        pair = tl.load(order_ptr + position, mask=live, other=0)
-    source = (pair // TOP_K if GATHER else position).to(tl.int64)
+    """BLOCK_N rows of an expert's weight times pairs `first` … `end` (at most BLOCK_M + MORE), `chunks` of K. Those beyond
+    BLOCK_M are a second product of the same expanded codes."""
+    js = tl.arange(0, 32)
+    position, live, x_at = _pairs(x_ptr, order_ptr, first, end, K, TOP_K, GATHER, UNSORTED, BLOCK_M)
     # The tile's rows: slabs of a product without a gate, or a slab of gates and one of ups in turns.
     i = tl.arange(0, BLOCK_N)
     if GATED:
@@ -153,25 +149,74 @@ def _tile(
     at = slab.to(tl.int64) * (tl.cdiv(K, 128) * 8) + i % 8
     w_at = w_ptr + at[:, None] * 32 + js[None, :]
     e_at = exponents_ptr + at
-    x_at = x_ptr + source[None, :] * K + js[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if MORE:
+        position2, live2, x2_at = _pairs(x_ptr, order_ptr, first + BLOCK_M, end, K, TOP_K, GATHER, UNSORTED, MORE)
+        acc2 = tl.zeros((BLOCK_N, MORE), tl.float32)
     begin = split * chunks
     for chunk in range(begin, tl.minimum(begin + chunks, tl.cdiv(K, 128))):
         words = tl.load(w_at + chunk * 256)
         exponents = tl.load(e_at + chunk * 8)
-        x0 = tl.load(x_at + chunk * 128, mask=live[None, :], other=0.0)
-        x1 = tl.load(x_at + chunk * 128 + 32, mask=live[None, :] & (js < K - chunk * 128 - 32)[:, None], other=0.0)
-        x2 = tl.load(x_at + chunk * 128 + 64, mask=live[None, :] & (js < K - chunk * 128 - 64)[:, None], other=0.0)
-        x3 = tl.load(x_at + chunk * 128 + 96, mask=live[None, :] & (js < K - chunk * 128 - 96)[:, None], other=0.0)
+        x0, x1, x2, x3 = _inputs(x_at + chunk * 128, live, js, K - chunk * 128)
+        if MORE:
+            y0, y1, y2, y3 = _inputs(x2_at + chunk * 128, live2, js, K - chunk * 128)
         a, b, c, d = _expand(words, exponents, x_ptr.dtype.element_ty, IN_PLACE, ASM)
         acc = tl.dot(a, x0, acc, input_precision=PRECISION)
         acc = tl.dot(b, x1, acc, input_precision=PRECISION)
         acc = tl.dot(c, x2, acc, input_precision=PRECISION)
         acc = tl.dot(d, x3, acc, input_precision=PRECISION)
-    acc *= factor
+        if MORE:
+            acc2 = tl.dot(a, y0, acc2, input_precision=PRECISION)
+            acc2 = tl.dot(b, y1, acc2, input_precision=PRECISION)
+            acc2 = tl.dot(c, y2, acc2, input_precision=PRECISION)
+            acc2 = tl.dot(d, y3, acc2, input_precision=PRECISION)
+    bias = tl.zeros((BLOCK_N,), tl.float32)
     if HAS_BIAS:
         own = inside & (i < BLOCK_N - split * BLOCK_N)  # the first part's
-        acc += tl.load(bias_ptr + slab * 8 + i % 8, mask=own, other=0.0).to(tl.float32)[:, None]
+        bias = tl.load(bias_ptr + slab * 8 + i % 8, mask=own, other=0.0).to(tl.float32)
+    _store(
+        acc * factor + bias[:, None], y_ptr, position, live, column, split, N, alpha, limit, SPLITS, ACTIVATE, KIND, FUNCTION,
+        GATED,
+    )  # fmt: skip
+    if MORE:
+        _store(
+            acc2 * factor + bias[:, None], y_ptr, position2, live2, column, split, N, alpha, limit, SPLITS, ACTIVATE, KIND,
+            FUNCTION, GATED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _pairs(
+    x_ptr, order_ptr, first, end, K, TOP_K: tl.constexpr, GATHER: tl.constexpr, UNSORTED: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Pairs `first` … `end`, at most BLOCK_M: their positions, which there are, and where their first 32 inputs are
+    [32, BLOCK_M]."""
+    position = first + tl.arange(0, BLOCK_M)
+    live = position < end
+    pair = position
+    if not UNSORTED:
+        pair = tl.load(order_ptr + position, mask=live, other=0)
+    source = (pair // TOP_K if GATHER else position).to(tl.int64)
+    return position, live, x_ptr + source[None, :] * K + tl.arange(0, 32)[:, None]
+
+
+@triton.jit
+def _inputs(at, live, js, left):
+    """A chunk's inputs, of which `left` are in the row, by quarters [32, BLOCK_M]."""
+    x0 = tl.load(at, mask=live[None, :], other=0.0)
+    x1 = tl.load(at + 32, mask=live[None, :] & (js < left - 32)[:, None], other=0.0)
+    x2 = tl.load(at + 64, mask=live[None, :] & (js < left - 64)[:, None], other=0.0)
+    x3 = tl.load(at + 96, mask=live[None, :] & (js < left - 96)[:, None], other=0.0)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _store(
+    acc, y_ptr, position, live, column, split, N, alpha, limit,
+    SPLITS: tl.constexpr, ACTIVATE: tl.constexpr, KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    BLOCK_N: tl.constexpr = acc.shape[0]
+    BLOCK_M: tl.constexpr = acc.shape[1]
     if ACTIVATE:
         if GATED:
             both = tl.permute(tl.reshape(acc, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
@@ -181,10 +226,10 @@ def _tile(
             n = column + tl.arange(0, BLOCK_N // 2)
         else:
             y = activate(acc, acc, alpha, limit, KIND, FUNCTION, False)
-            n = column + i
+            n = column + tl.arange(0, BLOCK_N)
     else:
         y = acc
-        n = column + i
+        n = column + tl.arange(0, BLOCK_N)
     out = y_ptr + (position.to(tl.int64) * SPLITS + split)[None, :] * N + n[:, None]
     tl.store(out, y.to(y_ptr.dtype.element_ty), mask=live[None, :] & (n < N)[:, None])
 
@@ -195,12 +240,13 @@ def _mxfp4_gemm_kernel(
     limit,
     TOP_K: tl.constexpr, GATHER: tl.constexpr, UNSORTED: tl.constexpr, SPLITS: tl.constexpr, ACTIVATE: tl.constexpr,
     KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, IN_PLACE: tl.constexpr,
-    PRECISION: tl.constexpr, SMALL_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, SMALL_M: tl.constexpr, BLOCK_M: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_X: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """yᵀ = W · xᵀ for a tile of an expert's pairs and some of its N outputs: [T · k, SPLITS, N], in sorted order, a row for
     each part of K. x has rows in that order too, or one a token with GATHER. ACTIVATE: y is the outputs' activation; GATED:
-    of N gate rows and N up rows. A tile with at most SMALL_M pairs multiplies only so many. UNSORTED: each pair is a tile."""
+    of N gate rows and N up rows. A tile has up to BLOCK_M + MORE pairs; with at most SMALL_M or BLOCK_M it multiplies only so
+    many. UNSORTED: each pair is a tile."""
     if PDL:
         pdl_wait()
     tile, program = tl.program_id(1), tl.program_id(0)
@@ -209,25 +255,33 @@ def _mxfp4_gemm_kernel(
     if UNSORTED:
         expert, first, end = tl.load(order_ptr + tile), tile, tile + 1
     else:
-        expert, first, end = tile_of(tile, starts_ptr, ends_ptr, X, BLOCK_M, BLOCK_X)
+        expert, first, end = tile_of(tile, starts_ptr, ends_ptr, X, BLOCK_M + MORE, BLOCK_X)
+        end = tl.minimum(end, first + BLOCK_M + MORE)
     if expert < X:
-        if end - first > SMALL_M:
+        if (MORE > 0) & (end - first > BLOCK_M):
             _tile(
                 x_ptr, w_ptr, exponents_ptr, bias_ptr, y_ptr, order_ptr, expert, column, first, end, split, N, K, chunks,
                 factor, alpha, limit, TOP_K, GATHER, UNSORTED, SPLITS, ACTIVATE, KIND, FUNCTION, GATED, HAS_BIAS, IN_PLACE,
-                PRECISION, BLOCK_M, BLOCK_N, ASM,
+                PRECISION, BLOCK_M, MORE, BLOCK_N, ASM,
+            )  # fmt: skip
+        elif end - first > SMALL_M:
+            _tile(
+                x_ptr, w_ptr, exponents_ptr, bias_ptr, y_ptr, order_ptr, expert, column, first, end, split, N, K, chunks,
+                factor, alpha, limit, TOP_K, GATHER, UNSORTED, SPLITS, ACTIVATE, KIND, FUNCTION, GATED, HAS_BIAS, IN_PLACE,
+                PRECISION, BLOCK_M, 0, BLOCK_N, ASM,
             )  # fmt: skip
         elif SMALL_M > 0:
             _tile(
                 x_ptr, w_ptr, exponents_ptr, bias_ptr, y_ptr, order_ptr, expert, column, first, end, split, N, K, chunks,
                 factor, alpha, limit, TOP_K, GATHER, UNSORTED, SPLITS, ACTIVATE, KIND, FUNCTION, GATED, HAS_BIAS, IN_PLACE,
-                PRECISION, SMALL_M, BLOCK_N, ASM,
+                PRECISION, SMALL_M, 0, BLOCK_N, ASM,
             )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """`rows` of the weight a thread block, `pairs` of an expert, or no more than `small` where a tile has so few (0: never)."""
+    """`rows` of the weight a thread block, and `pairs` of an expert: no more than `small` where a tile has so few (0: never),
+    and up to `more` besides, which spare an expert with some more pairs a tile whose codes are expanded anew."""
 
     pairs: int
     rows: int
@@ -235,6 +289,11 @@ class Tile:
     stages: int
     splits: int = 1
     small: int = 0
+    more: int = 0
+
+    @property
+    def most_pairs(self) -> int:
+        return self.pairs + self.more
 
 
 def mxfp4_gemm(
@@ -263,7 +322,7 @@ def mxfp4_gemm(
         **activation_arguments("silu" if expert is None else expert.activation), TOP_K=top_k, GATHER=gather,
         UNSORTED=tiles.inverse is None, SPLITS=splits, ACTIVATE=expert is not None, GATED=gated, HAS_BIAS=w.bias is not None,
         IN_PLACE=in_place, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", SMALL_M=tile.small, BLOCK_M=tile.pairs,
-        BLOCK_N=tile.rows, BLOCK_X=triton.next_power_of_2(num_experts), ASM=INSTRUCTIONS, num_warps=tile.warps,
+        MORE=tile.more, BLOCK_N=tile.rows, BLOCK_X=triton.next_power_of_2(num_experts), ASM=INSTRUCTIONS, num_warps=tile.warps,
         num_stages=tile.stages, **pdl_options(x),
     )  # fmt: skip
     return y
@@ -275,7 +334,7 @@ def mxfp4_mlp(
     """Both products: x [T, E] → what `moe.combine` takes, [T · k · parts, E], and the pairs' positions. `small_batch`: nothing
     is sorted."""
     first, second = step_tiles(chosen.numel(), spec.num_experts, small_batch=small_batch)
-    tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, num_bins, tile_m=first.pairs)
+    tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, num_bins, tile_m=first.most_pairs)
     how: dict[str, Any] = dict(num_experts=spec.num_local_experts, top_k=spec.num_experts_per_token, dtype=x.dtype)
     h = mxfp4_gemm(x, up, tiles, **how, tile=first, expert=spec.expert, gather=True)
     return mxfp4_gemm(h, down, tiles, **how, tile=second), tiles.inverse

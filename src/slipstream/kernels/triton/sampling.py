@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.metadata import SamplingTensors
+from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
 ONE = tl.constexpr(0x3F800000)
 """The bits of 1.0."""
@@ -26,8 +27,13 @@ def _weights(row_ptr, start, vocab, best, temperature, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _argmax_kernel(logits_ptr, max_ptr, id_ptr, out_ptr, vocab, row_stride, span, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The best of `span` tokens of a row; the row's best if SPLITS is 1."""
+def _argmax_kernel(
+    logits_ptr, names_ptr, max_ptr, id_ptr, out_ptr, vocab, row_stride, span,
+    SPLITS: tl.constexpr, NAMED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The best of `span` tokens of a row; the row's best if SPLITS is 1. NAMED: token i is called names[i]."""
+    if PDL:
+        pdl_wait()
     row, split = tl.program_id(0), tl.program_id(1)
     end = tl.minimum(vocab, (split + 1) * span)
     maxima, ids = _block_argmax(logits_ptr + row.to(tl.int64) * row_stride, split * span, end, BLOCK)
@@ -35,18 +41,23 @@ def _argmax_kernel(logits_ptr, max_ptr, id_ptr, out_ptr, vocab, row_stride, span
     # min: a valid token even if the row is NaN
     best = tl.minimum(tl.min(tl.where(maxima == maximum, ids, 2147483647), 0), vocab - 1)
     if SPLITS == 1:
-        tl.store(out_ptr + row, best.to(tl.int64))
+        tl.store(out_ptr + row, tl.load(names_ptr + best) if NAMED else best.to(tl.int64))
     else:
         tl.store(max_ptr + row * SPLITS + split, maximum)
         tl.store(id_ptr + row * SPLITS + split, best)
 
 
 @triton.jit
-def _argmax_splits_kernel(max_ptr, id_ptr, out_ptr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _argmax_splits_kernel(
+    max_ptr, id_ptr, names_ptr, out_ptr, SPLITS: tl.constexpr, NAMED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        pdl_wait()
     row, at = tl.program_id(0), tl.arange(0, BLOCK)
     maxima = tl.load(max_ptr + row * SPLITS + at, mask=at < SPLITS, other=float("-inf"))
     ids = tl.load(id_ptr + row * SPLITS + at, mask=at < SPLITS, other=2147483647)
-    tl.store(out_ptr + row, tl.min(tl.where(maxima == tl.max(maxima, 0), ids, 2147483647), 0).to(tl.int64))
+    best = tl.min(tl.where(maxima == tl.max(maxima, 0), ids, 2147483647), 0)
+    tl.store(out_ptr + row, tl.load(names_ptr + best) if NAMED else best.to(tl.int64))
 
 
 @triton.jit
@@ -66,8 +77,8 @@ SPLIT_ROWS = 64
 """Up to so many rows, a row's tokens are split over several thread blocks, to fill the chip."""
 
 
-def argmax(logits: Tensor, *, block: int = 4096) -> Tensor:
-    """[S, V] → int64 [S]: the most likely token, the first of equals."""
+def argmax(logits: Tensor, ids: Tensor | None = None, *, block: int = 4096) -> Tensor:
+    """`OpSet.argmax`"""
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
@@ -75,15 +86,17 @@ def argmax(logits: Tensor, *, block: int = 4096) -> Tensor:
     block = min(block, triton.next_power_of_2(vocab))
     span = vocab if num_rows > SPLIT_ROWS else 2 * block
     num_splits = triton.cdiv(vocab, span)
-    maxima, ids = (out, out) if num_splits == 1 else (
+    maxima, best = (out, out) if num_splits == 1 else (
         torch.empty(num_rows, num_splits, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32)
     )
+    names = out if ids is None else ids
+    options = dict(SPLITS=num_splits, NAMED=ids is not None, **pdl_options(logits))
     _argmax_kernel[(num_rows, num_splits)](
-        logits, maxima, ids, out, vocab, logits.stride(0), span, SPLITS=num_splits, BLOCK=block, num_warps=8
+        logits, names, maxima, best, out, vocab, logits.stride(0), span, BLOCK=block, num_warps=8, **options
     )
     if num_splits > 1:
         _argmax_splits_kernel[(num_rows,)](
-            maxima, ids, out, SPLITS=num_splits, BLOCK=triton.next_power_of_2(num_splits), num_warps=1
+            maxima, best, names, out, BLOCK=triton.next_power_of_2(num_splits), num_warps=1, **options
         )
     return out
 

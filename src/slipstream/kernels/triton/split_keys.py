@@ -63,36 +63,51 @@ class DecodeParts:
         splits = 0
         if meta.num_decodes <= FEW_SEQUENCES:
             splits = num_splits(meta.num_decodes * programs_each, meta.max_seq_len, block_n, num_processors)
-        key = (cls, window, programs_each, block_n, num_extra, splits)
-        return meta.once(key, lambda: cls.find(meta, window, programs_each, block_n, num_extra, splits))
+        numbers = (meta.num_decodes, window, programs_each, block_n, num_extra, splits)
+        every, i, count = meta.of_steps or (meta, 0, 1)
+        return every.once((cls, *numbers), lambda: cls.find(every.seq_lens, *numbers, num_steps=count))[i]
 
     @classmethod
     def find(
-        cls, meta: AttentionMetadata, window: int | None, programs_each: int, block_n: int, num_extra: int, splits: int
-    ) -> DecodeParts:
-        """Without `splits`, `num_extra` is how many parts there may be beyond the first ones."""
-        num_seqs, lens = meta.num_decodes, meta.seq_lens
+        cls,
+        lens: Tensor,
+        num_seqs: int,
+        window: int | None,
+        programs_each: int,
+        block_n: int,
+        num_extra: int,
+        splits: int,
+        *,
+        num_steps: int = 1,
+    ) -> list[DecodeParts]:
+        """Of each of `num_steps` steps, which stand at equal distances in `lens` and have `num_seqs` decodes each. Without
+        `splits`, `num_extra` is how many parts there may be beyond the first ones."""
         num_slots = 1
         if splits:
             num_extra = num_seqs * (splits - 1)
         else:
             num_slots = num_extra = min(num_extra, num_seqs * (MAX_PARTS - 1))
-        parts, arrived = lens.new_empty(num_seqs + num_extra, 8), lens.new_empty(num_slots, programs_each)
-        _find_parts_kernel[(1,)](
-            lens, parts, arrived, num_seqs, window or 0, num_extra, arrived.numel(), splits,
+        parts = lens.new_empty(num_steps, num_seqs + num_extra, 8)
+        arrived = lens.new_empty(num_steps, num_slots, programs_each)
+        _find_parts_kernel[(num_steps,)](
+            lens, parts, arrived, num_seqs, window or 0, num_extra, arrived[0].numel(), splits, len(lens) // num_steps,
             BLOCK=128 if num_seqs <= 128 else max(1024, triton.next_power_of_2(num_seqs)),
             BLOCK_N=block_n, MAX=MAX_PARTS, LEAST=LEAST_KEYS, HAS_WINDOW=window is not None,
         )  # fmt: skip
-        return cls(parts, arrived, splits)
+        return [cls(p, a, splits) for p, a in zip(parts, arrived, strict=True)]
 
 
-@triton.jit(do_not_specialize=["num_seqs", "window", "num_extra", "num_arrived", "splits"])
+@triton.jit(do_not_specialize=["num_seqs", "window", "num_extra", "num_arrived", "splits", "distance"])
 def _find_parts_kernel(
-    lens_ptr, parts_ptr, arrived_ptr, num_seqs, window, num_extra, num_arrived, splits,
+    lens_ptr, parts_ptr, arrived_ptr, num_seqs, window, num_extra, num_arrived, splits, distance,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """`DecodeParts`. Without `splits` a split sequence with l keys of L in all has at most l · num_extra / L parts, so there
     are at most num_extra such parts."""
+    step = tl.program_id(0)
+    lens_ptr += step * distance
+    parts_ptr += step * (num_seqs + num_extra) * 8
+    arrived_ptr += step * num_arrived
     seqs = tl.arange(0, BLOCK)
     live = seqs < num_seqs
     lens = tl.load(lens_ptr + seqs, mask=live, other=0)
