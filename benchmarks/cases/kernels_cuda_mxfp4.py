@@ -184,7 +184,7 @@ def tried(make: Callable[[], Any]) -> None:
 
 
 def everything(args: argparse.Namespace, save: Callable[..., None]) -> None:
-    import families
+    from cases import engine_families as families
 
     begin = time.perf_counter()
     parts: dict[str, Any] = {"seconds": {}, "rows": [], "checks": []}
@@ -254,7 +254,7 @@ def everything(args: argparse.Namespace, save: Callable[..., None]) -> None:
 
 def model() -> dict[str, Any]:
     """The whole model with random weights."""
-    import families
+    from cases import engine_families as families
 
     from slipstream import LLM, SamplingParams
 

@@ -68,6 +68,20 @@ def test_a_folder_that_was_built_leaves_the_memory_to_who_measures_it(tmp_path):
     assert torch.cuda.memory_reserved() <= before + 2**28
 
 
+@pytest.mark.parametrize("drafts", [None, {"method": "ngram", "num_speculative_tokens": 3}])
+def test_greedy_steps_end_in_graphs(drafts, tmp_path):
+    """They say what steps that end op by op say, which requests for log-probabilities make of them."""
+    tiny_models.write(tmp_path, "llama", initializer_range=0.1, **SHAPES["llama"])
+    found = []
+    for logprobs in (None, 0):
+        sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=logprobs)
+        with make(tmp_path, speculative_config=drafts) as llm:
+            found.append([o.outputs[0].token_ids for _ in range(2) for o in llm.generate(PROMPTS, sampling)])
+            ends = llm.core.executor.runner.graphs._ends
+            assert ends.num_captured >= 4
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("family", SHAPES)
 def test_log_probabilities_equal_the_reference(family, tmp_path):
     tiny_models.write(tmp_path, family, initializer_range=0.1, **SHAPES[family])

@@ -298,6 +298,31 @@ def test_dense_products(ops, dtype, num_tokens):
                 assert error(ops.linear(x, w), theirs) < 5e-3, (n, k)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 6, 17, 33, 70])
+@pytest.mark.parametrize("name", ["dense", "fp8"])
+def test_a_product_that_is_added(ops, name, num_tokens):
+    torch.manual_seed(num_tokens)
+    weight = torch.randn(6144, 4096, device="cuda", dtype=torch.bfloat16) / 64
+    w = ops.quantize_weight(weight, None, None if name == "dense" else SCHEMES[name])
+    x, added = (torch.randn(num_tokens, n, device="cuda", dtype=torch.bfloat16) for n in (4096, 6144))
+    theirs = REFERENCE.linear(x, w).float() + added.float()
+    assert error(ops.linear_added(x, w, added.clone()), theirs) < 5e-3
+
+
+@pytest.mark.parametrize("num_drafts", [1, 5])
+def test_the_places_of_a_chain(ops, num_drafts):
+    tokens, kept = (torch.randint(0, 2, (141, n), device="cuda", dtype=torch.int32) for n in (41, 8))
+    inputs = torch.zeros(4, 132, device="cuda", dtype=torch.int32)
+    inputs[0], inputs[1] = 140, num_drafts + 1
+    inputs[0, :130], inputs[1, :130] = torch.randperm(140, device="cuda")[:130], torch.randint(8, 33, (130,), device="cuda")
+    inputs[2, :130] = torch.randint(0, num_drafts + 1, (130,), device="cuda")
+    inputs[3, :130] = inputs[2, :130] + 1
+    given = dict(num_drafts=num_drafts, size=130, num_again=num_drafts + 1, first=1)
+    ours, theirs = (o.chain_places(tokens, kept, inputs, **given) for o in (ops, REFERENCE))
+    for field in dataclasses.fields(theirs):
+        assert torch.equal(getattr(ours, field.name), getattr(theirs, field.name)), field.name
+
+
 @pytest.mark.skipif(not torch.backends.cusparselt.is_available(), reason="needs cuSPARSELt")
 @pytest.mark.parametrize("name", [None, "fp8", "int8"])
 @pytest.mark.parametrize("num_tokens", [64, 100, 1000])

@@ -351,5 +351,5 @@ def step_tiles(num_pairs: int, num_experts: int, *, small_batch: bool) -> tuple[
     elif num_pairs <= 64 * num_experts:
         tile = Tile(64, 128, 8, 4)
     else:
-        tile = Tile(128, 256, 8, 3, small=32)
+        tile = Tile(128, 256, 8, 3, small=32, more=16)
     return tile, tile
