@@ -59,12 +59,12 @@ class Stages:
     def watched(self) -> Iterator[None]:
         runner, core = self.runner, self.core
         run, sample, launch = runner.forwards.run, runner.sample, runner.launch
-        propose = None if runner.draft is None else runner.draft.propose
+        write = None if runner.draft is None else runner.draft.write_drafts
 
         def proposed(*args: Any) -> Any:
-            assert propose is not None
+            assert write is not None
             self.mark()
-            return propose(*args)
+            return write(*args)
 
         def ran(batch: Any) -> Any:
             self.mark()
@@ -104,9 +104,9 @@ class Stages:
                 (core, "step", self.timed("step, in all", core.step)),
             ):
                 stack.enter_context(unittest.mock.patch.object(owner, name, own))
-            if propose is not None:
+            if write is not None:
                 own = self.timed("drafts' launch", proposed)
-                stack.enter_context(unittest.mock.patch.object(runner.draft, "propose", own))
+                stack.enter_context(unittest.mock.patch.object(runner.draft, "write_drafts", own))
             yield
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:

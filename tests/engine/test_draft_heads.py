@@ -105,19 +105,19 @@ def plain(setup, plain_answers):
 def proposals(llm, sampling, prompts):
     """What was proposed behind which tokens: (tokens, drafts)."""
     draft, found = llm.core.executor.runner.draft, []
-    propose = draft.propose
+    write = draft.write_drafts
 
     def noted(plan, rows):
         wanted = [s for s in plan.scheduled if s.drafts]
         before = [rows.tokens[rows.rows[s.request_id].index, : s.num_computed_tokens + 1].tolist() for s in wanted]
-        proposed = propose(plan, rows)
-        ends = 0
+        drafted, ends = write(plan, rows), 0
+        proposed = draft.tokens_of(drafted, rows) if drafted else None
         for s, tokens in zip(wanted, before, strict=True):
             found.append((tokens, proposed[ends : ends + len(s.drafts)].tolist()))
             ends += len(s.drafts)
-        return proposed
+        return drafted
 
-    draft.propose = noted
+    draft.write_drafts = noted
     llm.generate(prompts, sampling)
     return found
 
@@ -155,7 +155,7 @@ def test_states_are_those_of_the_published_maths(tmp_path, kind, kernels, quanti
     config = setup.config | {"quantization": quantization}
     with setup.llm(kernels=kernels, config=config, max_num_batched_tokens=24) as llm:
         draft = llm.core.executor.runner.draft
-        propose = draft.propose
+        write = draft.write_drafts
 
         def noted(plan, rows):
             nonlocal compared
@@ -168,9 +168,9 @@ def test_states_are_those_of_the_published_maths(tmp_path, kind, kernels, quanti
                 expected = fused(setup, [output.hidden_states[i][0] for i in (1, 2, 4)])
                 assert (torch.from_numpy(states) - expected).norm() < error * expected.norm()
                 compared += len(places)
-            return propose(plan, rows)
+            return write(plan, rows)
 
-        draft.propose = noted
+        draft.write_drafts = noted
         llm.generate(PROMPTS[:3], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert compared > 200
 

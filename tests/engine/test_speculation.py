@@ -234,16 +234,16 @@ def test_a_draft_model_forgets_wrong_drafts(path, draft_path, monkeypatch):
     for kept in (True, False):
         with LLM(str(path), speculative_config=config, enable_prefix_caching=False, **SIZES) as llm:
             draft, drafts = llm.core.executor.runner.draft, []
-            propose = draft.propose
+            write = draft.write_drafts
 
-            def noted(plan, rows, propose=propose, drafts=drafts, kept=kept):
+            def noted(plan, rows, write=write, draft=draft, drafts=drafts, kept=kept):
                 for row in rows.rows.values():
                     row.num_drafted = row.num_drafted if kept else 0
-                proposed = propose(plan, rows)
-                drafts.append(None if proposed is None else proposed.tolist())
-                return proposed
+                drafted = write(plan, rows)
+                drafts.append(draft.tokens_of(drafted, rows).tolist() if drafted else None)
+                return drafted
 
-            draft.propose = noted
+            draft.write_drafts = noted
             llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
             found.append(drafts)
     assert len([d for d in found[0] if d]) > 5

@@ -70,7 +70,7 @@ def test_states_are_those_of_the_published_maths(tmp_path, kind, quantization, e
     seen = dict[str, float]()
     with LLM(path, speculative_config={**config, "quantization": quantization}, **SIZES) as llm:
         draft = llm.core.executor.runner.draft
-        propose = draft.propose
+        write = draft.write_drafts
 
         @torch.no_grad()
         def noted(plan, rows):
@@ -82,9 +82,9 @@ def test_states_are_those_of_the_published_maths(tmp_path, kind, quantization, e
                 hidden = model(tokens[None], output_hidden_states=True).hidden_states
                 expected = fused(head, [hidden[i][0] for i in (1, 2, 4)])
                 seen[s.request_id] = float((states - expected).norm() / expected.norm())
-            return propose(plan, rows)
+            return write(plan, rows)
 
-        draft.propose = noted
+        draft.write_drafts = noted
         llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert len(seen) == len(PROMPTS)
     assert max(seen.values()) < error, seen
@@ -99,15 +99,16 @@ def test_chains_run_from_graphs(tmp_path, kind):
         with LLM(path, speculative_config=config, deterministic=True, enforce_eager=eager, **SIZES) as llm:
             draft, own, replayed = llm.core.executor.runner.draft, [], []
             assert (draft.graphs is None) == eager
-            propose = draft.propose
+            write = draft.write_drafts
 
-            def noted(plan, rows, propose=propose, own=own):
-                proposed = propose(plan, rows)
-                if proposed is not None:
-                    own.append(proposed.tolist())
-                return proposed
+            def noted(plan, rows, write=write, draft=draft, own=own):
+                if drafted := write(plan, rows):
+                    own.append(draft.tokens_of(drafted, rows).tolist())
+                    if draft.keeps(drafted, rows):
+                        assert draft.kept_of(drafted).tolist() == own[-1]
+                return drafted
 
-            draft.propose = noted
+            draft.write_drafts = noted
             if not eager:
                 replay = draft.graphs._replay
 
@@ -140,15 +141,15 @@ def test_requests_that_join_are_preempted_or_hit_a_prefix(tmp_path, kind):
         small = {**sizes, "enforce_eager": eager, "kv_cache_bytes": 2_000_000 if kind == "eagle3" else 3_000_000}
         with LLM(path, speculative_config=config, **small) as llm:
             draft, own = llm.core.executor.runner.draft, {}
-            propose = draft.propose
+            write = draft.write_drafts
 
-            def noted(plan, rows, propose=propose, own=own):
-                proposed = propose(plan, rows)
-                found = iter(() if proposed is None else proposed.tolist())
+            def noted(plan, rows, write=write, draft=draft, own=own):
+                drafted = write(plan, rows)
+                found = iter(draft.tokens_of(drafted, rows).tolist() if drafted else ())
                 own.update({(s.request_id, s.num_computed_tokens): [next(found) for _ in s.drafts] for s in plan.scheduled})
-                return proposed
+                return drafted
 
-            draft.propose = noted
+            draft.write_drafts = noted
             assert [o.outputs[0].token_ids for o in llm.generate(prompts, sampling)] == expected
             stats = llm.core.stats()
             assert stats.num_preemptions > 0

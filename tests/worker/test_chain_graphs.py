@@ -146,19 +146,21 @@ def proposals(folder, kind, prompts, lengths, *, graphs, ahead=True, temperature
             llm.core.scheduler._drafts_ahead = True  # as the config of a GPU says
         if not ahead:
             draft.go_ahead = lambda plan, rows: None
-        propose = draft.propose
+        write = draft.write_drafts
 
         def noted(plan, rows):
             nonlocal count
             count += sum(draft._is_ahead(s, rows) for s in plan.scheduled if s.drafts)
-            proposed = propose(plan, rows)
-            drafts = iter(() if proposed is None else proposed.tolist())
+            drafted = write(plan, rows)
+            drafts = iter(draft.tokens_of(drafted, rows).tolist() if drafted else ())
             for s in plan.scheduled:
                 if own := [next(drafts) for _ in s.drafts]:
                     found[s.request_id, s.num_computed_tokens] = own
-            return proposed
+            if drafted and draft.keeps(drafted, rows):
+                assert draft.kept_of(drafted).tolist() == draft.tokens_of(drafted, rows).tolist()
+            return drafted
 
-        draft.propose = noted
+        draft.write_drafts = noted
         sampling = [SamplingParams(temperature=temperature, seed=1, max_tokens=n, ignore_eos=True) for n in lengths]
         answers = [o.outputs[0].token_ids for o in llm.generate(prompts, sampling)]
         stats = llm.core.stats()

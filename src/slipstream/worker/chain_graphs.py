@@ -99,6 +99,13 @@ class ChainGraphs(Graphs):
             self.drafter.num_cold += 1
         self._replay(drafted, [0] * len(drafted), depth)
 
+    def kept_of(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
+        """The drafts [N] of the requests' last chains."""
+        width = self._kept.shape[1]
+        begins = [self.rows.rows[s.request_id].index * width for s in drafted]
+        where = [i for begin, s in zip(begins, drafted, strict=True) for i in range(begin, begin + len(s.drafts))]
+        return self._kept.reshape(-1)[self.rows.upload(np.array(where, np.int64))]
+
     def run_ahead(self, drafted: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
         """Behind the draw of a step that verifies chains of these requests: propose as many drafts again behind what the step
         has given. Returns the requests for which that was possible: they have room for all of it."""

@@ -55,7 +55,7 @@ class DraftMemory(Protocol):
 
 
 class Drafter(ABC):
-    """`allocate` must come before `propose`."""
+    """`allocate` must come before `write_drafts`."""
 
     weights_bytes: int
     layers: tuple[LayerSpec, ...]
@@ -116,21 +116,24 @@ class Drafter(ABC):
 
     # --- Drafts -------------------------------------------------------------------------------------------------------
 
-    def propose(self, plan: StepPlan, rows: RowTable) -> Tensor | None:
-        """Write drafts behind the last tokens of the requests that want some. Returns all drafts [N], in the plan's order."""
+    def write_drafts(self, plan: StepPlan, rows: RowTable) -> list[ScheduledRequest]:
+        """Write drafts behind the last tokens of the requests that want some. Returns these."""
         for s in plan.scheduled:  # forget the wrong drafts of the step before, also where this step wants none
             row = rows.rows[s.request_id]
             row.num_drafted = min(row.num_drafted, s.num_computed_tokens)
             if FROM_MODEL not in s.drafts:
                 row.ahead = range(0)
         drafted = [s for s in plan.scheduled if FROM_MODEL in s.drafts]
-        if not drafted:
-            return None
-        if self.computes_all:
+        if drafted and self.computes_all:
             added = 1 + max(len(s.drafts) for s in drafted)
             seen = (max(self.first, rows.rows[s.request_id].num_drafted) for s in drafted)
             self.num_cold += any(s.num_computed_tokens - n > added for s, n in zip(drafted, seen, strict=True))
-        self.draft(drafted, rows)
+        if drafted:
+            self.draft(drafted, rows)
+        return drafted
+
+    def tokens_of(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> Tensor:
+        """Their drafts [N], which stand in their rows until the step has drawn."""
         where: list[int] = []
         width = rows.tokens.shape[1]
         for s in drafted:
@@ -138,9 +141,17 @@ class Drafter(ABC):
             where.extend(range(first, first + len(s.drafts)))
         return rows.tokens.reshape(-1)[rows.upload(np.array(where, np.int64))]
 
+    def keeps(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:
+        """Whether `kept_of` has their drafts, too."""
+        return False
+
+    def kept_of(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
+        """`tokens_of`, also behind the draw."""
+        raise NotImplementedError
+
     def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:  # noqa: B027 (most do not)
-        """Behind the draw of `plan`: launch what the next step's `propose` would begin with, where that can be known. The host
-        has time then, and in `propose` the GPU waits for it."""
+        """Behind the draw of `plan`: launch what the next step's `write_drafts` would begin with, where that can be known. The
+        host has time then, and in `write_drafts` the GPU waits for it."""
 
     @abstractmethod
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
@@ -198,6 +209,13 @@ class Chain(Drafter):
         if drafting or all(s.num_tokens > 1 for s in plan.scheduled):  # beside decodes without drafts, prompts get none either
             self._see_prompts(plan, rows)
 
+    def keeps(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:
+        return self.graphs is not None and all(len(s.drafts) <= rows.rows[s.request_id].num_kept for s in drafted)
+
+    def kept_of(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
+        assert self.graphs is not None
+        return self.graphs.kept_of(drafted)
+
     def see(self, requests: Sequence[ScheduledRequest], rows: RowTable) -> None:
         """Compute the tokens before each request's last one that it has not seen."""
         for shares in self.unseen(requests, rows, [0] * len(requests)):
@@ -233,7 +251,7 @@ class Chain(Drafter):
 
     def _see_prompts(self, plan: StepPlan, rows: RowTable) -> None:
         """See the prompts in `plan`, so that their first drafts come out of a graph. That takes the host 2 ms op by op, for
-        which it has time while the GPU computes the step; `propose` would keep the GPU waiting."""
+        which it has time while the GPU computes the step; `write_drafts` would keep the GPU waiting."""
         behind = [s._replace(num_computed_tokens=s.num_computed_tokens + s.num_tokens) for s in plan.scheduled if _is_prompt(s)]
         self.see([s for s in behind if s.num_computed_tokens > max(self.first, rows.rows[s.request_id].num_drafted)], rows)
 

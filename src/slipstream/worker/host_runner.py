@@ -280,7 +280,8 @@ class HostRunner:
         drafts, is_cold = None, False
         if self.draft is not None:
             num_cold = self.draft.num_cold
-            drafts = self.draft.propose(plan, rows)
+            if drafted := self.draft.write_drafts(plan, rows):
+                drafts = self.draft.tokens_of(drafted, rows)
             is_cold = self.draft.num_cold > num_cold
         given = gather(rows, plan)
         ids, sampled = given.token_ids, given.sampled

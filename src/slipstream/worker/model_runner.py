@@ -295,12 +295,18 @@ class ModelRunner:
         this returns. A step that ran before is done."""
         if isinstance(plan, TextsPlan):
             return self._launch_texts(plan)
-        batch, num_cold = self.prepare(plan), self._num_cold
-        drafts = self.draft.propose(plan, batch.table) if self.draft is not None and batch.table is not None else None
-        drafted = None
-        if drafts is not None:  # they are copied to the host while the forward runs
-            drafts, drafted = self.platform.to_host(drafts), self.platform.record()
+        batch, num_cold, rows = self.prepare(plan), self._num_cold, self.rows
+        assert rows is not None
+        drafts, drafted, kept = None, None, False
+        if self.draft is not None and (drafting := self.draft.write_drafts(plan, rows)):
+            # A grammar's mask waits for them, so they are copied to the host while the forward runs. Otherwise the launch of
+            # the copy need not keep the GPU waiting for the forward.
+            kept = not batch.has_grammar and self.draft.keeps(drafting, rows)
+            if not kept:
+                drafts, drafted = self.platform.to_host(self.draft.tokens_of(drafting, rows)), self.platform.record()
         output = self.forwards.run(batch)
+        if self.draft is not None and kept:
+            drafts = self.platform.to_host(self.draft.kept_of(drafting))
         is_cold = self._num_cold > num_cold
         self._follower.after_step()
         if not self.model.spec.has_last:
@@ -310,8 +316,8 @@ class ModelRunner:
             return AwaitingMask(plan, self._awaiting(batch, output, drafts, is_cold), drafts, drafted)
         step = self.sample(batch, output)
         step.drafts, step.is_cold = drafts, is_cold
-        if self.draft is not None and batch.table is not None:
-            self.draft.go_ahead(plan, batch.table)
+        if self.draft is not None:
+            self.draft.go_ahead(plan, rows)
         if self.graphs is not None and self.graphs.capture_beside(plan):
             step.is_cold = True
         return step

@@ -350,6 +350,8 @@ def step_tiles(num_pairs: int, num_experts: int, *, small_batch: bool) -> tuple[
         tile = Tile(32, 64, 4, 4)
     elif num_pairs <= 64 * num_experts:
         tile = Tile(64, 128, 8, 4)
-    else:
+    elif num_pairs <= 256 * num_experts:
         tile = Tile(128, 256, 8, 3, small=32, more=16)
+    else:
+        tile = Tile(128, 256, 8, 3)
     return tile, tile
