@@ -6,8 +6,8 @@
 
 Random weights of the true shape, 300 tokens in the cache of each sequence. A step's graph is captured both ways, and both are
 replayed in turns: medians of the GPU's time. `difference`: of the hidden states, relative to their length. Where it is 0 both
-ways add up in one order. Elsewhere rounding to 8 bits turns the last bit of a sum into another number, layer after layer. `--ranks`: a
-rank's share of the layers, without the sums; `--layers`: the first ones alone.
+ways add up in one order. Elsewhere rounding to 8 bits turns the last bit of a sum into another number, layer after layer.
+`--ranks`: a rank's share of the layers, without the sums; `--layers`: the first ones alone.
 """
 
 from __future__ import annotations

@@ -42,6 +42,8 @@ LEAST_ROWS = 2048
 MIDDLE_ROWS, MIDDLE_TOKENS = range(4097, 12_288), 32
 """Up to so many tokens fp8 weights of so many rows are multiplied here. Beyond, whole steps of 48 tokens took 0.18 ms of 3.0
 longer than with `linear.skinny_gemm`, and those of 64 as long."""
+LONG_ROW, ONCE = 8192, range(120, 133)
+"""Bytes of a row, and thread blocks of 64 rows that fill the chip just once."""
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.9
 
 
@@ -209,6 +211,8 @@ def skinny_gemm(x: Activations, w: Linear, scratch: Scratch, added: Tensor | Non
 def _tile(outer: int, row_bytes: int, block_m: int) -> tuple[int, int]:
     """(BLOCK_N, SPLITS) for a weight of `outer` rows, measured in whole steps of Llama-3-8B (GPU_NOTES.md)."""
     is_small = block_m == 16
+    if is_small and row_bytes > LONG_ROW and outer // ROWS.value in ONCE:
+        return 64, 1
     if outer >= 12_288 or (is_small and outer > 4096):
         return 128, 1
-    return 64, 2 if is_small and row_bytes > 8192 else 1
+    return 64, 2 if is_small and row_bytes > LONG_ROW else 1
