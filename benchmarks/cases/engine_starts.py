@@ -65,6 +65,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             print(name, json.dumps(found), flush=True)
             if i:
                 starts[name].append(found)
-    medians = {name: statistics.median(s["start_to_first_token_s"] for s in own) for name, own in starts.items()}
-    print(medians)
-    save(settings=settings | {"config": args.config}, medians=medians, starts=starts)
+        if i:  # written after each round: a lent machine may go first
+            medians = {name: statistics.median(s["start_to_first_token_s"] for s in own) for name, own in starts.items()}
+            print(medians, flush=True)
+            save(settings=settings | {"config": args.config}, medians=medians, starts=starts)
