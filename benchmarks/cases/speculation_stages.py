@@ -8,8 +8,8 @@ Weights are random and acceptance is forced (`benchmarks/speculation.py` says wh
 | stage | from, to |
 | --- | --- |
 | drafts | the launch of the drafter → its last kernel |
-| forward | → the last kernel of the model's layers |
-| head and sampler | → the last kernel of the draw, and the copy of its tokens to the host |
+| forward | → the last kernel of what `forwards.run` launches: the model's layers, and the greedy end of a step in its graph |
+| head and sampler | → the copy of the tokens to the host, behind an end that runs op by op |
 | what follows | → the last kernel of what is launched behind the draw, if anything is |
 | idle | → the first kernel of the next step: the GPU waits for the host |
 

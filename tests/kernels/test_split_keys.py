@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.kernels.metadata import AttentionMetadata, Steps
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
@@ -69,7 +70,9 @@ def test_parts_of_decodes(lens, extra, splits, window):
     """They cover the keys that a decode sees, once; of several sequences none is much longer than a fair share."""
     step = AttentionMetadata.uniform(len(lens), 1, 1, block_size=16)
     meta = dataclasses.replace(step, seq_lens=torch.tensor(lens, dtype=torch.int32))
-    (found,) = DecodeParts.find(meta.seq_lens, len(lens), window, 3, 16, extra, splits)
+    (found,) = DecodeParts.find(
+        meta.seq_lens, num_seqs=len(lens), window=window, programs_each=3, block_n=16, num_extra=extra, splits=splits
+    )
     records = found.parts.tolist()
     parts = [x for x in records if x[0] >= 0]
     assert records[: len(parts)] == parts
@@ -127,7 +130,8 @@ def test_the_last_thread_block_merges(monkeypatch, heads, kv_heads, options):
 def test_parts_of_many_decodes(num_seqs):
     lens = torch.arange(num_seqs, dtype=torch.int32) * 5
     lens[7] = 200_000
-    parts = DecodeParts.find(lens, num_seqs, None, 3, 16, 264, 0)[0].parts
+    sizes = dict(programs_each=3, block_n=16, num_extra=264, splits=0)
+    parts = DecodeParts.find(lens, num_seqs=num_seqs, window=None, **sizes)[0].parts
     parts = parts[parts[:, 0] >= 0].long()
     keys = torch.zeros(num_seqs, dtype=torch.int64).index_add_(0, parts[:, 0], parts[:, 2] - parts[:, 1])
     assert torch.equal(keys, lens.long())
@@ -167,18 +171,25 @@ def test_parts_are_found_once_a_step():
     assert find(AttentionMetadata.uniform(2, 1, 300, block_size=16)).splits == 8
 
 
-def test_parts_of_several_steps_are_found_at_once():
-    """They are what each step would find, and one step counts its parts apart from another."""
-    lens = torch.tensor([300, 17, 0, 0, 5, 260, 0, 0, 90, 33, 0, 0], dtype=torch.int32)  # two sequences and padding
-    every = dataclasses.replace(AttentionMetadata.uniform(12, 1, 300, block_size=16), seq_lens=lens)
-    find = functools.partial(DecodeParts.of, window=None, programs_each=2, block_n=16, num_processors=8)
+@pytest.mark.parametrize(("size", "room"), [(2, 4), (7, 8)])
+def test_parts_of_several_steps_are_found_at_once(size, room):
+    """They are what each step would find, and one step counts its parts apart from another. Few sequences have equal numbers of
+    parts."""
+    lens = torch.randint(1, 3000, (3 * room,), dtype=torch.int32)  # of each step `size` sequences, then padding
+    every = dataclasses.replace(AttentionMetadata.uniform(3 * room, 1, 3000, block_size=16), seq_lens=lens)
+    find = functools.partial(DecodeParts.of, window=None, programs_each=3, block_n=16, num_processors=8)
     for i in range(3):
-        own = dataclasses.replace(every, seq_lens=lens[4 * i : 4 * i + 2], num_decodes=2)
-        ours, theirs = find(dataclasses.replace(own, of_steps=(every, i, 3))), find(own)
-        assert torch.equal(ours.parts[:, :6], theirs.parts[:, :6])
-        assert (ours.splits, ours.arrived.shape) == (8, (1, 2))
+        own = dataclasses.replace(every, seq_lens=lens[room * i : room * i + size], num_decodes=size)
+        ours, theirs = find(dataclasses.replace(own, of_steps=Steps(every, i, 3))), find(own)
+        exist = theirs.parts[:, 0] >= 0
+        assert torch.equal(ours.parts[:, 0] >= 0, exist)
+        assert torch.equal(ours.parts[exist, :6], theirs.parts[exist, :6])
+        assert ours.splits == theirs.splits == (4 if size == 2 else 0)
+        assert ours.arrived.shape == theirs.arrived.shape
+        assert not ours.arrived.any()
     (found,) = every.derived.values()
-    assert len({parts.arrived.data_ptr() for parts in found}) == 3
+    begins = [parts.arrived.data_ptr() for parts in found]
+    assert all(b - a >= found[0].arrived.nbytes and (b - a) % 16 == 0 for a, b in itertools.pairwise(begins))
 
 
 def test_splits_fill_the_chip_and_no_more():

@@ -146,7 +146,7 @@ def proposals(folder, kind, prompts, lengths, *, graphs, ahead=True, temperature
             llm.core.scheduler._drafts_ahead = True  # as the config of a GPU says
         if not ahead:
             draft.go_ahead = lambda plan, rows: None
-        write = draft.write_drafts
+        write, kept = draft.write_drafts, []
 
         def noted(plan, rows):
             nonlocal count
@@ -156,8 +156,9 @@ def proposals(folder, kind, prompts, lengths, *, graphs, ahead=True, temperature
             for s in plan.scheduled:
                 if own := [next(drafts) for _ in s.drafts]:
                     found[s.request_id, s.num_computed_tokens] = own
-            if drafted and draft.keeps(drafted, rows):
-                assert draft.kept_of(drafted).tolist() == draft.tokens_of(drafted, rows).tolist()
+            if drafted and draft.has_kept_drafts(drafted, rows):
+                kept.append(len(drafted))
+                assert draft.kept_drafts(drafted).tolist() == draft.tokens_of(drafted, rows).tolist()
             return drafted
 
         draft.write_drafts = noted
@@ -165,6 +166,7 @@ def proposals(folder, kind, prompts, lengths, *, graphs, ahead=True, temperature
         answers = [o.outputs[0].token_ids for o in llm.generate(prompts, sampling)]
         stats = llm.core.stats()
         assert stats.num_free_blocks == stats.num_blocks
+        assert sum(kept) >= count
         return answers, found, count, stats
 
 

@@ -358,6 +358,8 @@ def test_what_graphs_hold(tmp_path):
         graphs = replay(runner)
         for size in graphs.sizes:
             graphs._graph((size, 0))
+        for places in graphs._idle_decodes(7)[[1, 3]]:
+            assert set(places.tolist()) == {runner.rows.capacity}
         sizes = [(d, p) for d in graphs.decode_sizes for p in graphs.prompt_sizes]
         for size in sizes:
             graphs._graph(size)
@@ -380,6 +382,7 @@ def test_the_inputs_of_a_mixed_step():
     assert [s.request_id for s in sampled] == ["0", "1", "2", "4"]
     assert parts.sample_rows[:n].tolist() == [8, 7, 6, 6, 6, 4]
     assert parts.sample_positions[:n].tolist() == [31, 8, 3, 4, 5, 5]
+    assert set(parts.sample_rows[n:].tolist()) == {9}  # what a larger end draws goes to the null row
     expected = {0: [(8, 30)], 1: [(7, 7)], 18: [(4, 3), (4, 4)], 19: [(9, 0)] * (64 - 27)}
     expected |= {16: [(6, p) for p in range(5)], 17: [(5, p) for p in range(16, 36)]}
     starts = parts.starts.tolist()

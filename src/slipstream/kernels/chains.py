@@ -11,13 +11,15 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class ChainPlaces:
     """A chain of K drafts of S sequences computes tokens [T]: in its first pass [again, S], then padding up to a multiple of 4,
-    then [K − 1, room], one a sequence in each pass. `room` is S up to a multiple of 4. All are int32."""
+    then [K − 1, room], one a sequence in each pass. `room` is S up to a multiple of 4. Tensors are int32."""
 
-    rows: Tensor  # [T]: the null row for padding, and where no draft is wanted
+    rows: Tensor  # [T]: the null row for padding, and behind the first pass where no draft is wanted
     positions: Tensor  # [T]
     seq_lens: Tensor  # [T]: tokens that end with each
-    draft_rows: Tensor  # [K · S]: where drafts go
+    draft_rows: Tensor  # [K · S]: where drafts go; the null row where none is wanted
     draft_positions: Tensor  # [K · S]
+    begin: int  # where the second pass begins
+    room: int
 
 
 def num_places(size: int, room: int, num_drafts: int, num_again: int) -> tuple[int, int]:
@@ -52,4 +54,5 @@ def chain_places(
     positions[:count] = (last[:size] - (num_again - 1 + first) + again).flatten()
     all_rows[begin:] = own[1:].flatten()
     positions[begin:] = (places[1:] - 1 - first).clamp(min=0).flatten()  # a token's keys stand `first` positions before it
-    return ChainPlaces(all_rows, positions, positions + 1, own[:, :size].flatten(), places[:, :size].flatten())
+    drafts = own[:, :size].flatten(), places[:, :size].flatten()
+    return ChainPlaces(all_rows, positions, positions + 1, *drafts, begin, room)

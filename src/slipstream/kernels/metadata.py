@@ -118,6 +118,15 @@ class SharedPrefixes:
     num_tokens: Tensor  # that the group shares: whole blocks, fewer tokens than any member has
 
 
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """One of several steps that are known at once."""
+
+    all: AttentionMetadata  # the sequences of all, those of the steps at equal distances
+    index: int  # of the step
+    count: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
     """Where this step's tokens are. Tensors are on the model's device, ints on the host.
@@ -128,8 +137,8 @@ class AttentionMetadata:
        `cross` group positions and slots are unused.
     4. `shared`: what decodes share, for layers that look at all tokens. An op may leave it out of account.
     5. `derived`: what ops made of the others (`once`). So these don't change, except in a graph, which makes it anew.
-    6. `of_steps`: (all, i, n): this is the i-th of n steps, whose sequences stand at equal distances in `all`. What ops make of
-       the lengths can be made for all of them at once.
+    6. `of_steps`: what ops make of this step's lengths is made for all of these steps at once. So who changes the lengths
+       leaves it out.
     7. In a captured graph ints are upper bounds, and padded sequences have seq_len 0 and write to slot 0 of the null block.
     """
 
@@ -145,7 +154,7 @@ class AttentionMetadata:
     token_types: Tensor | None = None  # int64 [T], for texts of two parts; None: all tokens have type 0
     text_ends: Tensor | None = None  # int32 [T]: where each token's text ends; None: unknown, or no whole texts
     shared: SharedPrefixes | None = None
-    of_steps: tuple[AttentionMetadata, int, int] | None = None
+    of_steps: Steps | None = None
     groups: tuple[AttentionMetadata, ...] = ()
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -526,15 +526,18 @@ class OpSet(ABC):
         return tokens[rows, positions], positions, slots
 
     def write_tokens(self, tokens: Tensor, rows: Tensor, positions: Tensor, new: Tensor) -> None:
-        """tokens[rows[i], positions[i]] = new[i]: int32 [R, L], int32 or int64 [N] twice, int64 [N]; no place twice."""
+        """tokens[rows[i], positions[i]] = new[i]: int32 [R, L], int32 or int64 [N] twice, int64 [N]. No place comes twice but
+        those of the null row, where any of its tokens may stay."""
         tokens[rows.long(), positions.long()] = new.int()
 
     def chain_places(
         self, tokens: Tensor, kept: Tensor, inputs: Tensor, *, num_drafts: int, size: int, num_again: int, first: int
     ) -> ChainPlaces:
-        """Of a chain of drafts (`ChainPlaces`), whose `inputs` int32 [4, S] are those of `worker.chain_graphs`: rows, positions
-        of the last known tokens, drafts that are wanted, tokens drawn behind the known ones. `kept` int32 [R, C] has the last
-        drafts of the rows of `tokens` int32 [R, L], the last of which is the null row."""
+        """Where a chain of `num_drafts` drafts of `size` sequences computes. `inputs` int32 [4, room], where room is `size` up
+        to a multiple of 4, has of each sequence: its row, the position of its last known token, how many drafts it wants, and
+        how many tokens were drawn behind the known ones. `kept` int32 [R, C]: the last drafts of the rows of `tokens` int32
+        [R, L], the last of which is the null row. The first pass computes `num_again` tokens of each; a token's keys and values
+        stand `first` positions before it."""
         return chain_places(tokens, kept, inputs, num_drafts=num_drafts, size=size, num_again=num_again, first=first)
 
     @abstractmethod
@@ -555,10 +558,10 @@ class OpSet(ABC):
         values, ids = scores.topk(num_top, dim=-1)
         return (chosen - log_z)[:, 0], rank, ids, values - log_z
 
-    def argmax(self, logits: Tensor, ids: Tensor | None = None) -> Tensor:
-        """[S, V] → int64 [S]: the largest of each row, the first of equals. `ids` int64 [V]: what each is called."""
+    def argmax(self, logits: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """[S, V] → int64 [S]: the largest of each row, the first of equals. `token_ids` int64 [V]: the token of each column."""
         best = logits.argmax(-1)
-        return best if ids is None else ids[best]
+        return best if token_ids is None else token_ids[best]
 
     def mask_logits(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         """Write −inf to the logits of tokens that are not allowed. Row `rows[i]` (int64 [M], without duplicates) of logits

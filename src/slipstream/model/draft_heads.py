@@ -253,13 +253,13 @@ class LayeredHead:
             return self._tokens_out.gathered(self.ops, self.ops.linear(hidden, self.head)).float()
         return _like(hidden, self._logits(_floats(hidden)))
 
-    def greedy(self, hidden: Any, place: int = 0, ids: Any = None) -> Any:
-        """[N, E] → int64 [N], the head's own tokens whose logits are largest; with `ids` [its vocabulary] what they are
-        called."""
+    def greedy(self, hidden: Any, place: int = 0, token_ids: Any = None) -> Any:
+        """[N, E] → int64 [N], the head's own tokens whose logits are largest; with `token_ids` [its vocabulary] the model's
+        tokens for them."""
         if self._argmax is None and not isinstance(hidden, np.ndarray):
-            return self._tokens_out.best(self.ops, self.ops.linear(hidden, self.head), ids)
+            return self._tokens_out.best(self.ops, self.ops.linear(hidden, self.head), token_ids)
         own = self._products(hidden).argmax(-1) if self._argmax is None else _like(hidden, self._argmax(_floats(hidden)))
-        return own if ids is None else ids[own]
+        return own if token_ids is None else token_ids[own]
 
     @property
     def token_bytes(self) -> int:
@@ -302,8 +302,8 @@ class MedusaHead:
         y = self._product(x, self.heads[place])
         return y if isinstance(y, np.ndarray) else self._tokens.gathered(self.ops, y).float()
 
-    def greedy(self, hidden: Any, place: int) -> Any:
-        """[N, E] → int64 [N], the tokens whose logits are largest."""
+    def greedy(self, hidden: Any, place: int, token_ids: None = None) -> Any:
+        """[N, E] → int64 [N], the tokens whose logits are largest. Its heads have the model's vocabulary."""
         found = self._products(hidden, place)
         return found.argmax(-1) if isinstance(found, np.ndarray) else self.ops.argmax(found)
 

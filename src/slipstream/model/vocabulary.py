@@ -37,10 +37,10 @@ class Vocabulary:
         part = self.partition
         return logits if part is None or not self.is_shared else ops.all_gather(logits, part.group, self.size)
 
-    def best(self, ops: OpSet, logits: Tensor, ids: Tensor | None = None) -> Tensor:
-        """[N, W] → int64 [N], the tokens of all whose logits are largest. `ids` int64 [V]: what each is called."""
+    def best(self, ops: OpSet, logits: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """[N, W] → int64 [N], the tokens of all whose logits are largest. `token_ids` int64 [V]: the token of each column."""
         part = self.partition
         if part is None or not self.is_shared:
-            return ops.argmax(logits, ids)
+            return ops.argmax(logits, token_ids)
         best = ops.best_of_ranks(logits, part.group, self.size)
-        return best if ids is None else ids[best]
+        return best if token_ids is None else token_ids[best]

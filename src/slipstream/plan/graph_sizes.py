@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Protocol
 
 from slipstream.config import EngineConfig
@@ -27,6 +28,9 @@ launches them in 80; those of Llama-3-8B over two H200s take 63, and are launche
 
 GRAPH_BYTES = 4 * 2**20
 """The driver's own memory for one graph of some three hundred launches: 0 to 4 MiB on an H200 beside activations."""
+
+END_BYTES = 2**18
+"""The same of a step's greedy end, which has some five launches."""
 
 GRAPH_LAYERS = 32
 """A step of so many layers has some three hundred launches."""
@@ -100,6 +104,16 @@ def mixed_sequences(config: EngineConfig, spec: ModelSpec) -> int:
     return max(prompts, min(config.scheduling.max_num_seqs, VERIFIED_PROMPTS) + 1)
 
 
+MOST_SAMPLED = 256
+"""Sampled tokens of the largest graph of a step's end. Logits of more are large, and such steps keep the GPU busy for longer
+than the host."""
+
+
+def end_sizes(decodes: Sequence[int]) -> list[int]:
+    """Numbers of sampled tokens that there are graphs of a step's greedy end for, by the sizes of decode graphs, ascending."""
+    return [n for n in decodes if n <= MOST_SAMPLED]
+
+
 def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> int:
     """Memory to be left for a generator's graphs of every size: hidden states, activations and logits of the largest, and the
     driver's own. With adapters there are graphs of every size for steps with some, too."""
@@ -109,6 +123,7 @@ def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> in
     largest = max(decodes[-1:] + mixed[-1:])
     numbers = largest * spec.hidden_size + activation_numbers(spec, largest, decodes[-1])
     found = numbers * element_bytes + (len(decodes) + len(mixed)) * GRAPH_BYTES
+    found += len(end_sizes(decodes)) * END_BYTES
     return found if config.lora is None else 2 * found
 
 

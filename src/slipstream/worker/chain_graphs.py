@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
-from slipstream.kernels.chains import ChainPlaces, num_places
-from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.kernels.chains import ChainPlaces
+from slipstream.kernels.metadata import AttentionMetadata, Steps
 from slipstream.plan.graph_sizes import CAUGHT_UP, chain_depths, chain_sizes
 from slipstream.types import ScheduledRequest
 from slipstream.worker.graphs import Captured, Graphs
@@ -65,7 +65,7 @@ class ChainGraphs(Graphs):
         self.depths = tuple(depths)
         self.sizes = chain_sizes(max_num_seqs)
         # The drafts of each row's last chain [C + 1, K], which a step overwrites with what it draws.
-        self._kept = torch.zeros(rows.capacity + 1, max(self.depths, default=1), dtype=torch.int32, device=rows.device)
+        self._last_drafts = torch.zeros(rows.capacity + 1, max(self.depths, default=1), dtype=torch.int32, device=rows.device)
 
     @classmethod
     def of(cls, drafter: Passes, rows: RowTable, config: EngineConfig) -> ChainGraphs:
@@ -99,12 +99,12 @@ class ChainGraphs(Graphs):
             self.drafter.num_cold += 1
         self._replay(drafted, [0] * len(drafted), depth)
 
-    def kept_of(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
+    def kept_drafts(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
         """The drafts [N] of the requests' last chains."""
-        width = self._kept.shape[1]
+        width = self._last_drafts.shape[1]
         begins = [self.rows.rows[s.request_id].index * width for s in drafted]
         where = [i for begin, s in zip(begins, drafted, strict=True) for i in range(begin, begin + len(s.drafts))]
-        return self._kept.reshape(-1)[self.rows.upload(np.array(where, np.int64))]
+        return self._last_drafts.reshape(-1)[self.rows.upload(np.array(where, np.int64))]
 
     def run_ahead(self, drafted: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
         """Behind the draw of a step that verifies chains of these requests: propose as many drafts again behind what the step
@@ -181,21 +181,20 @@ class ChainGraphs(Graphs):
         drafter, again, ops = self.drafter, self._num_again(num_drafts), self.rows.ops
         assert ops is not None
         sizes = {"num_drafts": num_drafts, "size": size, "num_again": again, "first": drafter.first}
-        places = ops.chain_places(self.rows.tokens, self._kept, inputs, **sizes)
+        places = ops.chain_places(self.rows.tokens, self._last_drafts, inputs, **sizes)
         token_ids, every = self._inputs(places)
         count = again * size
         tokens, states = drafter.likeliest(token_ids[:count], _some(every, 0, count), None, size)
         found = [tokens]
-        begin, room = num_places(size, inputs.shape[1], num_drafts, again)[0], inputs.shape[1]
-        behind = _some(every, begin, (num_drafts - 1) * room)
+        behind = _some(every, places.begin, (num_drafts - 1) * places.room)
         for i in range(num_drafts - 1):
-            meta = dataclasses.replace(_some(behind, i * room, size), of_steps=(behind, i, num_drafts - 1))
+            meta = dataclasses.replace(_some(behind, i * places.room, size), of_steps=Steps(behind, i, num_drafts - 1))
             tokens, states = drafter.likeliest(tokens, meta, states, size)
             found.append(tokens)
         drafts = torch.stack(found)
         columns = torch.arange(num_drafts, dtype=torch.int32, device=inputs.device)[:, None].expand(-1, size).flatten()
         self.rows.write(places.draft_rows, places.draft_positions, drafts.flatten())
-        self.rows.write_into(self._kept, places.draft_rows, columns, drafts.flatten())
+        self.rows.write_into(self._last_drafts, places.draft_rows, columns, drafts.flatten())
         return drafts.T
 
     def _inputs(self, places: ChainPlaces) -> tuple[Tensor, AttentionMetadata]:

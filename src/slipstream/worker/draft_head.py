@@ -41,7 +41,7 @@ class ChainDrafter(HeadChain):
 
     def likeliest(self, token_ids: Tensor, meta: AttentionMetadata, states: Tensor | None, num: int) -> tuple[Tensor, Tensor]:
         hidden, following = self.passed(token_ids, self.states.read(meta) if states is None else states, meta)
-        return self.head.greedy(hidden[-num:], ids=self.target_ids), following[-num:]
+        return self.head.greedy(hidden[-num:], token_ids=self.target_ids), following[-num:]
 
     def passed(self, token_ids: Tensor, states: Tensor, meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
         hidden, following = self.head.forward(token_ids, states, self.kv, meta)

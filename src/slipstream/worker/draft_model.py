@@ -86,8 +86,6 @@ class DraftModel(Chain):
         assert sampled is not None
         if output.running is not None:
             output.running.synchronize()
-        elif tokens is not None:  # they are written
-            return
         elif sampled.requests:
             hidden = output.sampled_states
             tokens = output.forward.greedy(hidden) if batch.is_greedy else None

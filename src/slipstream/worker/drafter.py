@@ -141,12 +141,12 @@ class Drafter(ABC):
             where.extend(range(first, first + len(s.drafts)))
         return rows.tokens.reshape(-1)[rows.upload(np.array(where, np.int64))]
 
-    def keeps(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:
-        """Whether `kept_of` has their drafts, too."""
+    def has_kept_drafts(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:
+        """Whether their drafts are kept beside their rows, which a step overwrites with what it draws."""
         return False
 
-    def kept_of(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
-        """`tokens_of`, also behind the draw."""
+    def kept_drafts(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
+        """What `tokens_of` gives before the draw, from where they are kept."""
         raise NotImplementedError
 
     def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:  # noqa: B027 (most do not)
@@ -209,12 +209,12 @@ class Chain(Drafter):
         if drafting or all(s.num_tokens > 1 for s in plan.scheduled):  # beside decodes without drafts, prompts get none either
             self._see_prompts(plan, rows)
 
-    def keeps(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:
+    def has_kept_drafts(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:
         return self.graphs is not None and all(len(s.drafts) <= rows.rows[s.request_id].num_kept for s in drafted)
 
-    def kept_of(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
+    def kept_drafts(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
         assert self.graphs is not None
-        return self.graphs.kept_of(drafted)
+        return self.graphs.kept_drafts(drafted)
 
     def see(self, requests: Sequence[ScheduledRequest], rows: RowTable) -> None:
         """Compute the tokens before each request's last one that it has not seen."""

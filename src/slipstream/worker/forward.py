@@ -158,7 +158,7 @@ class Output:
     forward: Forward
     hidden: Tensor | None  # None: there are `tokens` instead
     sampled: SampledRows | None = None  # None: the batch has no plan
-    sample_index: Tensor | None = None  # int64 [N]: the rows of `hidden` that are sampled; None: all
+    sample_index: Tensor | None = None  # int32 or int64 [N]: the rows of `hidden` that are sampled; None: all
     tokens: Tensor | None = None  # int64 [N], if the forward has drawn them itself; written to the rows, unless it is `running`
     running: RunningStep | None = None  # the step, if the CPU's threads still compute it
     states: tuple[Tensor, AttentionMetadata] | None = None  # its states, to be written to the `StateCache` when it is done

@@ -414,19 +414,19 @@ class StepGraphs(Graphs, Forward):
         self._note_wanted((next(n for n in self.sizes if n >= num_tokens), 0))
         table = self.rows.rows
         host = self._idle_decodes(size[0])
-        index, sample_rows, sample_positions, of_tokens, at, ends = host
+        index, sample_rows, sample_positions, of_tokens, at, lens = host
         rows, positions = [table[s.request_id].index for s in scheduled], [s.num_computed_tokens for s in scheduled]
         if num_tokens > len(scheduled):
             lengths = np.array([s.num_tokens for s in scheduled], np.int64)
             of_tokens[:num_tokens], at[:num_tokens], _ = laid_out(np.array(rows), np.array(positions), lengths)
         else:
             of_tokens[:num_tokens], at[:num_tokens] = rows, positions
-        ends[:num_tokens] = at[:num_tokens] + 1
+        lens[:num_tokens] = at[:num_tokens] + 1
         which, samples_all = np.arange(num_tokens), all(s.num_sampled for s in scheduled)
         if not samples_all:
             which = which[np.repeat([s.num_sampled > 0 for s in scheduled], [s.num_tokens for s in scheduled])]
         count = len(which)
-        index[:count], sample_rows[:count], sample_positions[:count] = which, of_tokens[which], ends[which]
+        index[:count], sample_rows[:count], sample_positions[:count] = which, of_tokens[which], lens[which]
         captured = self._captured[size]
         self.platform.upload_into(captured.inputs, host)
         self._before_replay(size, plan)

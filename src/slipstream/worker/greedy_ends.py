@@ -1,8 +1,8 @@
 """The end of a captured step as a graph of its own: output head, likeliest tokens, and their write to the rows.
 
-Launched op by op the end takes the host 0.45 to 0.75 ms on an H200's machine, more than all else of a decode step. What
+Launched op by op the end takes the host 0.45 to 0.75 ms on an H200's machine, half of a decode step's time there. What
 requests want is not known when a step is captured, so the end is no part of its graph. Steps of which some request wants more
-than the likeliest token end op by op.
+than the likeliest token, or that sample more tokens than the largest end has, end op by op. So do those of ranks and stages.
 
 The step's graph copies to `places` which of its hidden states are sampled and where their tokens go. So one end serves all
 steps that sample as many tokens. With fewer it reads the step's padding too, whose tokens go to the null row. So an end may
@@ -17,26 +17,23 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from slipstream.plan.graph_sizes import end_sizes
 from slipstream.platform import Graph
 from slipstream.worker.forward import Forwards
 from slipstream.worker.rows import RowTable
 
 _logger = logging.getLogger("slipstream.engine")
 
-MOST_SAMPLED = 256
-"""Sampled tokens of the largest end. Logits of more are large, and such steps keep the GPU busy for longer than the host."""
-
 Record = Callable[[Callable[[], Tensor]], tuple[Graph, Tensor]]
 """Captures device work into a graph. The work runs once before."""
 
 
 class GreedyEnds:
-    """`hidden` [T, E]: where the steps' graphs leave hidden states. `sizes`: numbers of sampled tokens to have ends for,
-    ascending."""
+    """`hidden` [T, E]: where the steps' graphs leave hidden states. `sizes`: those of decode graphs."""
 
     def __init__(self, forwards: Forwards, rows: RowTable, hidden: Tensor, sizes: Sequence[int], record: Record) -> None:
         self.forwards, self.rows, self._hidden, self._record = forwards, rows, hidden, record
-        self.sizes = [n for n in sizes if n <= MOST_SAMPLED]
+        self.sizes = end_sizes(sizes)
         # Of each sampled token: its row of `hidden`, its row of the table, and its position.
         self.places = torch.zeros(3, max(self.sizes), dtype=torch.int32, device=hidden.device)
         self.places[1] = rows.capacity
@@ -53,10 +50,13 @@ class GreedyEnds:
 
     def run(self, count: int, room: int) -> Tensor | None:
         """Behind the replay of a step's graph that has room for `room` tokens, `count` of which are sampled: draw and write
-        them. Returns the tokens, int64 [N]; None: no end is large enough."""
-        size = next((n for n in self.sizes if n >= count), None)
-        if size is None or size > room or not self.capture(size):
-            return None
+        them, by an end that is captured if one fits. Returns the tokens, int64 [N]; None: no end has the room."""
+        fits = range(count, room + 1)
+        size = min((n for n in self._captured if n in fits), default=None)
+        if size is None:
+            size = next((n for n in self.sizes if n in fits), None)
+            if size is None or not self.capture(size):
+                return None
         graph, tokens = self._captured[size]
         graph.replay()
         return tokens[:count]

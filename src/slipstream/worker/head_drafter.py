@@ -84,14 +84,10 @@ class HeadDrafter(Drafter):
     def _block_arrays(self) -> list[Any]:
         return [*super()._block_arrays(), self.states.kept.reshape(-1, self.block_size, self.hidden_size)]
 
-    def own_tokens(self, tokens: Any) -> Any:
-        """The model's tokens for those of the head's vocabulary."""
-        return tokens if self.target_ids is None else self.target_ids[tokens]
-
     def write(self, hidden: Any, sampled: SampledRows, rows: RowTable, place: int = 0) -> None:
         """Draw a token of each of `sampled`, and put it where it belongs."""
         if rows.is_greedy(sampled.names):
-            tokens = self.own_tokens(self.head.greedy(hidden, place))
+            tokens = self.head.greedy(hidden, place, self.target_ids)
         else:
             logits = self.head.logits(hidden, place)
             if self.target_ids is not None:

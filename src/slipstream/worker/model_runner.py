@@ -297,23 +297,24 @@ class ModelRunner:
             return self._launch_texts(plan)
         batch, num_cold, rows = self.prepare(plan), self._num_cold, self.rows
         assert rows is not None
-        drafts, drafted, kept = None, None, False
-        if self.draft is not None and (drafting := self.draft.write_drafts(plan, rows)):
+        drafts = copied = later = None
+        if self.draft is not None and (drafted := self.draft.write_drafts(plan, rows)):
             # A grammar's mask waits for them, so they are copied to the host while the forward runs. Otherwise the launch of
             # the copy need not keep the GPU waiting for the forward.
-            kept = not batch.has_grammar and self.draft.keeps(drafting, rows)
-            if not kept:
-                drafts, drafted = self.platform.to_host(self.draft.tokens_of(drafting, rows)), self.platform.record()
+            if not batch.has_grammar and self.draft.has_kept_drafts(drafted, rows):
+                later = partial(self.draft.kept_drafts, drafted)
+            else:
+                drafts, copied = self.platform.to_host(self.draft.tokens_of(drafted, rows)), self.platform.record()
         output = self.forwards.run(batch)
-        if self.draft is not None and kept:
-            drafts = self.platform.to_host(self.draft.kept_of(drafting))
+        if later is not None:
+            drafts = self.platform.to_host(later())
         is_cold = self._num_cold > num_cold
         self._follower.after_step()
         if not self.model.spec.has_last:
             return self._passed_on(plan, output)
 
         if batch.has_grammar:
-            return AwaitingMask(plan, self._awaiting(batch, output, drafts, is_cold), drafts, drafted)
+            return AwaitingMask(plan, self._awaiting(batch, output, drafts, is_cold), drafts, copied)
         step = self.sample(batch, output)
         step.drafts, step.is_cold = drafts, is_cold
         if self.draft is not None:

@@ -3,7 +3,7 @@
 Each request has a row for as long as it runs. A row's tokens and block tables live on the device. A step only says which rows
 compute which positions, so that a token sampled in step N feeds step N + 1 without ever visiting the host.
 
-1. Row `capacity` is the null row (token 0, block 0), which padding reads.
+1. Row `capacity` is the null row (block 0), which padding reads and writes. Its tokens may be any.
 2. The host writes a row's tokens once, when it is made. Every later token is written by the sampler on the device. All tables
    lie in one array (`packed_tables.py`), so that what a step changes in them is one upload.
 3. Without a device (`device=None`) there is no torch: NumPy's arrays are in the place of tensors.

@@ -1,7 +1,7 @@
 """Steps of made-up requests before the first real one, so that no request waits for a compiler.
 
-Captured graphs hold a step's layers. Its head and its sampler run after them, with kernels that depend on what is asked for and
-on the number of rows. Triton compiles a kernel anew for one row, for multiples of 16 and for other numbers.
+Captured graphs hold a step's layers, and greedy ends. Other heads and samplers run after them, with kernels that depend on what
+is asked for and on the number of rows. Triton compiles a kernel anew for one row, for multiples of 16 and for other numbers.
 """
 
 from __future__ import annotations

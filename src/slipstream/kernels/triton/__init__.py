@@ -139,6 +139,8 @@ class TritonOps(OpSet):
         return self._linear(x, w)
 
     def linear_added(self, x: Activations, w: Linear, added: Tensor) -> Tensor:
+        if isinstance(x, Tensor) and w.inputs is not None:
+            x = self.quantize(x, w.inputs)  # once, whichever kernel runs
         y = None
         if not self.deterministic and w.sparse is None:
             y = linear.linear_added(x, w, added, self._scratch.get(w.weight.device))

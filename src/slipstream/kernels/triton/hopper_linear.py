@@ -42,8 +42,9 @@ LEAST_ROWS = 2048
 MIDDLE_ROWS, MIDDLE_TOKENS = range(4097, 12_288), 32
 """Up to so many tokens fp8 weights of so many rows are multiplied here. Beyond, whole steps of 48 tokens took 0.18 ms of 3.0
 longer than with `linear.skinny_gemm`, and those of 64 as long."""
-LONG_ROW, ONCE = 8192, range(120, 133)
-"""Bytes of a row, and thread blocks of 64 rows that fill the chip just once."""
+LONG_ROW = 8192
+"""Bytes. The down product of Llama-3-70B over two GPUs, 8,192 rows of 14,336 bytes, is 10 % faster in 128 thread blocks of 64
+rows, which just fill 132 multiprocessors, than in 64 (`step_products_70b`)."""
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.9
 
 
@@ -209,9 +210,10 @@ def skinny_gemm(x: Activations, w: Linear, scratch: Scratch, added: Tensor | Non
 
 
 def _tile(outer: int, row_bytes: int, block_m: int) -> tuple[int, int]:
-    """(BLOCK_N, SPLITS) for a weight of `outer` rows, measured in whole steps of Llama-3-8B (GPU_NOTES.md)."""
-    is_small = block_m == 16
-    if is_small and row_bytes > LONG_ROW and outer // ROWS.value in ONCE:
+    """(BLOCK_N, SPLITS) for a weight of `outer` rows, measured in whole steps of Llama-3-8B, and of 70B over two GPUs
+    (GPU_NOTES.md)."""
+    is_small, processors = block_m == 16, 132
+    if is_small and row_bytes > LONG_ROW and 0.9 * processors <= outer / ROWS.value <= processors:
         return 64, 1
     if outer >= 12_288 or (is_small and outer > 4096):
         return 128, 1

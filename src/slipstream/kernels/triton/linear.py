@@ -92,10 +92,10 @@ def linear(
 
 
 def linear_added(x: Activations, w: Linear, added: Tensor, scratch: Scratch | None) -> Tensor | None:
-    """`OpSet.linear_added` in one kernel, in the place of `added`; None where there is none."""
-    if isinstance(w, ScaledLinear) and _is_skinny(len(x.values if isinstance(x, Quantized) else x), w):
-        return _on_hopper(x if isinstance(x, Quantized) else quantize(x, w.inputs), w, scratch, added)
-    return _on_hopper(x, w, scratch, added) if type(w) is Linear and isinstance(x, Tensor) and len(x) > 1 else None
+    """`OpSet.linear_added` of rows in the weight's format, in one kernel and in the place of `added`; None where `linear` takes
+    another kernel than Hopper's."""
+    is_gemv = isinstance(x, Tensor) and len(x) == 1
+    return None if is_gemv else _on_hopper(x, w, scratch, added)
 
 
 def _on_hopper(x: Activations, w: Linear, scratch: Scratch | None, added: Tensor | None = None) -> Tensor | None:

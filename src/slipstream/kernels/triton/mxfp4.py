@@ -3,7 +3,7 @@
 Weights lie in the order in which the kernel reads them (`pack_mxfp4`), and so that a code becomes a bfloat16 by a shift and a
 mask: its sign, exponent and mantissa bits land on those of the bfloat16, whose exponent is then 126 too small. One
 multiplication by the group's power of two makes up for that. Codes are thus expanded in registers, from which the tensor cores
-take them, once for a tile's pairs; so the tile has as many pairs as an expert has on average, up to 256.
+take them, once for a tile's pairs; so the tile has as many pairs as an expert has on average, up to 144.
 
 The first product of a gated expert takes gate rows and up rows in turns of 8, so that a thread holds both and stores their
 activation."""
@@ -341,7 +341,8 @@ def mxfp4_mlp(
 
 
 def step_tiles(num_pairs: int, num_experts: int, *, small_batch: bool) -> tuple[Tile, Tile]:
-    """Of the first and the second product, by how many pairs an expert has on average (`kernels_cuda_mxfp4.json`)."""
+    """Of the first and the second product, by how many pairs an expert has on average (`kernels_cuda_mxfp4_table`, for many
+    `kernels_cuda_mxfp4_pairs`)."""
     if small_batch:
         return Tile(16, 64, 4, 8), Tile(16, 64, 4, 8, splits=2)
     if num_pairs <= 8 * num_experts:

@@ -78,7 +78,7 @@ def _embed_kernel(ids_ptr, table_ptr, out_ptr, size, scale, SCALED: tl.constexpr
 
 def embed(token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
     """`OpSet.embed`. The table is contiguous."""
-    size = table.shape[1]
+    size, token_ids = table.shape[1], token_ids.contiguous()
     out = torch.empty(len(token_ids), size, dtype=table.dtype, device=table.device)
     block = min(2048, triton.next_power_of_2(size))
     if len(token_ids):
@@ -140,10 +140,12 @@ def chain_places(
     begin, total = num_places(size, room, num_drafts, num_again)
     made = torch.empty(3, -(-total // 4) * 4, dtype=torch.int32, device=tokens.device)
     rows, positions, lens = made[:, :total].unbind(0)
-    draft_rows, draft_positions = torch.empty(2, num_drafts * size, dtype=torch.int32, device=tokens.device).unbind(0)
+    count = num_drafts * size  # each part begins at a multiple of 16 bytes
+    drafts = torch.empty(2, -(-count // 4) * 4, dtype=torch.int32, device=tokens.device)
+    draft_rows, draft_positions = drafts[:, :count].unbind(0)
     _chain_places_kernel[(triton.cdiv(room, TOKENS_PER_PROGRAM),)](
         tokens, kept, inputs, rows, positions, lens, draft_rows, draft_positions,
         room, size, len(tokens) - 1, tokens.stride(0), kept.stride(0), first, begin,
         K=num_drafts, AGAIN=num_again, BLOCK=TOKENS_PER_PROGRAM,
     )  # fmt: skip
-    return ChainPlaces(rows, positions, lens, draft_rows, draft_positions)
+    return ChainPlaces(rows, positions, lens, draft_rows, draft_positions, begin, room)

@@ -28,10 +28,10 @@ def _weights(row_ptr, start, vocab, best, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def _argmax_kernel(
-    logits_ptr, names_ptr, max_ptr, id_ptr, out_ptr, vocab, row_stride, span,
-    SPLITS: tl.constexpr, NAMED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, token_ids_ptr, max_ptr, id_ptr, out_ptr, vocab, row_stride, span,
+    SPLITS: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best of `span` tokens of a row; the row's best if SPLITS is 1. NAMED: token i is called names[i]."""
+    """The best of `span` tokens of a row; the row's best if SPLITS is 1. MAPPED: column i is the token token_ids[i]."""
     if PDL:
         pdl_wait()
     row, split = tl.program_id(0), tl.program_id(1)
@@ -41,7 +41,7 @@ def _argmax_kernel(
     # min: a valid token even if the row is NaN
     best = tl.minimum(tl.min(tl.where(maxima == maximum, ids, 2147483647), 0), vocab - 1)
     if SPLITS == 1:
-        tl.store(out_ptr + row, tl.load(names_ptr + best) if NAMED else best.to(tl.int64))
+        tl.store(out_ptr + row, tl.load(token_ids_ptr + best) if MAPPED else best.to(tl.int64))
     else:
         tl.store(max_ptr + row * SPLITS + split, maximum)
         tl.store(id_ptr + row * SPLITS + split, best)
@@ -49,7 +49,7 @@ def _argmax_kernel(
 
 @triton.jit
 def _argmax_splits_kernel(
-    max_ptr, id_ptr, names_ptr, out_ptr, SPLITS: tl.constexpr, NAMED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    max_ptr, id_ptr, token_ids_ptr, out_ptr, SPLITS: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     if PDL:
         pdl_wait()
@@ -57,7 +57,7 @@ def _argmax_splits_kernel(
     maxima = tl.load(max_ptr + row * SPLITS + at, mask=at < SPLITS, other=float("-inf"))
     ids = tl.load(id_ptr + row * SPLITS + at, mask=at < SPLITS, other=2147483647)
     best = tl.min(tl.where(maxima == tl.max(maxima, 0), ids, 2147483647), 0)
-    tl.store(out_ptr + row, tl.load(names_ptr + best) if NAMED else best.to(tl.int64))
+    tl.store(out_ptr + row, tl.load(token_ids_ptr + best) if MAPPED else best.to(tl.int64))
 
 
 @triton.jit
@@ -77,7 +77,7 @@ SPLIT_ROWS = 64
 """Up to so many rows, a row's tokens are split over several thread blocks, to fill the chip."""
 
 
-def argmax(logits: Tensor, ids: Tensor | None = None, *, block: int = 4096) -> Tensor:
+def argmax(logits: Tensor, token_ids: Tensor | None = None, *, block: int = 4096) -> Tensor:
     """`OpSet.argmax`"""
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -89,14 +89,14 @@ def argmax(logits: Tensor, ids: Tensor | None = None, *, block: int = 4096) -> T
     maxima, best = (out, out) if num_splits == 1 else (
         torch.empty(num_rows, num_splits, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32)
     )
-    names = out if ids is None else ids
-    options = dict(SPLITS=num_splits, NAMED=ids is not None, **pdl_options(logits))
+    mapped = out if token_ids is None else token_ids
+    options = dict(SPLITS=num_splits, MAPPED=token_ids is not None, **pdl_options(logits))
     _argmax_kernel[(num_rows, num_splits)](
-        logits, names, maxima, best, out, vocab, logits.stride(0), span, BLOCK=block, num_warps=8, **options
+        logits, mapped, maxima, best, out, vocab, logits.stride(0), span, BLOCK=block, num_warps=8, **options
     )
     if num_splits > 1:
         _argmax_splits_kernel[(num_rows,)](
-            maxima, best, names, out, BLOCK=triton.next_power_of_2(num_splits), num_warps=1, **options
+            maxima, best, mapped, out, BLOCK=triton.next_power_of_2(num_splits), num_warps=1, **options
         )
     return out
 

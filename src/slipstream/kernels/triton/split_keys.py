@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.kernels.metadata import AttentionMetadata, Steps
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
 MAX_SPLITS, CTAS_PER_SM = 64, 4
@@ -63,21 +63,22 @@ class DecodeParts:
         splits = 0
         if meta.num_decodes <= FEW_SEQUENCES:
             splits = num_splits(meta.num_decodes * programs_each, meta.max_seq_len, block_n, num_processors)
-        numbers = (meta.num_decodes, window, programs_each, block_n, num_extra, splits)
-        every, i, count = meta.of_steps or (meta, 0, 1)
-        return every.once((cls, *numbers), lambda: cls.find(every.seq_lens, *numbers, num_steps=count))[i]
+        sizes = dict(programs_each=programs_each, block_n=block_n, num_extra=num_extra, splits=splits)
+        steps = meta.of_steps or Steps(meta, 0, 1)
+        lens, sizes["num_seqs"], sizes["num_steps"] = steps.all.seq_lens, meta.num_decodes, steps.count
+        return steps.all.once((cls, window, *sizes.values()), lambda: cls.find(lens, window=window, **sizes))[steps.index]
 
     @classmethod
     def find(
         cls,
         lens: Tensor,
+        *,
         num_seqs: int,
         window: int | None,
         programs_each: int,
         block_n: int,
         num_extra: int,
         splits: int,
-        *,
         num_steps: int = 1,
     ) -> list[DecodeParts]:
         """Of each of `num_steps` steps, which stand at equal distances in `lens` and have `num_seqs` decodes each. Without
@@ -88,13 +89,15 @@ class DecodeParts:
         else:
             num_slots = num_extra = min(num_extra, num_seqs * (MAX_PARTS - 1))
         parts = lens.new_empty(num_steps, num_seqs + num_extra, 8)
-        arrived = lens.new_empty(num_steps, num_slots, programs_each)
+        # a step's counters begin at a multiple of 16 bytes
+        arrived = lens.new_empty(num_steps, -(-num_slots * programs_each // 4) * 4)
         _find_parts_kernel[(num_steps,)](
-            lens, parts, arrived, num_seqs, window or 0, num_extra, arrived[0].numel(), splits, len(lens) // num_steps,
+            lens, parts, arrived, num_seqs, window or 0, num_extra, num_slots * programs_each, splits, len(lens) // num_steps,
             BLOCK=128 if num_seqs <= 128 else max(1024, triton.next_power_of_2(num_seqs)),
             BLOCK_N=block_n, MAX=MAX_PARTS, LEAST=LEAST_KEYS, HAS_WINDOW=window is not None,
         )  # fmt: skip
-        return [cls(p, a, splits) for p, a in zip(parts, arrived, strict=True)]
+        counters = arrived[:, : num_slots * programs_each].unflatten(1, (num_slots, programs_each))
+        return [cls(p, a, splits) for p, a in zip(parts, counters, strict=True)]
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "num_extra", "num_arrived", "splits", "distance"])
@@ -107,7 +110,7 @@ def _find_parts_kernel(
     step = tl.program_id(0)
     lens_ptr += step * distance
     parts_ptr += step * (num_seqs + num_extra) * 8
-    arrived_ptr += step * num_arrived
+    arrived_ptr += step * tl.cdiv(num_arrived, 4) * 4
     seqs = tl.arange(0, BLOCK)
     live = seqs < num_seqs
     lens = tl.load(lens_ptr + seqs, mask=live, other=0)
