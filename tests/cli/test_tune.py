@@ -86,3 +86,4 @@ def test_the_server_says_which_table_it_took():
     banner = dict(url="u", models=("m",), start_s=1.0, device="NVIDIA Test", dtype="bfloat16", ledger=ledger, api_servers=1)
     assert "bfloat16, tile table 0123 (4 tiles): weights" in str(Banner(**banner, tiles="0123 (4 tiles)"))
     assert "bfloat16: weights" in str(Banner(**banner, tiles=""))
+    assert "bfloat16, 2 ranks, of which the first has: weights" in str(Banner(**banner, tiles="", num_ranks=2))

@@ -163,6 +163,16 @@ def test_ends_and_begins_by_the_files_flags(tmp_path):
     assert tokenizer.apply_chat_template([]) == "</s>"
 
 
+def test_a_template_beside_a_file(tmp_path):
+    """Where the folder has no other model."""
+    path = write_gguf(tmp_path / "x.gguf", GOLDEN["byte_level"] | {"pre": "gpt-2", "tokenizer.chat_template": "of the file"})
+    (tmp_path / "chat_template.jinja").write_text("of the folder")
+    for place in (path, tmp_path):
+        assert Tokenizer.from_pretrained(place).apply_chat_template([]) == "of the folder"
+    (tmp_path / "y.gguf").write_bytes(path.read_bytes())
+    assert Tokenizer.from_pretrained(path).apply_chat_template([]) == "of the file"
+
+
 @pytest.mark.parametrize(
     ("change", "error", "named"),
     [

@@ -148,6 +148,9 @@ def test_the_bound_holds_and_the_least_recently_used_go(tmp_path):
     assert smaller.num_bytes <= smaller.limit_bytes
     with pytest.raises(ConfigError, match="kv_disk_bytes"):
         tier(tmp_path, limit=SIZE)
+    with pytest.raises(ConfigError, match=r"kv_disk_bytes=1125899906842624000 is more than the disk of .* has"):
+        tier(tmp_path / "new", 1000 * 2**50)
+    assert content(tier(tmp_path / "new"), 1) is None  # nothing stays locked
 
 
 def test_two_engines_share_a_folder(tmp_path, monkeypatch):

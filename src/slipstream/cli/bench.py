@@ -111,6 +111,8 @@ def run_latency(args: argparse.Namespace) -> int:
         print_table(
             f"{args.model}, {args.input_len} in, {args.output_len} out, {args.repeat} runs, medians", columns, cells
         )
+        print("decode counts from a request's first token. Where the batch's prompts take several steps, it holds the later of")
+        print("these; --max-num-batched-tokens of all prompts together makes them one")
         print_definitions()
     deliver(args, result)
     return 0

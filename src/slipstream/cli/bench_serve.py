@@ -272,6 +272,11 @@ class _Bench:
             if not args.json:
                 print_summary(f"{target.name}, {workload.name} × {len(workload.requests)}, {args.arrivals}", summary)
                 print_energy(target.energies.get(id(summary)))
+                if summary.cached_tokens and args.workload != "shared-prefix":
+                    print(
+                        "cached tokens: a server still had prompts like these, as of an earlier run with the same --seed; give "
+                        "another, or compare no times to the first token"
+                    )
             _warn(load)
         if len(targets) > 1 and not args.json:
             ours, theirs = (target.median()[0] for target in targets)

@@ -332,6 +332,7 @@ class Banner:
     dtype: str
     tiles: str
     ledger: MemoryLedger
+    num_ranks: int = 1
 
     @classmethod
     def of(
@@ -346,15 +347,17 @@ class Banner:
             dtype=engine.config.model.dtype,
             tiles=engine.tiles,
             ledger=engine.ledger,
+            num_ranks=engine.config.parallel.num_ranks,
         )
 
     def __str__(self) -> str:
         ledger, tiles = self.ledger, f", tile table {self.tiles}" if self.tiles else ""
         front_ends = f", {self.api_servers} front ends" if self.api_servers > 1 else ""
+        ranks = f", {self.num_ranks} ranks, of which the first has" if self.num_ranks > 1 else ""
         return (
             f"Slipstream serves {', '.join(self.models)} at {self.url} (started in {self.start_s:.1f} s{front_ends})\n"
-            f"{self.device}, {self.dtype}{tiles}: weights {_size(ledger.weights_bytes)}, KV cache {_size(ledger.kv_bytes)} for "
-            + ledger.describe_capacity()
+            f"{self.device}, {self.dtype}{tiles}{ranks}: weights {_size(ledger.weights_bytes)}, "
+            f"KV cache {_size(ledger.kv_bytes)} for {ledger.describe_capacity()}"
             + (f"\nproducts: {ledger.describe_forms()}" if ledger.forms else "")
         )
 

@@ -154,6 +154,9 @@ def _read(file: GGUFFile) -> TokenizerParts:
     templates = {"default": fields.metadata.get("tokenizer.chat_template")}
     for name in fields.metadata.get("tokenizer.chat_templates", ()):
         templates[name] = fields.metadata.get(f"tokenizer.chat_template.{name}")
+    own = path.with_name("chat_template.jinja")
+    if own.is_file() and len(list(path.parent.glob("*.gguf"))) == 1:  # beside one of several files it would be anyone's
+        templates = {"default": own.read_text(encoding="utf-8")}
     return TokenizerParts(backend, special, {k: v for k, v in templates.items() if isinstance(v, str)})
 
 

@@ -22,6 +22,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import stat
 import struct
 import threading
@@ -79,6 +80,12 @@ class DiskTier:
             raise ConfigError(
                 f"kv_disk_path: {path} can't be written ({error.strerror}); name a folder that can", field="kv_disk_path"
             ) from error
+        if limit_bytes > (size := shutil.disk_usage(path).total):
+            os.close(self._lock_file)
+            raise ConfigError(
+                f"kv_disk_bytes={limit_bytes} is more than the disk of {path} has, {size} bytes; lower it",
+                field="kv_disk_bytes",
+            )
         self._look()
         if not self.is_writer:
             _logger.warning("another engine writes blocks to %s; this one reads them, and takes over when it ends", path)
