@@ -145,6 +145,9 @@ def test_an_end_is_no_larger_than_its_step(tmp_path):
         assert ends.run(5, 6) is None  # 8 are more than the step has
         assert ends.run(17, 64) is None
         assert ends.run(5, 8).shape == (5,)
+        assert ends.run(5, 6) is None  # though it is captured now
+        assert ends.run(2, 64).shape == (2,)  # by the end of 4
+        assert ends.num_captured == 2
         assert (runner.rows.tokens[:-1] >= 0).nonzero().tolist() == [[i, i + 5] for i in range(8)]
 
         def none(work):
