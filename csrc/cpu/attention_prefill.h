@@ -19,6 +19,8 @@ static inline void words_of(const AttentionArgs& a, int64_t d, const uint8_t* ro
     float x[count];
     if (first + count <= d && a.cache == CACHE_I8)
         for (int64_t i = 0; i < count; i += 16) store(x + i, load_i8((const int8_t*)row + first + i));
+    else if (first + count <= d && a.cache == CACHE_BF16)
+        for (int64_t i = 0; i < count; i += 16) store(x + i, load_bf16((const uint16_t*)row + first + i));
     else
         for (int64_t i = 0; i < count; i++) x[i] = first + i < d ? scalar_kv(a.cache, row, first + i) : 0.0f;
     if (PAIRS)

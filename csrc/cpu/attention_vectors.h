@@ -4,34 +4,38 @@
 
 namespace ISA {
 
+// Unrolled, so that a tile's accumulators are registers.
+#define ROWS_OF_TILE _Pragma("GCC unroll 6") for (int r = 0; r < R; r++)
+#define VECTORS _Pragma("GCC unroll 4") for (int v = 0; v < NV; v++)
+
 // out[r][0 … NV · 16) (+)= Σ_i x[r][i] · m[i][…], for R rows. With PAIRS i counts pairs.
 template <bool PAIRS, int R, int NV>
 static inline void small_product(const float* x, int64_t x_stride, const float* m, int64_t m_stride, int64_t steps,
                                  const float* scales, float* out, int64_t out_stride) {
     F acc[R][NV];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < NV; v++) acc[r][v] = scales ? load(out + r * out_stride + 16 * v) * set1(scales[r]) : zero();
+    ROWS_OF_TILE VECTORS acc[r][v] = scales ? load(out + r * out_stride + 16 * v) * set1(scales[r]) : zero();
     for (int64_t i = 0; i < steps; i++) {
         if (PAIRS) {
             B w[NV];
-            for (int v = 0; v < NV; v++) w[v] = load_b((const uint8_t*)(m + i * m_stride + 16 * v));
-            for (int r = 0; r < R; r++) {
+            VECTORS w[v] = load_b((const uint8_t*)(m + i * m_stride + 16 * v));
+            ROWS_OF_TILE {
                 uint32_t pair;
                 memcpy(&pair, x + r * x_stride + i, 4);
-                for (int v = 0; v < NV; v++) acc[r][v] = dot_bf16(acc[r][v], w[v], pair);
+                VECTORS acc[r][v] = dot_bf16(acc[r][v], w[v], pair);
             }
         } else {
             F w[NV];
-            for (int v = 0; v < NV; v++) w[v] = load(m + i * m_stride + 16 * v);
-            for (int r = 0; r < R; r++) {
+            VECTORS w[v] = load(m + i * m_stride + 16 * v);
+            ROWS_OF_TILE {
                 const F s = set1(x[r * x_stride + i]);
-                for (int v = 0; v < NV; v++) acc[r][v] = fma(s, w[v], acc[r][v]);
+                VECTORS acc[r][v] = fma(s, w[v], acc[r][v]);
             }
         }
     }
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < NV; v++) store(out + r * out_stride + 16 * v, acc[r][v]);
+    ROWS_OF_TILE VECTORS store(out + r * out_stride + 16 * v, acc[r][v]);
 }
+#undef ROWS_OF_TILE
+#undef VECTORS
 
 template <bool PAIRS, int R>
 static inline void product_rows(const float* x, int64_t xs, const float* m, int64_t ms, int64_t steps, const float* scales,
@@ -47,7 +51,7 @@ static inline void product_rows(const float* x, int64_t xs, const float* m, int6
 template <bool IN_PAIRS>
 struct ByVectors {
     static constexpr bool PAIRS = IN_PAIRS;
-    static constexpr int64_t ROWS = kFullTiles ? 6 : 2;
+    static constexpr int64_t ROWS = kFullTiles ? 6 : 3;
 
     // scores [rows][64] = q [rows][dims] · keys, of the first `seen` keys at least
     static inline void score(const float* q, int64_t dims, const float* keys, float* scores, int64_t rows, int64_t seen) {

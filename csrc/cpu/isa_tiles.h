@@ -19,7 +19,7 @@ static float multiply_tiles(const uint8_t* data, int64_t rounds) {
 }
 
 // Whole numbers are multiplied as bfloat16, where there are many tokens.
-static bool of_tiles(int32_t what) { return what == CEILING_BF16 || what == CEILING_INT8; }
+static bool of_tiles(int32_t what) { return what == CEILING_BF16 || what == CEILING_INT8 || what == CEILING_INT6; }
 
 static float ceiling(int32_t what, const uint8_t* data, int64_t bytes, int64_t rounds) {
     return of_tiles(what) ? multiply_tiles(data, rounds) : BASE()->ceiling(what, data, bytes, rounds);

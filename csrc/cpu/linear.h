@@ -33,9 +33,18 @@ static inline void put(const LinearArgs& a, F (&acc)[MR][NP], int64_t panel, flo
 template <int KIND>
 static inline I before(const QGroup& q, int half) {
     constexpr int shift = code_from(KIND) == 16 ? 3 : code_from(KIND) == 8 ? 4 : 0;
-    if (code_from(KIND) == 0) return izero();
+    if (code_from(KIND) == 0 || (kSigned8 && code_bits(KIND) == 8)) return izero();
     if (KIND == KIND_MX) return iset1((q.minus128 >> 7) * code_from(KIND));
     return iset1(by_halves(KIND) ? -code_from(KIND) * q.halves[half] : q.minus128 >> shift);
+}
+
+// So many times four inputs may be added in 16-bit words, two to a word: a power of two, since it ends with a group's halves.
+template <int KIND>
+constexpr int safe_words() {
+    constexpr int bits = code_bits(KIND) < 8 ? code_bits(KIND) : 7;
+    constexpr int largest = KIND == KIND_MX ? 24 : (1 << bits) - 1, most = 32767 / (2 * 127 * largest);
+    constexpr int whole = by_halves(KIND) ? 4 : 8;
+    return most >= whole ? whole : most >= 4 ? 4 : 2;
 }
 
 template <int KIND>
@@ -74,17 +83,23 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, b
         } else if (ahead) {
             PANELS ask_for_next<KIND, NP>(at, g, codes[p], scales[p], mins[p]);
         }
-        I dot[MR][NP];
-#define BEGIN(half) TOKENS PANELS dot[t][p] = before<KIND>(q[t][g], half);
-#define MULTIPLY(T)                                                                                     \
+        I dot[MR][NP], words[MR][NP];
+        constexpr bool by_words = kWords && code_bits(KIND) < 8;
+#define BEGIN(half) TOKENS PANELS dot[t][p] = before<KIND>(q[t][g], half), words[t][p] = izero();
+#define MULTIPLY(T, count)                                                                              \
     {                                                                                                   \
         B w[NP];                                                                                        \
         PANELS w[p] = codes_of<KIND, T>(codes[p] + g * group_bytes, kept[p]);                           \
         if (unfolds) PANELS store_b(unfolded + (p * at.groups * 8 + g * 8 + T) * 64, w[p]);             \
         TOKENS {                                                                                        \
             const int32_t four = load4(x[t] + g * GROUP + 4 * T);                                       \
-            PANELS dot[t][p] = code_bits(KIND) == 8 ? dot8(dot[t][p], w[p], four) : dot6(dot[t][p], w[p], four); \
+            PANELS {                                                                                    \
+                if constexpr (by_words) words[t][p] = add_words(words[t][p], w[p], four);               \
+                else dot[t][p] = code_bits(KIND) == 8 ? dot8(dot[t][p], w[p], four) : dot6(dot[t][p], w[p], four); \
+            }                                                                                           \
         }                                                                                               \
+        if constexpr (by_words && (count) % safe_words<KIND>() == 0)                                    \
+            TOKENS PANELS dot[t][p] = add_joined(dot[t][p], words[t][p]), words[t][p] = izero();        \
     }
 #define JOIN(half)                                                                                      \
     PANELS {                                                                                            \
@@ -101,14 +116,14 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, b
     }
         BEGIN(0)
         if (by_halves(KIND)) {
-            MULTIPLY(0) MULTIPLY(1) MULTIPLY(2) MULTIPLY(3)
+            MULTIPLY(0, 1) MULTIPLY(1, 2) MULTIPLY(2, 3) MULTIPLY(3, 4)
             JOIN(0)
             BEGIN(1)
-            MULTIPLY(4) MULTIPLY(5) MULTIPLY(6) MULTIPLY(7)
+            MULTIPLY(4, 1) MULTIPLY(5, 2) MULTIPLY(6, 3) MULTIPLY(7, 4)
         } else if (code_bits(KIND) == 8) {
-            MULTIPLY(0) MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4) MULTIPLY(5) MULTIPLY(6) MULTIPLY(7)
+            MULTIPLY(0, 1) MULTIPLY(1, 2) MULTIPLY(2, 3) MULTIPLY(3, 4) MULTIPLY(4, 5) MULTIPLY(5, 6) MULTIPLY(6, 7) MULTIPLY(7, 8)
         } else {  // the codes that share bytes are computed together
-            MULTIPLY(0) MULTIPLY(4) MULTIPLY(1) MULTIPLY(5) MULTIPLY(2) MULTIPLY(6) MULTIPLY(3) MULTIPLY(7)
+            MULTIPLY(0, 1) MULTIPLY(4, 2) MULTIPLY(1, 3) MULTIPLY(5, 4) MULTIPLY(2, 5) MULTIPLY(6, 6) MULTIPLY(3, 7) MULTIPLY(7, 8)
         }
         JOIN(1)
 #undef BEGIN

@@ -139,26 +139,37 @@ static inline B with_bits(B x, B y, uint8_t mask) {
     return {_mm256_or_si256(x.a, _mm256_and_si256(a, m)), _mm256_or_si256(x.b, _mm256_and_si256(b, m))};
 }
 #if defined(__AVXVNNI__)
+constexpr bool kWords = false, kSigned8 = false;
 static inline I dot8(I s, B w, int32_t x) {
     const __m256i v = _mm256_set1_epi32(x);
     return {_mm256_dpbusd_avx_epi32(s.a, w.a, v), _mm256_dpbusd_avx_epi32(s.b, w.b, v)};
 }
 static inline I dot6(I s, B w, int32_t x) { return dot8(s, w, x); }
 #else
-static inline __m256i dot8_half(__m256i s, __m256i w, __m256i v) {  // even and odd bytes separately, since maddubs would saturate
-    const __m256i low = _mm256_set1_epi16(255);
-    __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, low), _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8));
-    __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(v, 8));
-    return _mm256_add_epi32(s, _mm256_add_epi32(even, odd));
+constexpr bool kWords = true, kSigned8 = true;
+// maddubs adds two products of an unsigned and a signed byte in 16 bits. Of codes below 64 the sums of several inputs fit into such
+// words; `add_joined` adds up each row's two.
+static inline I add_words(I words, B w, int32_t x) {
+    const __m256i v = _mm256_set1_epi32(x);
+    I sum = {_mm256_add_epi16(words.a, _mm256_maddubs_epi16(w.a, v)), _mm256_add_epi16(words.b, _mm256_maddubs_epi16(w.b, v))};
+    __asm__("" : "+x"(sum.a), "+x"(sum.b));  // or the compiler computes all products first, and keeps them on the stack
+    return sum;
+}
+static inline I add_joined(I s, I words) {
+    const __m256i one = _mm256_set1_epi16(1);
+    I all = {_mm256_add_epi32(s.a, _mm256_madd_epi16(words.a, one)), _mm256_add_epi32(s.b, _mm256_madd_epi16(words.b, one))};
+    __asm__("" : "+x"(all.a), "+x"(all.b));
+    return all;
+}
+static inline I dot6(I s, B w, int32_t x) { return add_joined(s, add_words({_mm256_setzero_si256(), _mm256_setzero_si256()}, w, x)); }
+// Of 8 bits the code less 128: its magnitude times the input with its sign. Two such products are at most 2 · 128 · 127.
+static inline __m256i signed_words(__m256i w, __m256i v) {
+    const __m256i number = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(number), _mm256_sign_epi8(v, number));
 }
 static inline I dot8(I s, B w, int32_t x) {
     const __m256i v = _mm256_set1_epi32(x);
-    return {dot8_half(s.a, w.a, v), dot8_half(s.b, w.b, v)};
-}
-static inline I dot6(I s, B w, int32_t x) {
-    const __m256i v = _mm256_set1_epi32(x), one = _mm256_set1_epi16(1);
-    return {_mm256_add_epi32(s.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, v), one)),
-            _mm256_add_epi32(s.b, _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, v), one))};
+    return add_joined(s, {signed_words(w.a, v), signed_words(w.b, v)});
 }
 #endif
 static inline __m256 pairs_half(__m256 s, __m256i w, __m256i x) {

@@ -13,6 +13,7 @@ struct F { __m512 v; };
 struct I { __m512i v; };
 struct B { __m512i v; };
 constexpr bool kFullTiles = true;  // 32 registers: tiles of 24 accumulators
+constexpr bool kWords = false, kSigned8 = false;  // products by way of 16-bit words; dot8 takes codes less 128 (vec_avx2.h)
 
 static inline F zero() { return {_mm512_setzero_ps()}; }
 static inline F set1(float x) { return {_mm512_set1_ps(x)}; }

@@ -124,18 +124,19 @@ static inline I dot6(I s, B w, int32_t x) {  // bytes below 64 are the same sign
     const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(x));
     return {dot_signed(s.a, w.a, v), dot_signed(s.b, w.b, v), dot_signed(s.c, w.c, v), dot_signed(s.d, w.d, v)};
 }
+constexpr bool kWords = false;  // see vec_avx2.h
 #if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool kSigned8 = false;
 static inline I dot8(I s, B w, int32_t x) {
     const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(x));
     return {vusdotq_s32(s.a, w.a, v), vusdotq_s32(s.b, w.b, v), vusdotq_s32(s.c, w.c, v), vusdotq_s32(s.d, w.d, v)};
 }
 #else
-static inline I dot8(I s, B w, int32_t x) {  // w = (w − 128) + 128, and the first is a signed byte
+constexpr bool kSigned8 = true;
+static inline I dot8(I s, B w, int32_t x) {
     const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(x));
-    const int32x4_t rest = vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(-128), v);
     const B half = bset1(128), y = EACH2(veorq_u8, w, half);
-    return {vsubq_s32(dot_signed(s.a, y.a, v), rest), vsubq_s32(dot_signed(s.b, y.b, v), rest),
-            vsubq_s32(dot_signed(s.c, y.c, v), rest), vsubq_s32(dot_signed(s.d, y.d, v), rest)};
+    return {dot_signed(s.a, y.a, v), dot_signed(s.b, y.b, v), dot_signed(s.c, y.c, v), dot_signed(s.d, y.d, v)};
 }
 #endif
 

@@ -12,6 +12,7 @@ struct F { float v[16]; };
 struct I { int32_t v[16]; };
 struct B { uint8_t v[64]; };
 constexpr bool kFullTiles = false;
+constexpr bool kWords = false, kSigned8 = false;
 constexpr bool kHasBf16 = false;
 
 static inline F set1(float x) { F r; EACH r.v[i] = x; return r; }

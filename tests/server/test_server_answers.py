@@ -57,6 +57,8 @@ def test_guessed_tokens_are_counted(client, shared, monkeypatch):
     monkeypatch.setattr(shared.engine, "_delta", delta)
     details = client.completions.create(model="fake", prompt="abc", max_tokens=5, n=2).usage.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (10, 20)
+    details = client.responses.create(model="fake", input="abc", max_output_tokens=5).usage.output_tokens_details
+    assert (details.reasoning_tokens, details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 5, 10)
     stats = EngineStats(spec_num_drafts=4, spec_draft_tokens=9, spec_accepted_tokens=3, spec_accepted_by_position=(2, 1))
     text = Metrics("m").render(stats).decode()
     for name, count in (("num_drafts", 4), ("num_draft_tokens", 9), ("num_accepted_tokens", 3)):

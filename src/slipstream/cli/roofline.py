@@ -61,7 +61,7 @@ def _show(model: str, found: Roofline) -> None:
         f"ceilings of {threads}, {found.kernels}",
         [
             ("read", f"{c.read / 1e9:.1f} GB/s"),
-            *((name, f"{getattr(c, name) / 1e9:,.0f} G operations/s") for name in ("int8", "bfloat16", "float32")),
+            *((name, f"{getattr(c, name) / 1e9:,.0f} G operations/s") for name in ("int6", "int8", "bfloat16", "float32")),
         ],
     )
     for step in found.steps:

@@ -43,14 +43,14 @@ _logger = logging.getLogger(__name__)
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-ABI = 25
+ABI = 26
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32, MX, Q2K, Q3K = range(18)
 """Kinds of weights: csrc/cpu/formats.h."""
 
-CEILINGS = ("read", "int8", "bfloat16", "float32")
-"""The work of `add_ceiling`: csrc/cpu/formats.h."""
+CEILINGS = ("read", "int8", "bfloat16", "float32", "int6")
+"""The work of `add_ceiling`: csrc/cpu/formats.h. int6: codes of up to 6 bits, whose products are faster on some processors."""
 
 ROWS_F32, ROWS_BF16 = -1, -2
 """Tables that only `embed` reads, in torch's layout."""

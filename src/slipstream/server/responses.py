@@ -171,11 +171,12 @@ class ResponseAnswer(BlockAnswer):
 
     def response_usage(self) -> dict[str, Any]:
         usage = self.usage()
+        guessed = usage.get("completion_tokens_details", {})  # of speculation; OpenAI's own API has no place for it here
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens, **guessed},
             "total_tokens": usage["total_tokens"],
         }
 

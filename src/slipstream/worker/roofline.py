@@ -30,7 +30,7 @@ from slipstream.worker.model_runner import ModelRunner
 
 READ_BYTES = 256 * 2**20
 """More than the last cache level holds."""
-MULTIPLY_ROUNDS = 100_000
+MULTIPLY_ROUNDS = 12_500
 REPEATS = 7
 CEILING_SECONDS = 0.3
 
@@ -38,9 +38,10 @@ CEILING_SECONDS = 0.3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
     """The rates of all threads together: bytes a second, and operations a second by type. A multiplication with its
-    addition is two operations."""
+    addition is two operations. int6: weights of up to 6 bits times inputs of 8; int8: of 8 bits."""
 
     read: float
+    int6: float
     int8: float
     bfloat16: float
     float32: float
@@ -48,7 +49,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorShare:
-    """A step's operators of one kind and size together. `floor_s` and `bound` (read, int8, bfloat16, float32) are None
+    """A step's operators of one kind and size together. `floor_s` and `bound` (read, int6, int8, bfloat16, float32) are None
     where there is no floor."""
 
     operator: str
@@ -196,7 +197,8 @@ def _of_operator(op: Operator, num_tokens: int) -> tuple[str, str | None, int, i
 
 
 def _type(w: Packed | PackedExperts) -> str:
-    return {native.F32: "float32", native.BF16: "bfloat16"}.get(w.kind, "int8")
+    whole = "int8" if w.kind in (native.I8, native.S8, native.Q8) else "int6"
+    return {native.F32: "float32", native.BF16: "bfloat16"}.get(w.kind, whole)
 
 
 def _of_attention(
