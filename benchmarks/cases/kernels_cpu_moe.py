@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             multiplied = 2 * num_tokens * spec.num_experts_per_token * sum(p.rows * p.inner for p in products)
             for form, (ops, weights) in held.items():
                 num_bytes = sum(n for w in weights for _, n in ops.forms_of(w)) * common.median(reached) / spec.num_experts
-                rate = ceilings.bfloat16 if form in ("torch", "bfloat16") else ceilings.int8
+                rate = {"int8": ceilings.int8, "int4": ceilings.int6, "mxfp4": ceilings.int6}.get(form, ceilings.bfloat16)
                 floor = max(num_bytes / ceilings.read, multiplied / rate)
                 row: dict[str, Any] = {"model": name, "experts": spec.num_experts, "tokens": num_tokens, "form": form}
                 row |= {"ms": 1e3 * median[form], "share_of_floor": floor / median[form], "mb": num_bytes / 1e6}

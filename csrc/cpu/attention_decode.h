@@ -214,7 +214,7 @@ static inline void decode_tile(const AttentionArgs& a, const KeyTile& t, int64_t
     float scales[NH];
     for (int h = 0; h < NH; h++) scales[h] = soften(a, scores + h * KT, t.key, t.n, t.position, head + h, running + h);
     if (is_rounded<CACHE>(dim)) return decode_mix_rounded<Rounded<CACHE>, NH>(a, t, scores, scales, mixed);
-    constexpr int NV = kFullTiles ? 4 : NH == 1 ? 4 : NH == 4 ? 1 : 2;  // whose sums are registers
+    constexpr int NV = kFullTiles ? 4 : NH == 1 ? 4 : NH == 4 ? 1 : 2;  // whose sums fit into registers
     int64_t d = 0;
     for (; d + 16 * NV <= dim; d += 16 * NV) decode_mix<CACHE, NH, NV>(a, t, scores, scales, d, mixed);
     for (; d < dim; d += 16) decode_mix<CACHE, NH, 1>(a, t, scores, scales, d, mixed);

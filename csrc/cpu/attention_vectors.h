@@ -51,7 +51,7 @@ static inline void product_rows(const float* x, int64_t xs, const float* m, int6
 template <bool IN_PAIRS>
 struct ByVectors {
     static constexpr bool PAIRS = IN_PAIRS;
-    static constexpr int64_t ROWS = kFullTiles ? 6 : 3;
+    static constexpr int64_t ROWS = kFullTiles ? 6 : kMemoryOperands ? 3 : 2;  // with their sums in registers
 
     // scores [rows][64] = q [rows][dims] · keys, of the first `seen` keys at least
     static inline void score(const float* q, int64_t dims, const float* keys, float* scores, int64_t rows, int64_t seen) {

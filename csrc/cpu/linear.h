@@ -29,7 +29,8 @@ static inline void put(const LinearArgs& a, F (&acc)[MR][NP], int64_t panel, flo
     }
 }
 
-// The initial value of a group's dot products, or of one half's where 16 inputs share a scale.
+// The initial value of a group's dot products, or of one half's where 16 inputs share a scale: with it they are those of the numbers,
+// not of the codes.
 template <int KIND>
 static inline I before(const QGroup& q, int half) {
     constexpr int shift = code_from(KIND) == 16 ? 3 : code_from(KIND) == 8 ? 4 : 0;
@@ -38,13 +39,13 @@ static inline I before(const QGroup& q, int half) {
     return iset1(by_halves(KIND) ? -code_from(KIND) * q.halves[half] : q.minus128 >> shift);
 }
 
-// So many times four inputs may be added in 16-bit words, two to a word: a power of two, since it ends with a group's halves.
+// How many `add_words` a 16-bit word can hold of codes below 64. It divides the 4 or 8 between two JOINs.
 template <int KIND>
 constexpr int safe_words() {
-    constexpr int bits = code_bits(KIND) < 8 ? code_bits(KIND) : 7;
-    constexpr int largest = KIND == KIND_MX ? 24 : (1 << bits) - 1, most = 32767 / (2 * 127 * largest);
-    constexpr int whole = by_halves(KIND) ? 4 : 8;
-    return most >= whole ? whole : most >= 4 ? 4 : 2;
+    constexpr int largest = KIND == KIND_MX ? 24 : (1 << code_bits(KIND)) - 1, most = 32767 / (2 * 127 * largest);
+    constexpr int whole = by_halves(KIND) ? 4 : 8, found = most >= whole ? whole : most >= 4 ? 4 : 2;
+    static_assert(found <= most, "two products are added in each word");
+    return found;
 }
 
 template <int KIND>
@@ -95,11 +96,14 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, b
             const int32_t four = load4(x[t] + g * GROUP + 4 * T);                                       \
             PANELS {                                                                                    \
                 if constexpr (by_words) words[t][p] = add_words(words[t][p], w[p], four);               \
-                else dot[t][p] = code_bits(KIND) == 8 ? dot8(dot[t][p], w[p], four) : dot6(dot[t][p], w[p], four); \
+                else if constexpr (code_bits(KIND) == 8) dot[t][p] = dot8(dot[t][p], w[p], four);       \
+                else dot[t][p] = dot6(dot[t][p], w[p], four);                                           \
             }                                                                                           \
         }                                                                                               \
-        if constexpr (by_words && (count) % safe_words<KIND>() == 0)                                    \
-            TOKENS PANELS dot[t][p] = add_joined(dot[t][p], words[t][p]), words[t][p] = izero();        \
+        if constexpr (by_words) {                                                                       \
+            if ((count) % safe_words<KIND>() == 0)                                                      \
+                TOKENS PANELS dot[t][p] = add_joined(dot[t][p], words[t][p]), words[t][p] = izero();    \
+        }                                                                                               \
     }
 #define JOIN(half)                                                                                      \
     PANELS {                                                                                            \
@@ -183,7 +187,7 @@ template <int KIND, int MR, int NP>
 __attribute__((noinline)) static void tile(const LinearArgs& a, int64_t panel, int64_t token, bool ahead, float* y,
                                            int64_t y_stride) {
     TOKENS PANELS __builtin_prefetch(y + t * y_stride + p * PANEL, 1);
-    if (KIND >= KIND_I8) tile_int<KIND, MR, NP>(a, panel, token, ahead, y, y_stride);
+    if constexpr (KIND >= KIND_I8) tile_int<KIND, MR, NP>(a, panel, token, ahead, y, y_stride);
     else tile_float<KIND, MR, NP>(a, panel, token, ahead, y, y_stride);
 }
 

@@ -10,7 +10,7 @@ namespace ISA {
 struct F { __m256 a, b; };
 struct I { __m256i a, b; };
 struct B { __m256i a, b; };
-constexpr bool kFullTiles = false;
+constexpr bool kFullTiles = false, kMemoryOperands = true;
 constexpr bool kHasBf16 = false;
 
 static inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -161,7 +161,6 @@ static inline I add_joined(I s, I words) {
     __asm__("" : "+x"(all.a), "+x"(all.b));
     return all;
 }
-static inline I dot6(I s, B w, int32_t x) { return add_joined(s, add_words({_mm256_setzero_si256(), _mm256_setzero_si256()}, w, x)); }
 // Of 8 bits the code less 128: its magnitude times the input with its sign. Two such products are at most 2 · 128 · 127.
 static inline __m256i signed_words(__m256i w, __m256i v) {
     const __m256i number = _mm256_xor_si256(w, _mm256_set1_epi8(-128));

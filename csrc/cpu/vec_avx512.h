@@ -13,7 +13,9 @@ struct F { __m512 v; };
 struct I { __m512i v; };
 struct B { __m512i v; };
 constexpr bool kFullTiles = true;  // 32 registers: tiles of 24 accumulators
-constexpr bool kWords = false, kSigned8 = false;  // products by way of 16-bit words; dot8 takes codes less 128 (vec_avx2.h)
+// kWords: products of codes below 64 go by `add_words` and `add_joined`, and there is no dot6. kSigned8: dot8 multiplies the code
+// less 128, which is the number itself; inputs are never −128. kMemoryOperands: a multiplication reads an operand from memory.
+constexpr bool kWords = false, kSigned8 = false, kMemoryOperands = true;
 
 static inline F zero() { return {_mm512_setzero_ps()}; }
 static inline F set1(float x) { return {_mm512_set1_ps(x)}; }

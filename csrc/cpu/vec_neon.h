@@ -8,7 +8,7 @@ namespace ISA {
 struct F { float32x4_t a, b, c, d; };
 struct I { int32x4_t a, b, c, d; };
 struct B { uint8x16_t a, b, c, d; };
-constexpr bool kFullTiles = false;
+constexpr bool kFullTiles = false, kMemoryOperands = false;
 
 // The same function on each register of one, two or three values.
 #define EACH1(f, x) {f(x.a), f(x.b), f(x.c), f(x.d)}
@@ -124,7 +124,7 @@ static inline I dot6(I s, B w, int32_t x) {  // bytes below 64 are the same sign
     const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(x));
     return {dot_signed(s.a, w.a, v), dot_signed(s.b, w.b, v), dot_signed(s.c, w.c, v), dot_signed(s.d, w.d, v)};
 }
-constexpr bool kWords = false;  // see vec_avx2.h
+constexpr bool kWords = false;
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr bool kSigned8 = false;
 static inline I dot8(I s, B w, int32_t x) {

@@ -11,7 +11,7 @@ namespace ISA {
 struct F { float v[16]; };
 struct I { int32_t v[16]; };
 struct B { uint8_t v[64]; };
-constexpr bool kFullTiles = false;
+constexpr bool kFullTiles = false, kMemoryOperands = false;
 constexpr bool kWords = false, kSigned8 = false;
 constexpr bool kHasBf16 = false;
 

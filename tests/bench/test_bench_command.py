@@ -316,7 +316,9 @@ def test_roofline(config_only, capsys, monkeypatch):
     found = result(capsys, *words)
     check_document(found, "roofline")
     assert [step["name"] for step in found["results"]["steps"]] == ["decode 2", "prefill 8"]
-    assert found["results"]["ceilings"]["read"] > 0
+    ceilings = found["results"]["ceilings"]
+    assert set(ceilings) == {"read", "int6", "int8", "bfloat16", "float32"}
+    assert min(ceilings.values()) > 0
     assert {o["operator"].split()[0] for o in found["results"]["steps"][0]["operators"]} >= {"linear", "attention", "norm"}
     assert main(["bench", *map(str, words)]) == 0
     out = capsys.readouterr().out

@@ -18,7 +18,7 @@ VIEWS = ("tradeoff", "heat", "roofline", "pareto", "power", "compare", "rows", "
 META = {
     "time": "2026-11-23T01:00:00+00:00",
     "definitions": DEFINITIONS,
-    "ceilings": {"read": 2e10, "int8": 5e11, "bfloat16": 2e11, "float32": 1e11},
+    "ceilings": {"read": 2e10, "int6": 8e11, "int8": 5e11, "bfloat16": 2e11, "float32": 1e11},
     "machine": {"host": {"cpu": "a CPU", "num_cores": 2}, "gpus": []},
 }
 

@@ -15,7 +15,7 @@ from slipstream.plan.analytic import binds
 from slipstream.plan.capacity import LatencyObjectives, find_capacity, keeps_up
 from slipstream.plan.devices import find_device, known_devices
 from slipstream.plan.drafts import parse_acceptance
-from slipstream.plan.engines import plan_engine
+from slipstream.plan.engines import measured, plan_engine
 from slipstream.plan.graph_sizes import GRAPH_BYTES, ladder, mixed_prompts, padding
 from slipstream.plan.memory import weights_bytes
 from slipstream.plan.offload import estimate_offload
@@ -98,6 +98,15 @@ def test_more_work_takes_longer_on_every_device(device):
     ):
         assert 0 < cost.seconds(small) < cost.seconds(large)
     assert cost.label(StepShape.of((100,))) == "estimated"
+
+
+def test_weights_of_up_to_6_bits_have_a_rate_of_their_own_on_a_cpu():
+    device = find_device("cpu-box")
+    assert device.rate("int6") == device.rate("int8")
+    found = measured(device, {"int8": 1e11, "int6": 2e11})
+    assert found.rate("int6") == 2 * found.rate("int8")
+    assert planned(device="cpu-box", quantization="int4").analytic.product_type == "int6"
+    assert planned(device="cpu-box", quantization="int8").analytic.product_type == "int8"
 
 
 def test_gpus_that_share_a_model_are_faster_but_not_twice():

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+import torch
 
 from slipstream import LLM
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import NativeOps
+from slipstream.spec.scheme import SCHEMES
 from slipstream.worker import roofline
 from slipstream.worker.roofline import Ceilings, measure_ceilings, measure_roofline
 from tests import tiny_models
 
 pytestmark = pytest.mark.usefixtures("by_torch")
 
-CEILINGS = Ceilings(read=1e9, int8=4e9, bfloat16=2e9, float32=1e9)
+CEILINGS = Ceilings(read=1e9, int6=8e9, int8=4e9, bfloat16=2e9, float32=1e9)
 
 
 @pytest.fixture
@@ -25,7 +29,7 @@ def test_ceilings_of_this_machine(monkeypatch):
     monkeypatch.setattr(roofline, "READ_BYTES", 2**20)
     monkeypatch.setattr(roofline, "MULTIPLY_ROUNDS", 1000)
     found = measure_ceilings(NativeOps(1).pool)
-    assert min(found.read, found.int8, found.bfloat16, found.float32) > 0
+    assert min(dataclasses.asdict(found).values()) > 0
 
 
 def test_the_account_of_a_step(tiny_model, given):
@@ -53,6 +57,13 @@ def test_the_account_of_a_step(tiny_model, given):
         assert by_name["norm"].floor_s is None
         assert step.floor_s > 0
         assert step.seconds > 0
+
+
+@pytest.mark.parametrize(("scheme", "kind"), [("int8", "int8"), ("int4", "int6"), (None, "float32")])
+def test_the_ceiling_of_a_weight(scheme, kind):
+    scheme = SCHEMES[scheme] if scheme else None
+    (part,) = NativeOps(1).quantize_weight(torch.randn(16, 128), None, scheme).parts
+    assert roofline._type(part) == kind
 
 
 def test_sparse_weights_of_one_shape_are_one_row():

@@ -9,6 +9,7 @@ failed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -156,4 +157,4 @@ def measured_ceilings() -> dict[str, float] | None:
     except SlipstreamError as error:
         say(f"slipstream: no ceilings: {error}")
         return None
-    return {"read": found.read, "int8": found.int8, "bfloat16": found.bfloat16, "float32": found.float32}
+    return dataclasses.asdict(found)

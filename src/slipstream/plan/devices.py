@@ -23,8 +23,8 @@ DATA = Path(__file__).parent / "data"
 REACHED = {"read": 0.927, "float32": 0.75, "bfloat16": 0.79, "float16": 0.79, "fp8": 0.73, "int8": 0.53}
 """Shares of its data sheet's rates that an H200 reached."""
 
-FALLBACKS = {"fp8": "bfloat16", "int8": "bfloat16", "float16": "bfloat16", "bfloat16": "float32"}
-"""What multiplies instead where a machine has no products of a type."""
+FALLBACKS = {"fp8": "bfloat16", "int6": "int8", "int8": "bfloat16", "float16": "bfloat16", "bfloat16": "float32"}
+"""What multiplies instead where a machine has no products of a type. int6: weights of up to 6 bits by inputs of 8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,7 +136,7 @@ def this_hardware(device: str, num_threads: int | None = None) -> Hardware:
     return measured(machine, read_ceilings(info.name, info.num_threads))
 
 
-CPU_REACHED = {"read": 0.86, "float32": 0.71, "bfloat16": 0.61, "int8": 0.54}
+CPU_REACHED = {"read": 0.86, "float32": 0.71, "bfloat16": 0.61, "int8": 0.54, "int6": 0.54}
 """Shares of measured ceilings that the steps of a two-core AVX-512 machine reached (benchmarks/results/roofline_cpu.json)."""
 
 
@@ -214,7 +214,7 @@ def _analytic(config: EngineConfig, description: ModelDescription, hardware: Har
     if scheme is not None and scheme.inputs is not None:
         product_type = scheme.inputs.removesuffix("-block")
     elif in_8_bits and not hardware.is_gpu:
-        product_type = "int8"  # a CPU's kernels round inputs to 8 bits
+        product_type = "int6"  # a CPU's kernels round inputs to 8 bits, and weights have up to 6
     # A GPU's product of several tokens with a 4-bit weight takes as long as with its dense copy (kernels_cuda_linear).
     by_groups = hardware.is_gpu and scheme is not None and scheme.name == "int4"
     held = {part: float(num_bytes) for part, num_bytes in parts.items()}
@@ -222,6 +222,8 @@ def _analytic(config: EngineConfig, description: ModelDescription, hardware: Har
         share = resident_weights_bytes(config, description) / sum(parts.values())
         held = {part: num_bytes * share for part, num_bytes in held.items()}
     multiplied = products(spec, held)
+    if product_type == "int6" and multiplied[0].weight_bytes > 0.9 * multiplied[0].num_weights:
+        product_type = "int8"  # Q8_0: 8.5 bits with scales, where Q6_K has 6.6
     return AnalyticCost(
         spec=spec,
         products=multiplied,

@@ -31,6 +31,11 @@ class Product:
     weight_bytes: float = 0.0
     rounded: bool = True
 
+    @property
+    def num_weights(self) -> int:
+        """Of all copies of one."""
+        return self.rows * self.inner * self.copies
+
     def operations(self, num_tokens: float) -> float:
         """Of one, over so many tokens: a multiplication and an addition are two."""
         return 2.0 * self.rows * self.inner * num_tokens * self.chosen

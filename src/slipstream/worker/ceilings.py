@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -33,8 +34,7 @@ def device_ceilings(runner: ModelRunner | HostRunner) -> dict[str, float]:
     ops: object = runner.ops
     if isinstance(ops, NativeOps | HostOps):
         found = measure_ceilings(ops.pool)
-        rates = ("read", "float32", "bfloat16", "int8")
-        return {name: getattr(found, name) for name in rates if getattr(found, name) > 0}
+        return {name: rate for name, rate in dataclasses.asdict(found).items() if rate > 0}
     assert isinstance(runner, ModelRunner)
     return {} if runner.device.type == "cpu" else _gpu_ceilings(runner.device)
 

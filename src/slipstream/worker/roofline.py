@@ -31,6 +31,7 @@ from slipstream.worker.model_runner import ModelRunner
 READ_BYTES = 256 * 2**20
 """More than the last cache level holds."""
 MULTIPLY_ROUNDS = 12_500
+"""Each multiplies a tile eight times."""
 REPEATS = 7
 CEILING_SECONDS = 0.3
 
