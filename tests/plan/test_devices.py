@@ -105,6 +105,8 @@ def test_weights_of_up_to_6_bits_have_a_rate_of_their_own_on_a_cpu():
     assert device.rate("int6") == device.rate("int8")
     found = measured(device, {"int8": 1e11, "int6": 2e11})
     assert found.rate("int6") == 2 * found.rate("int8")
+    before = measured(device, {"int8": 1e11})  # kept by a version that did not measure int6
+    assert before.rate("int6") == before.rate("int8") == found.rate("int8")
     assert planned(device="cpu-box", quantization="int4").analytic.product_type == "int6"
     assert planned(device="cpu-box", quantization="int8").analytic.product_type == "int8"
 

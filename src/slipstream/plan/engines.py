@@ -18,7 +18,7 @@ from slipstream.config import (
 from slipstream.errors import ConfigError
 from slipstream.hub import resolve_model
 from slipstream.plan.analytic import AnalyticCost, launch_s
-from slipstream.plan.devices import Hardware, find_device, known_devices
+from slipstream.plan.devices import FALLBACKS, Hardware, find_device, known_devices
 from slipstream.plan.drafts import Acceptance, Drafts
 from slipstream.plan.estimate import bytes_by_part, config_of_draft, estimate, resident_weights_bytes, this_device
 from slipstream.plan.graph_sizes import padding
@@ -145,7 +145,8 @@ def measured(hardware: Hardware, ceilings: dict[str, float]) -> Hardware:
     if not ceilings:
         return hardware
     share = dict.fromkeys(ceilings, 1.0) if hardware.is_gpu else CPU_REACHED
-    rates = {kind: value * share[kind] for kind, value in ceilings.items() if kind in hardware.operations_s}
+    types = hardware.operations_s.keys() | FALLBACKS.keys()
+    rates = {kind: value * share[kind] for kind, value in ceilings.items() if kind in types}
     return dataclasses.replace(
         hardware,
         read_bytes_s=ceilings.get("read", hardware.read_bytes_s / share.get("read", 1.0)) * share.get("read", 1.0),
