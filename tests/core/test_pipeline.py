@@ -1,4 +1,4 @@
-"""The scheduler of a pipeline: as many steps in flight as stages, of requests whose tokens are known."""
+"""The scheduler of a pipeline: as many steps in flight as stages and one planned ahead, of different requests."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.core.scheduler import Scheduler
-from slipstream.types import StepPlan, StepResult
+from slipstream.types import SamplingParams, StepPlan, StepResult, StructuredOutputsParams
 from tests.core.configs import config
 from tests.core.test_scheduler import request
+
+
+WITH_GRAMMAR = {"r1", "r4"}
 
 
 def sampling(plan: StepPlan) -> list[str]:
@@ -27,12 +30,17 @@ def run(scheduler: Scheduler, num_stages: int, abort_at: dict[int, str]) -> tupl
             return tokens, counts
         if turn in abort_at:
             scheduler.abort([abort_at[turn]])
-        plan = scheduler.schedule() if len(flying) < num_stages else None
+        is_full = scheduler.num_running >= num_stages
+        plan = scheduler.schedule() if len(flying) <= num_stages else None
         if plan is not None:
-            pending = {name for other in flying for name in sampling(other)}
+            newest = [*flying][1 - num_stages :]  # which the other stages are at
+            pending = {name for other in newest for name in sampling(other)} if is_full else set()
             assert not pending & {s.request_id for s in plan.scheduled}
+            of_all = {name for other in flying for name in sampling(other)} & {s.request_id for s in plan.scheduled}
+            known = scheduler.requests.by_id
+            assert not any(known[name].spec.sampling.structured_outputs for name in of_all)
             flying.append(plan)
-            if len(flying) < num_stages:
+            if len(flying) <= num_stages:
                 continue
         if not flying:  # who was aborted was the last
             continue
@@ -53,7 +61,9 @@ def test_steps_in_flight_have_different_requests(num_stages, sizes, num_blocks, 
     """Also when blocks run out, prompts come in chunks, and requests are cancelled while steps of theirs are in flight."""
     scheduler = Scheduler(**config(num_blocks=num_blocks, pipeline_steps=num_stages))
     for i, (length, answer) in enumerate(sizes):
-        scheduler.add(request(f"r{i}", range(100 * i, 100 * i + length), max_tokens=answer))
+        grammar = StructuredOutputsParams(regex="a*") if f"r{i}" in WITH_GRAMMAR else None
+        sampling = SamplingParams(max_tokens=answer, structured_outputs=grammar)
+        scheduler.add(request(f"r{i}", range(100 * i, 100 * i + length), max_tokens=answer, sampling=sampling))
     aborted = {turn: f"r{i}" for turn, i in abort_at.items()}
     tokens, _ = run(scheduler, num_stages, aborted)
     for i, (_, answer) in enumerate(sizes):
@@ -67,7 +77,16 @@ def test_no_stage_is_idle_while_there_are_requests_enough():
     for i in range(4):
         scheduler.add(request(f"r{i}", range(100 * i, 100 * i + 4), max_tokens=20))
     _, counts = run(scheduler, 2, {})
-    assert sum(count == 2 for count in counts) >= 0.8 * len(counts)
+    assert sum(count == 3 for count in counts) >= 0.8 * len(counts)
+
+
+def test_one_request_does_not_wait_for_the_host():
+    """Its next steps are planned before its tokens are known."""
+    scheduler = Scheduler(**config(pipeline_steps=2, num_blocks=60))
+    scheduler.add(request("r0", range(4), max_tokens=20))
+    tokens, counts = run(scheduler, 2, {})
+    assert len(tokens["r0"]) == 20
+    assert sum(count == 3 for count in counts) >= 0.8 * len(counts)
 
 
 def test_a_step_has_its_share_of_the_requests():
@@ -76,5 +95,7 @@ def test_a_step_has_its_share_of_the_requests():
         scheduler.add(request(f"r{i}", range(100 * i, 100 * i + 4), max_tokens=20))
     first = scheduler.schedule()
     scheduler.update(first, StepResult(first.step_id, [1] * len(sampling(first))))
-    assert [len(sampling(scheduler.schedule())) for _ in range(2)] == [2, 2]
-    assert scheduler.schedule() is None
+    steps = [sampling(scheduler.schedule()) for _ in range(3)]
+    assert [len(step) for step in steps] == [2, 2, 2]
+    assert steps[0] == steps[2]
+    assert not set(steps[0]) & set(steps[1])

@@ -41,6 +41,14 @@ class ThreadPipe:
         assert (tuple(x.shape), x.dtype) == (shape, dtype)
         return x
 
+    def send_back(self, x: Tensor) -> None:
+        assert self._stage == len(self._queues) - 1
+        self.send(x)
+
+    def receive_back(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert self._stage == 0
+        return self.receive(shape, dtype)  # of the stage before the first, which is the last
+
 
 class Meeting:
     def __init__(self, size: int) -> None:

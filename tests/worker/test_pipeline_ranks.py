@@ -34,7 +34,7 @@ def test_two_stages_answer_as_one_device(pipeline, wanted):
 
 
 def test_both_stages_have_a_step(pipeline, wanted, monkeypatch):
-    """While one is waited for another is in flight, of other requests."""
+    """While one is waited for the other stage has one too, of other requests, and the next is there already."""
     executor, counts = pipeline.core.executor, []
     wait = executor.result_of
 
@@ -45,7 +45,7 @@ def test_both_stages_have_a_step(pipeline, wanted, monkeypatch):
     monkeypatch.setattr(executor, "result_of", result_of)
     found = pipeline.generate(PROMPTS * 5, GREEDY, progress=False)
     assert [o.outputs[0].token_ids for o in found] == wanted[1]
-    assert sum(count == 1 for count in counts) > 0.8 * len(counts)
+    assert sum(count == 2 for count in counts) > 0.8 * len(counts)
 
 
 def test_each_stage_holds_its_layers(pipeline, tiny_model):

@@ -76,12 +76,6 @@ def parallel_section(
     return ParallelConfig(tensor=tensor, experts=experts, stages=stages, sequence=args.sequence_parallel, units=units)
 
 
-def pipeline_steps(args: EngineArgs, device: DeviceInfo) -> int:
-    """A step for each stage. On GPUs there is one more, since a step's tokens take a way over the host to the next one's, and
-    no stage is to wait meanwhile. Beside a CPU, which is the slower stage, the GPU's tokens are back in time."""
-    return num_stages(args) + (1 if device.is_cuda and args.pipeline_parallel_size > 1 else 0)
-
-
 def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
     """The layers of each stage of a pipeline; empty: there is none."""
     size, given = args.pipeline_parallel_size, args.pipeline_layers

@@ -4,8 +4,7 @@ what they must."""
 from __future__ import annotations
 
 from slipstream.config.chosen import Chosen, Origins, positive
-from slipstream.config.parallel import pipeline_steps
-from slipstream.config.settings import BATCH_WINDOW_S, MIXED_CHUNK, DeviceInfo, EngineArgs, SchedulingConfig
+from slipstream.config.settings import BATCH_WINDOW_S, MIXED_CHUNK, DeviceInfo, EngineArgs, SchedulingConfig, num_stages
 from slipstream.errors import ConfigError
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 
@@ -61,7 +60,7 @@ def scheduling_section(
         max_queue=args.max_queue,
         target_itl_ms=args.target_itl_ms,
         mixed_chunk=MIXED_CHUNK if cuts else None,
-        pipeline_steps=pipeline_steps(args, device),
+        pipeline_steps=num_stages(args),
     )
     return config, chosen.origins
 

@@ -271,7 +271,7 @@ class SchedulingConfig:
     max_queue: int | None
     target_itl_ms: float | None = None
     mixed_chunk: int | None = None  # prompt tokens of a step where some sequences decode, while few wait; None: not bounded
-    pipeline_steps: int = 1  # of a pipeline: so many steps, of different requests, are in flight at once; 1: there is none
+    pipeline_steps: int = 1  # of a pipeline: its stages are at so many steps at once, of different requests; 1: there is none
 
 
 MOST_STEP_DRAFTS = 512

@@ -75,6 +75,11 @@ class StepsInFlight:
         """All steps up to this one have ended."""
         return min(self.by_id, default=self.last_id + 1) - 1
 
+    def sampling(self, newest: int) -> set[Request]:
+        """Those that sample in the `newest` steps scheduled last, of which some may have ended."""
+        known = (self.by_id.get(self.last_id - i, NOTHING) for i in range(newest))
+        return set[Request]().union(*[step.requests for step in known])
+
     def launched(self, step: StepBuilder, now: float) -> None:
         """It has the number `last_id` from now on."""
         self.last_id += 1

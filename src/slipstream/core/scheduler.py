@@ -21,8 +21,9 @@ When blocks run out, the last request in that order is preempted: its blocks are
 2. If a request has ended meanwhile, its results of the later step are dropped.
 3. Blocks that are freed while a step in flight uses them may be allocated at once, since the device runs steps in order.
 4. Tokens that a request's grammar forces are computed with the token before them, and are pending like sampled ones.
-5. Of a pipeline, N steps are in flight, at least one for each stage. A request whose token is pending waits, since only the
-   last stage knows the token. So that no stage is idle, a step has an N-th of the running requests.
+5. A pipeline's N stages are at N steps at once. So that no stage waits for another, a step has an N-th of the running requests,
+   and a request is in every N-th step: its token comes from the last stage while the first is at the steps between. With a
+   grammar it waits for its token, which the mask depends on.
 
 A pooled request samples nothing and ends when its prompt is computed. An encoder-decoder's prompt is encoded whole in the
 step that admits its request.
@@ -264,10 +265,13 @@ class Scheduler:
             step.budget = step.budget if most is None else min(step.budget, most)
 
     def _share_of_step(self) -> list[Request]:
-        """Of a pipeline: the running requests that this step may compute, so that the other steps in flight have as many."""
-        most, found = -(-len(self.requests.running) // self._pipeline_steps), list[Request]()
-        for request in self.requests.running:
-            if request.num_pending:
+        """Of a pipeline: the running requests that this step may compute, so that the other steps in flight have as many. With
+        fewer requests than stages all may go on at once."""
+        running = self.requests.running
+        most, found = -(-len(running) // self._pipeline_steps), list[Request]()
+        busy = self.in_flight.sampling(self._pipeline_steps - 1) if len(running) >= self._pipeline_steps else ()
+        for request in running:
+            if request.num_pending and (request in busy or request.spec.sampling.structured_outputs is not None):
                 continue
             if request.num_tokens - request.num_computed_tokens == 1:
                 most -= 1

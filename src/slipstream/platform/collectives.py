@@ -24,7 +24,7 @@ others long before (`worker.process_executor`)."""
 
 
 MOST_SENT = 16
-"""Tensors to the next stage that may be on their way at once."""
+"""Tensors to another stage that may be on their way at once."""
 
 
 class Rendezvous:
@@ -62,29 +62,55 @@ class Rendezvous:
 
 
 class Pipe:
-    """To the stages of a pipeline before and after this one: what a rank sends, its neighbour receives in the same order."""
+    """To the stages of a pipeline before and after this one, and from the last back to the first. What a rank sends, the
+    other receives in the same order.
 
-    def __init__(self, before: int, after: int, device: torch.device, *, through_host: bool = False) -> None:
-        """The ranks to receive from and to send to, and this one's device. `through_host`: a neighbour has another kind."""
-        self._before, self._after, self._device, self.through_host = before, after, device, through_host
+    What goes back has a group of its own. In one group the first stage would send the next step's residual before it receives
+    this one's tokens, and the last stage the other way round: each would wait for the other."""
+
+    def __init__(
+        self, rank: int, each: int, size: int, device: torch.device, back: dist.ProcessGroup, *, through_host: bool = False
+    ) -> None:
+        """`rank`: this one, of `size` in stages of `each`. `device` is its own. `back`: torch's group of all ranks, of which no
+        other use is made. `through_host`: a neighbour has another kind of device."""
+        self._before, self._after = rank - each, rank + each
+        self._first, self._last = rank % each, size - each + rank % each
+        self._device, self._back, self.through_host = device, back, through_host
         self._link = torch.device("cpu") if through_host else device
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # tensors that must stay until they are received
+        if rank == self._last:  # the ways are made when they are first used, which waits for the other end
+            self.send_back(torch.zeros(1, dtype=torch.int64, device=device))
+        elif rank == self._first:
+            self.receive_back((1,), torch.int64)
 
     def send(self, x: Tensor) -> Tensor:
         """Send x, which must not be written any more, and return it. The next stage may be busy: it is not waited for, as
         long as no more than `MOST_SENT` are on their way."""
+        return self._send(x, self._after, None)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._receive(shape, dtype, self._before, None)
+
+    def send_back(self, x: Tensor) -> None:
+        """From the last stage to the first, as `send`."""
+        self._send(x, self._first, self._back)
+
+    def receive_back(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._receive(shape, dtype, self._last, self._back)
+
+    def _send(self, x: Tensor, to: int, group: dist.ProcessGroup | None) -> Tensor:
         while len(self._sent) >= MOST_SENT:
             work, _ = self._sent.popleft()
             work.wait()
         x = x.contiguous().to(self._link)
-        sending = dist.isend(x, self._after)
+        sending = dist.isend(x, to, group)
         assert sending is not None
         self._sent.append((sending, x))
         return x
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, of: int, group: dist.ProcessGroup | None) -> Tensor:
         x = torch.empty(shape, dtype=dtype, device=self._link)
-        dist.recv(x, self._before)
+        dist.recv(x, of, group)
         return x.to(self._device)
 
 
@@ -144,7 +170,8 @@ class RankGroup:
         each = self.size // count
         handles = [dist.new_group(list(range(i * each, (i + 1) * each))) for i in range(count)]  # each rank makes all of them
         own = RankGroup(self.rank % each, each, self.device, handles[self.rank // each])
-        return own, Pipe(self.rank - each, self.rank + each, self.device, through_host=self._through_host)
+        back = dist.new_group(list(range(self.size)))
+        return own, Pipe(self.rank, each, self.size, self.device, back, through_host=self._through_host)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, the same bits on every rank. x may be written."""

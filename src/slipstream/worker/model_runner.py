@@ -44,7 +44,7 @@ from slipstream.spec.draft_heads import HeadDescription
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 from slipstream.stats import ExpertTokens
-from slipstream.types import Extra, Plan, ScheduledRequest, StepPlan, StepResult, TextsPlan, TokenMask
+from slipstream.types import Extra, Plan, StepPlan, TextsPlan, TokenMask
 from slipstream.worker.adapters import Adapters
 from slipstream.worker.block_store import BlockStore, block_arrays
 from slipstream.worker.constrained import AwaitingMask, apply_mask
@@ -64,8 +64,9 @@ from slipstream.worker.images import ImageEncoder
 from slipstream.worker.in_flight import RUN_AHEAD, InFlightStep
 from slipstream.worker.input_batch import SampledRows, encoder_batch
 from slipstream.worker.probe_steps import compile_kernels, measure_activations
-from slipstream.worker.rows import Row, RowTable
+from slipstream.worker.rows import RowTable
 from slipstream.worker.sampler import sampling_tensors
+from slipstream.worker.stage_tokens import FirstStage, LastStage
 from slipstream.worker.texts import EagerTexts, TextGraphs, most_texts, text_ladder, vectors_of
 
 _logger = logging.getLogger("slipstream.engine")
@@ -160,7 +161,8 @@ class ModelRunner:
         self._block_rows: BlockRows | None = None
         self.rows: RowTable | None = None
         self._under_way: Output | None = None  # on a CPU
-        self._passed: dict[int, list[tuple[Row, ScheduledRequest]]] = {}  # by step: who samples in it, in the last stage
+        self._first: FirstStage | None = None  # of a pipeline, as the next
+        self._last: LastStage | None = None
         self.graphs: StepGraphs | None = None
         self.adapter_graphs: AdapterGraphs | None = None
         self.texts: EagerTexts | TextGraphs | None = None  # an encoder's
@@ -209,6 +211,7 @@ class ModelRunner:
                 if self.draft is not None:
                     self.draft.allocate(num_blocks)
                 self.rows = None if self.model.spec.is_encoder else self._make_rows()
+                self._join_stages()
                 self.platform.synchronize()
         except RuntimeError as error:
             raise OutOfMemoryError(f"the KV cache of {num_blocks} blocks does not fit: {error}") from error
@@ -314,6 +317,8 @@ class ModelRunner:
             return self._passed_on(plan, output)
 
         if batch.has_grammar:
+            if self._last is not None:
+                self._last.awaits_mask(sum(s.num_sampled for s in plan.scheduled))
             return AwaitingMask(plan, self._awaiting(batch, output, drafts, is_cold), drafts, copied)
         step = self.sample(batch, output)
         step.drafts, step.is_cold = drafts, is_cold
@@ -350,6 +355,8 @@ class ModelRunner:
         rows = self.rows
         assert rows is not None, "allocate() comes first"
         self._take_tokens()
+        if self._first is not None:
+            self._first.before(plan)
         adapters: dict[int, int] = {}
         if self.adapters is not None and (wanted := [s.lora for s in plan.new if s.lora is not None]):
             kept = rows.rows.keys() - set(plan.released)
@@ -403,6 +410,8 @@ class ModelRunner:
                 tokens, logprobs = drawn.tokens, drawn.logprobs
                 extras += drawn.extras
             self.rows.write(sampled.rows, sampled.positions, tokens)
+        if self._last is not None:
+            self._last.drawn(tokens)
         return InFlightStep(plan, sampled, self.platform.to_host(tokens), self.platform.record(), logprobs, extras, pooled)
 
     @cached_property
@@ -416,26 +425,10 @@ class ModelRunner:
         )
 
     def _passed_on(self, plan: StepPlan, output: Output) -> InFlightStep:
-        """A step that the next stage continues. `take_sampled` is called later with the tokens that the last stage drew."""
-        assert self.rows is not None
-        sampled = output.sampled
-        if sampled is not None and sampled.requests and self.model.spec.has_first:
-            self._passed[plan.step_id] = [(self.rows.rows[s.request_id], s) for s in sampled.requests]
+        """A step that the next stage continues."""
+        if self._first is not None and output.sampled is not None and output.sampled.requests:
+            self._first.expect(output.sampled.requests)
         return InFlightStep(plan, None, _NO_TOKENS, self.platform.record())
-
-    def take_sampled(self, result: StepResult) -> None:
-        """Of a pipeline's first stage: write a step's tokens where the next step of their requests reads them."""
-        rows, positions, tokens = list[int](), list[int](), list[int]()
-        assert self.rows is not None
-        for (row, s), own in zip(self._passed.pop(result.step_id, []), result.tokens_of_each, strict=True):
-            if self.rows.rows.get(s.request_id) is row:  # it has not ended meanwhile
-                first = s.num_computed_tokens + s.num_tokens - s.num_sampled + 1
-                rows += [row.index] * len(own)
-                positions += range(first, first + len(own))
-                tokens += own
-        if rows:
-            made = [self.platform.upload(np.array(values, np.int64)) for values in (rows, positions, tokens)]
-            self.rows.write(*made)
 
     def max_in_flight(self, plan: Plan) -> int:
         """How many steps may be in flight once `plan` is launched. 1: `launch` computes it before it returns, so the tokens of
@@ -476,7 +469,9 @@ class ModelRunner:
     def forget_rows(self) -> None:
         """Drop every sequence, after a step failed. Nothing that the device still computes is read again."""
         self._under_way = None
-        self._passed.clear()
+        for stage in (self._first, self._last):
+            if stage is not None:
+                stage.forget()
         if self.rows is not None:
             self.rows.forget()
 
@@ -523,6 +518,15 @@ class ModelRunner:
     @property
     def has_latents(self) -> bool:
         return any(isinstance(layer.attention, LatentAttentionSpec) for layer in self.model.spec.layers)
+
+    def _join_stages(self) -> None:
+        """Of a pipeline: the first and the last stage pass on tokens."""
+        if self.partition is None or self.partition.pipe is None or self.rows is None:
+            return
+        if self.model.spec.has_first:
+            self._first = FirstStage(self.partition.pipe, self.rows, self.platform)
+        if self.model.spec.has_last:
+            self._last = LastStage(self.partition.pipe, self.device)
 
     def _make_rows(self) -> RowTable:
         sectioned = any(getattr(layer.attention.position, "sections", None) for layer in self.model.spec.layers)

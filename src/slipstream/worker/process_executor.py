@@ -78,7 +78,6 @@ from slipstream.worker.rank_messages import (
     RankFailed,
     Reply,
     Result,
-    Sampled,
     ToRank,
     UnloadAdapter,
     WarmUp,
@@ -225,7 +224,7 @@ class ProcessExecutor(Executor):
         return self._ask(GetProposed())[0].proposed
 
     def max_in_flight(self, plan: Plan) -> int:
-        return max(2, self.config.scheduling.pipeline_steps)
+        return 1 + self.config.scheduling.pipeline_steps
 
     def forget(self) -> None:
         self._grammars.clear()
@@ -308,13 +307,8 @@ class ProcessExecutor(Executor):
             rank.link.close()
 
     def result_of(self, step_id: int) -> StepResult:
-        """Wait for a step's result. A pipeline's first stage gets the drawn tokens."""
-        result = self._await(lambda: self._mail.results.pop(step_id, None))
-        if self._parallel.num_stages > 1 and result.token_ids:
-            num_tokens = None if result.num_tokens is None else list(result.num_tokens)
-            sampled = Sampled(step_id, list(result.token_ids), num_tokens)
-            self._broadcast(sampled, self._ranks[: self._parallel.ranks_of_stage])
-        return result
+        """Wait for a step's result."""
+        return self._await(lambda: self._mail.results.pop(step_id, None))
 
     # --- Messages -----------------------------------------------------------------------------------------------------
 

@@ -69,14 +69,6 @@ class Constrain(msgspec.Struct, tag=True):
     bits: bytes
 
 
-class Sampled(msgspec.Struct, tag=True):
-    """To a pipeline's first stage: what the last has drawn in a step, a `StepResult` without its extras."""
-
-    step_id: int
-    token_ids: list[int]
-    num_tokens: list[int] | None
-
-
 class Forget(msgspec.Struct, tag=True):
     pass
 
@@ -115,7 +107,7 @@ class End(msgspec.Struct, tag=True):
     pass
 
 
-OfStep: TypeAlias = Launch | LaunchTexts | Constrain | Sampled | Forget
+OfStep: TypeAlias = Launch | LaunchTexts | Constrain | Forget
 Question: TypeAlias = WarmUp | CaptureNext | GetExpertLoad | LoadAdapter | GetAdapterStats | GetProposed
 ToRank: TypeAlias = Begin | Refused | OfStep | Question | UnloadAdapter | End
 

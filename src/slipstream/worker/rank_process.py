@@ -29,10 +29,9 @@ from slipstream.hub import machine_folder
 from slipstream.plan.hardware import bound_spinning
 from slipstream.platform import Rendezvous
 from slipstream.start_messages import Failed, Phase, Started
-from slipstream.types import StepPlan, StepResult, TextsPlan, TokenMask
+from slipstream.types import StepPlan, TextsPlan, TokenMask
 from slipstream.worker.constrained import AwaitingMask
 from slipstream.worker.device import detect
-from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.rank_joining import JOIN_S, join
@@ -55,7 +54,6 @@ from slipstream.worker.rank_messages import (
     Refused,
     Reply,
     Result,
-    Sampled,
     ToRank,
     UnloadAdapter,
     WarmUp,
@@ -141,9 +139,6 @@ class RankProcess:
         elif isinstance(message, Constrain):
             if isinstance(self._newest, AwaitingMask):  # else another stage draws
                 self._newest.constrain(TokenMask(message.positions, message.bits))
-        elif isinstance(message, Sampled):
-            assert not isinstance(executor.runner, HostRunner)
-            executor.runner.take_sampled(StepResult(message.step_id, message.token_ids, message.num_tokens))
         elif isinstance(message, Forget):
             self._steps.clear()
             executor.forget()
