@@ -12,7 +12,6 @@ from slipstream.types import SamplingParams, StepPlan, StepResult, StructuredOut
 from tests.core.configs import config
 from tests.core.test_scheduler import request
 
-
 WITH_GRAMMAR = {"r1", "r4"}
 
 

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.kernels.triton import TritonOps, rank_sums
+from slipstream.kernels.triton import TritonOps, rank_sums, sampling
 from slipstream.spec.model import OwnNorm
 from tests.kernels import on_cpu
 
@@ -179,6 +179,26 @@ def test_norms_of_sums(folder, inputs, kind, adds, dtype):
             assert (apart > 0).float().mean() < 0.02
         if inputs is not None:
             assert torch.equal(*(normed.values.view(torch.uint8) for normed, _ in found))
+
+
+@pytest.mark.parametrize(("size", "width", "num_rows"), [(2, 60, 3), (2, 64, 70), (3, 65, 5), (4, 33, 2)], ids=str)
+def test_best_of_ranks(folder, size, width, num_rows):
+    """Each rank's best and its logit, as sums with zeros. The last ranks may have columns that do not count, or no others."""
+    ranks, own = ranks_of(folder, 640, size), 32
+    torch.manual_seed(width)
+    logits = torch.randn(num_rows, size * own).bfloat16()
+    logits[0] = logits[0, 0]  # all equal: the first is it
+    logits[-1, width - 1] = 9.0
+    logits[:, width:] = 20.0
+    wanted = logits[:, :width].float().argmax(-1)
+    parts = [logits[:, rank * own : (rank + 1) * own] for rank in range(size)]
+    pairs = [sampling.best_of_rank(part, rank, size, width, block=16) for rank, part in enumerate(parts)]
+    for summed in [r(pair) for r, pair in zip(ranks, pairs, strict=True)]:
+        assert torch.equal(sampling.best_of_all(summed, size), wanted)
+    ranks[-1].group.sums = ranks[-1]
+    for r, pair in zip(ranks[:-1], pairs, strict=False):
+        r(pair)
+    assert torch.equal(TritonOps().best_of_ranks(parts[-1], ranks[-1].group, width), wanted)  # its launch is the last
 
 
 def test_what_it_does_not_take(folder):

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError
-from slipstream.types import EngineRequest
+from slipstream.types import EngineRequest, StructuredOutputsParams
 from slipstream.worker import process_executor
 from tests import forked_ranks, tiny_models
 from tests.worker.test_ranks import PROMPTS, SETTINGS, agree, answers
@@ -64,6 +64,37 @@ def test_a_request_that_is_cancelled_between_two_steps(pipeline, wanted):
     core.abort(["a", "b"])
     found = pipeline.generate(PROMPTS * 5, GREEDY, progress=False)
     assert [o.outputs[0].token_ids for o in found] == wanted[1]
+
+
+def run(core):
+    for _ in range(100):
+        core.step()
+
+
+def test_after_an_error_in_the_middle_of_a_step(pipeline, wanted, monkeypatch):
+    """Tokens that are on their way, and one that is never drawn, are not taken for those of later requests."""
+    core, failed = pipeline.core, []
+
+    def fail(*given):
+        failed.append(given)
+        raise RuntimeError("as if")
+
+    grammar = SamplingParams(temperature=0.0, structured_outputs=StructuredOutputsParams(regex="[ab]*"))
+    for place, sampling in (("_constrain", grammar), (None, GREEDY)):
+        core.add([EngineRequest(request_id="a", prompt_token_ids=(5, 6, 7), sampling=sampling, max_tokens=50)])
+        core.add([EngineRequest(request_id="b", prompt_token_ids=(8, 6, 7), sampling=GREEDY, max_tokens=50)])
+        with monkeypatch.context() as patched:
+            if place is not None:
+                patched.setattr(core, place, fail)
+            else:
+                for _ in range(5):
+                    core.step()
+                patched.setattr(core.scheduler, "update", fail)
+            with pytest.raises(RuntimeError, match="as if"):
+                run(core)
+        found = pipeline.generate(PROMPTS * 5, GREEDY, progress=False)
+        assert [o.outputs[0].token_ids for o in found] == wanted[1]
+    assert len(failed) == 2
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -21,15 +21,16 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.native import Operator, Packed, PackedExperts, Program, StepInputs, ThreadPool
+from slipstream.kernels.native import Arena, Operator, Packed, PackedExperts, Program, StepInputs, ThreadPool
 from slipstream.model.program import CpuProgram, compile_program
+from slipstream.plan.hardware import host_memory
 from slipstream.plan.operators import attention_bytes, attention_operations
 from slipstream.spec.model import AttentionKind, LatentAttentionSpec
 from slipstream.spec.reason import Reason
 from slipstream.worker.model_runner import ModelRunner
 
-READ_BYTES = 256 * 2**20
-"""More than the last cache level holds."""
+READ_BYTES = 2 * 2**30
+"""Several times what the last cache level of a server holds (320 MB and more). At most a quarter of the memory that is free."""
 MULTIPLY_ROUNDS = 12_500
 """Each multiplies a tile eight times."""
 REPEATS = 7
@@ -134,14 +135,15 @@ def measure_roofline(runner: ModelRunner, *, batch_sizes: Sequence[int], prompt:
 
 
 def measure_ceilings(pool: ThreadPool) -> Ceilings:
-    data = torch.zeros(READ_BYTES, dtype=torch.uint8)
-    data.fill_(0)  # so that the system maps its pages
+    num_bytes = min(READ_BYTES, max(2**20, host_memory()[1] // 4))
+    data = Arena(size=0).take(num_bytes)  # in large pages, as weights are
+    data.fill(0)  # so that the system maps them
     rates = {}
     for what, name in enumerate(native.CEILINGS):
         rounds = 1 if name == "read" else MULTIPLY_ROUNDS
         program = Program(pool)
-        program.add("ceiling", what, data, READ_BYTES, rounds)
-        work = READ_BYTES if name == "read" else 2 * native.load().ss_ceiling_macs(pool.pointer, what, rounds)
+        program.add("ceiling", what, data, num_bytes, rounds)
+        work = num_bytes if name == "read" else 2 * native.load().ss_ceiling_macs(pool.pointer, what, rounds)
         best = float("inf")  # the best of several, since other load only adds time
         until = time.perf_counter() + CEILING_SECONDS
         for repeat in itertools.count():

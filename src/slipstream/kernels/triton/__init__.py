@@ -188,6 +188,15 @@ class TritonOps(OpSet):
             return sums.normed(x, norm, residual, inputs)
         return super().all_reduce_norm(x, norm, group=group, residual=residual, inputs=inputs)
 
+    def best_of_ranks(self, logits: Tensor, group: RankGroup, width: int) -> Tensor:
+        sums = group.sums
+        if not isinstance(sums, rank_sums.RankSums) or width > sampling.EXACT:
+            return super().best_of_ranks(logits, group, width)
+        pairs = sampling.best_of_rank(logits, group.rank, group.size, width)
+        if not sums.covers(pairs):
+            return super().best_of_ranks(logits, group, width)
+        return sampling.best_of_all(sums(pairs), group.size)
+
     def norm_arriving(
         self, sums: Sequence[OverlappedSum], norm: NormParams, *, residual: Tensor, inputs: InputFormat | None = None
     ) -> tuple[Activations, Tensor]:

@@ -29,9 +29,10 @@ def _weights(row_ptr, start, vocab, best, temperature, BLOCK: tl.constexpr):
 @triton.jit
 def _argmax_kernel(
     logits_ptr, token_ids_ptr, max_ptr, id_ptr, out_ptr, vocab, row_stride, span,
-    SPLITS: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, WHOLE: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best of `span` tokens of a row; the row's best if SPLITS is 1. MAPPED: column i is the token token_ids[i]."""
+    """The best of `span` tokens of a row, with its logit; WHOLE: the row's best alone. MAPPED: column i is the token
+    token_ids[i]."""
     if PDL:
         pdl_wait()
     row, split = tl.program_id(0), tl.program_id(1)
@@ -40,7 +41,7 @@ def _argmax_kernel(
     maximum = tl.max(maxima, 0)
     # min: a valid token even if the row is NaN
     best = tl.minimum(tl.min(tl.where(maxima == maximum, ids, 2147483647), 0), vocab - 1)
-    if SPLITS == 1:
+    if WHOLE:
         tl.store(out_ptr + row, tl.load(token_ids_ptr + best) if MAPPED else best.to(tl.int64))
     else:
         tl.store(max_ptr + row * SPLITS + split, maximum)
@@ -83,22 +84,107 @@ def argmax(logits: Tensor, token_ids: Tensor | None = None, *, block: int = 4096
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return out
-    block = min(block, triton.next_power_of_2(vocab))
-    span = vocab if num_rows > SPLIT_ROWS else 2 * block
-    num_splits = triton.cdiv(vocab, span)
-    maxima, best = (out, out) if num_splits == 1 else (
-        torch.empty(num_rows, num_splits, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32)
-    )
-    mapped = out if token_ids is None else token_ids
-    options = dict(SPLITS=num_splits, MAPPED=token_ids is not None, **pdl_options(logits))
+    mapped, is_mapped = out if token_ids is None else token_ids, token_ids is not None
+    block, num_splits, span = _splits(num_rows, vocab, block)
+    options = dict(SPLITS=num_splits, MAPPED=is_mapped, **pdl_options(logits))
+    maxima, best = (out, out) if num_splits == 1 else _of_splits(logits, num_splits)
     _argmax_kernel[(num_rows, num_splits)](
-        logits, mapped, maxima, best, out, vocab, logits.stride(0), span, BLOCK=block, num_warps=8, **options
-    )
+        logits, mapped, maxima, best, out, vocab, logits.stride(0), span,
+        WHOLE=num_splits == 1, BLOCK=block, num_warps=8, **options,
+    )  # fmt: skip
     if num_splits > 1:
         _argmax_splits_kernel[(num_rows,)](
             maxima, best, mapped, out, BLOCK=triton.next_power_of_2(num_splits), num_warps=1, **options
         )
     return out
+
+
+def _splits(num_rows: int, vocab: int, block: int) -> tuple[int, int, int]:
+    """(tokens that a thread block looks at together, thread blocks of a row, tokens of each)"""
+    block = min(block, triton.next_power_of_2(vocab))
+    span = vocab if num_rows > SPLIT_ROWS else 2 * block
+    return block, triton.cdiv(vocab, span), span
+
+
+def _of_splits(logits: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+    """Memory for the largest logit of each part of a row, and its column."""
+    made = (torch.empty(len(logits), num_splits, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32))
+    return next(made), next(made)
+
+
+EXACT = 2**24
+"""Columns up to this are whole numbers in float32."""
+
+
+def best_of_rank(logits: Tensor, rank: int, size: int, width: int, *, block: int = 4096) -> Tensor:
+    """Logits [N, W] that are the columns of one of `size` ranks → float32 [N, P], the numbers 2 · rank and 2 · rank + 1 of
+    a row its largest logit and the column of all ranks' it is in, zeros elsewhere. So the sum over ranks has each rank's.
+    Columns from `width` (at most EXACT) on do not count. P is a multiple of 4."""
+    num_rows, own = logits.shape
+    first = rank * own
+    vocab = min(own, width - first)  # 0 or less: there is none
+    pairs = torch.empty(num_rows, -(-2 * size // 4) * 4, dtype=torch.float32, device=logits.device)
+    if not num_rows:
+        return pairs
+    block, num_splits, span = _splits(num_rows, max(1, vocab), block)
+    maxima, best = _of_splits(logits, num_splits)
+    options = dict(SPLITS=num_splits, **pdl_options(logits))
+    _argmax_kernel[(num_rows, num_splits)](
+        logits, best, maxima, best, best, vocab, logits.stride(0), span,
+        WHOLE=False, MAPPED=False, BLOCK=block, num_warps=8, **options,
+    )  # fmt: skip
+    _pair_kernel[(num_rows,)](
+        maxima, best, pairs, 2 * rank, first,
+        P=pairs.shape[1], BLOCK=triton.next_power_of_2(num_splits), BLOCK_P=triton.next_power_of_2(pairs.shape[1]),
+        num_warps=1, **options,
+    )  # fmt: skip
+    return pairs
+
+
+def best_of_all(pairs: Tensor, size: int) -> Tensor:
+    """The sum over `size` ranks of `best_of_rank` → int64 [N], the columns of the largest logits, of equals the first"""
+    out = torch.empty(len(pairs), dtype=torch.int64, device=pairs.device)
+    if len(pairs):
+        grid = (triton.cdiv(len(pairs), 128),)
+        _best_pair_kernel[grid](
+            pairs, out, len(pairs), P=pairs.shape[1], RANKS=size, BLOCK=128, num_warps=4, **pdl_options(pairs)
+        )
+    return out
+
+
+@triton.jit
+def _pair_kernel(
+    max_ptr, id_ptr, pairs_ptr, place, first,
+    SPLITS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`best_of_rank` of the best of each split."""
+    if PDL:
+        pdl_wait()
+    row, at, column = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BLOCK_P)
+    maxima = tl.load(max_ptr + row * SPLITS + at, mask=at < SPLITS, other=float("-inf"))
+    ids = tl.load(id_ptr + row * SPLITS + at, mask=at < SPLITS, other=2147483647)
+    maximum = tl.max(maxima, 0)
+    best = first + tl.min(tl.where(maxima == maximum, ids, 2147483647), 0)
+    pair = tl.where(column == place, maximum, tl.where(column == place + 1, best.to(tl.float32), 0.0))
+    tl.store(pairs_ptr + row * P + column, pair, mask=column < P)
+
+
+@triton.jit
+def _best_pair_kernel(
+    pairs_ptr, out_ptr, num_rows, P: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        pdl_wait()
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = row < num_rows
+    maximum = tl.load(pairs_ptr + row * P, mask=here, other=0.0)
+    best = tl.load(pairs_ptr + row * P + 1, mask=here, other=0.0)
+    for rank in tl.static_range(1, RANKS):
+        other = tl.load(pairs_ptr + row * P + 2 * rank, mask=here, other=0.0)
+        column = tl.load(pairs_ptr + row * P + 2 * rank + 1, mask=here, other=0.0)
+        best = tl.where(other > maximum, column, best)
+        maximum = tl.maximum(maximum, other)
+    tl.store(out_ptr + row, best.to(tl.int64), mask=here)
 
 
 @triton.jit
