@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import queue
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from slipstream.kernels.select import select_ops
 from slipstream.kernels.triton.mxfp4 import pack_mxfp4
 from slipstream.kernels.weights import GroupedLinear, Linear
 from slipstream.model.layers import MoE
-from slipstream.platform import platform_of
+from slipstream.platform import RankGroup, collectives, platform_of
 from slipstream.spec.scheme import SCHEMES
 from slipstream.worker import expert_balance, process_executor
 from slipstream.worker.expert_balance import rank_of_places
@@ -23,8 +27,10 @@ from slipstream.worker.expert_places import ExpertPlaces
 from tests.model.harness import CPU, load, run
 from tests.model.parallel_ranks import on_ranks
 from tests.model.test_parallel import build, close
+from tests.waiting import PATIENCE_S
 
 TOKENS = list(range(5, 25))
+GROUPS = dict(hidden_size=64, intermediate_size=64)
 BIG = dict(hidden_size=128, moe_intermediate_size=128, head_dim=32)
 
 
@@ -69,7 +75,7 @@ def moved(model):
         ("deepseek_v3", "cpu", None, {}),
         ("glm4_moe", "reference", None, {}),
         *[("gpt_oss", kernels, None, {}) for kernels in ("reference", "torch", "cpu")],  # biases of router and experts
-        *[("gpt_oss", kernels, "mxfp4", dict(hidden_size=64, intermediate_size=64)) for kernels in ("reference", "torch", "cpu")],
+        *[("gpt_oss", kernels, "mxfp4", GROUPS) for kernels in ("reference", "torch", "cpu")],
         *[("qwen3_moe", "reference", scheme, BIG) for scheme in ("int8", "fp8", "fp8-block", "int4", "int4-g32")],
         *[("qwen3_moe", "cpu", scheme, BIG) for scheme in ("int8", "int4", "int4-g32")],
     ],
@@ -146,16 +152,71 @@ def test_an_expert_of_a_weight_is_all_of_it(pack):
         assert torch.equal(found.view(torch.uint8), own.view(torch.uint8)) if isinstance(own, torch.Tensor) else found == own
 
 
+def test_ranks_exchange_piece_by_piece(monkeypatch):
+    """Of which no number may be written before it is sent. Rank 1 of the group is rank 3 of all."""
+    sent = {(a, b): queue.Queue() for a in (2, 3) for b in (2, 3)}
+    sizes, numbers = [], threading.local()
+
+    def exchange(operations):
+        (_, mine, peer, _), (_, theirs, _, _) = operations
+        sizes.append(len(mine))
+        sent[numbers.own, peer].put(mine.clone())
+        theirs.copy_(sent[peer, numbers.own].get(timeout=PATIENCE_S))
+        return []
+
+    fake = SimpleNamespace(isend="send", irecv="receive", P2POp=lambda *a: a, batch_isend_irecv=exchange)
+    fake.get_global_rank = lambda handle, rank: 2 + rank
+    monkeypatch.setattr(collectives, "dist", fake)
+    monkeypatch.setattr(collectives, "SWAPPED_BYTES", 100)
+    whole = [torch.arange(120, dtype=torch.int16).view(2, 60) + 1000 * rank for rank in range(2)]
+    across = [torch.arange(24.0).view(4, 6) - 100 * rank for rank in range(2)]
+
+    def work(rank):
+        numbers.own = 2 + rank
+        group = RankGroup(rank, 2, CPU, handle="some")
+        group.swap(whole[rank][1], 1 - rank)
+        group.swap(across[rank][:, 2:4], 1 - rank)
+
+    before = [[x.clone() for x in own] for own in (whole, across)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
+    assert sorted(sizes) == [20, 20, 32, 32, 100, 100]
+    for rank in range(2):
+        assert torch.equal(whole[rank][0], before[0][rank][0])
+        assert torch.equal(whole[rank][1], before[0][1 - rank][1])
+        kept = torch.tensor([True, True, False, False, True, True])
+        assert torch.equal(across[rank], torch.where(kept, before[1][rank], before[1][1 - rank]))
+
+
+def test_the_load_is_told_by_expert_also_of_a_copy_on_its_way():
+    """Of a GPU a copy is read when it has arrived, and experts may have moved since."""
+    arrived = []
+    platform = SimpleNamespace(is_asynchronous=True, to_host=torch.clone)
+    platform.record = lambda: SimpleNamespace(query=lambda: bool(arrived))
+    load = ExpertLoad({4: torch.tensor([10, 11, 12])}, platform)
+    assert load.read() == ()  # a copy is begun
+    load.swap(4, 0, 2)
+    load.counts[4] += torch.tensor([1, 0, 0])  # place 0 has expert 2 now
+    assert load.read() == ()
+    arrived.append(True)
+    assert load.read() == ((4, (10, 11, 12)),)
+    load.swap(4, 0, 1)
+    assert load.read() == ((4, (10, 11, 13)),)
+    assert load.counts[4].tolist() == [11, 13, 10]
+
+
 PROMPTS = [[5, 9, 200, 31, 7, 44, 45, 46], list(range(20, 60)), [3]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-SETTINGS = dict(device="cpu", dtype="float32", max_model_len=128, kv_cache_bytes=2**20, max_num_seqs=4, max_num_batched_tokens=64)
+SETTINGS = dict(device="cpu", dtype="float32", max_model_len=128, kv_cache_bytes=2**20)
+SETTINGS |= dict(max_num_seqs=4, max_num_batched_tokens=64, skip_tokenizer_init=True)
 
 
 def answers(path, **how):
-    with LLM(str(path), skip_tokenizer_init=True, **how, **SETTINGS) as llm:
+    """Of two rounds, with the tokens by expert, and what is told of the balance."""
+    with LLM(str(path), **how, **SETTINGS) as llm:
         prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
         found = [[o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, progress=False)] for _ in range(2)]
-        return found, llm.stats().expert_balance
+        return (found, llm.core.executor.expert_load()), llm.stats().expert_balance
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -166,6 +227,7 @@ def answers(path, **how):
         ("qwen2_moe", dict(expert_parallel_size=3)),  # others go on while two exchange
         ("deepseek_v3", dict(expert_parallel_size=2, tensor_parallel_size=2)),
         ("gpt_oss", dict(expert_parallel_size=2)),
+        ("qwen3_moe", dict(expert_parallel_size=2, kernels="reference", quantization="int4-g32")),
         ("qwen3_moe", dict(expert_parallel_size=2, pipeline_parallel_size=2)),
     ],
 )
@@ -174,10 +236,18 @@ def test_experts_move_while_requests_run(tmp_path, monkeypatch, family, how):
     for name, value in (("LOOK_EVERY", 2), ("LEAST_CHOICES", 1), ("UNEVEN", 1.0), ("GAIN", 0.0)):
         monkeypatch.setattr(expert_balance, name, value)
     monkeypatch.setattr(process_executor, "available_cores", lambda: 4)
-    build(tmp_path, family)
-    wanted, none = answers(tmp_path)
+    build(tmp_path, family, **(BIG if "quantization" in how else {}))
+    wanted, none = answers(tmp_path, **{name: value for name, value in how.items() if "parallel" not in name})
     assert none is None
     found, balance = answers(tmp_path, **how)
     assert found == wanted
     assert balance.moved_total >= 4
     assert 1.0 <= balance.rank_imbalance < 2.0
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_with_adapters_experts_stay(tmp_path, monkeypatch):
+    """Since an adapter may change the router."""
+    monkeypatch.setattr(expert_balance, "LOOK_EVERY", 1)
+    build(tmp_path, "qwen3_moe")
+    assert answers(tmp_path, expert_parallel_size=2, enable_lora=True)[1] is None

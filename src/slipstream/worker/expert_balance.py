@@ -36,7 +36,7 @@ GAIN = 0.01
 """An exchange lowers its rank's load by so much of the mean at least, lest near ones go to and fro."""
 
 LAYERS_AT_ONCE = 8
-"""In which exchanges are searched for at a look, in turns: a tenth of a millisecond each, which the next step's plan waits for."""
+"""In which exchanges are searched for at a look, in turns: 0.1 ms each, for which the next step's plan waits."""
 
 MOVED_BYTES = 2**26
 """Of weights that a rank sends, and gets, at a look: a fraction of a millisecond between GPUs with NVLink, three over PCIe. One
