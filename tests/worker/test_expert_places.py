@@ -227,6 +227,7 @@ def answers(path, **how):
         ("qwen2_moe", dict(expert_parallel_size=3)),  # others go on while two exchange
         ("deepseek_v3", dict(expert_parallel_size=2, tensor_parallel_size=2)),
         ("gpt_oss", dict(expert_parallel_size=2)),
+        ("gpt_oss", dict(expert_parallel_size=2, quantization="mxfp4")),
         ("qwen3_moe", dict(expert_parallel_size=2, kernels="reference", quantization="int4-g32")),
         ("qwen3_moe", dict(expert_parallel_size=2, pipeline_parallel_size=2)),
     ],
@@ -236,7 +237,7 @@ def test_experts_move_while_requests_run(tmp_path, monkeypatch, family, how):
     for name, value in (("LOOK_EVERY", 2), ("LEAST_CHOICES", 1), ("UNEVEN", 1.0), ("GAIN", 0.0)):
         monkeypatch.setattr(expert_balance, name, value)
     monkeypatch.setattr(process_executor, "available_cores", lambda: 4)
-    build(tmp_path, family, **(BIG if "quantization" in how else {}))
+    build(tmp_path, family, **{"mxfp4": GROUPS, "int4-g32": BIG}.get(how.get("quantization"), {}))
     wanted, none = answers(tmp_path, **{name: value for name, value in how.items() if "parallel" not in name})
     assert none is None
     found, balance = answers(tmp_path, **how)
