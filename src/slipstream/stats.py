@@ -10,6 +10,15 @@ ExpertTokens: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertBalance:
+    """Of experts that are dealt out to ranks. `rank_imbalance`: in the recent load the choices of the rank with the most over
+    the mean, each layer having a rank with the most; 1: even, or not known yet."""
+
+    moved_total: int = 0  # experts that changed ranks since the start
+    rank_imbalance: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterStats:
     """How many adapters are where, and totals since the start: read from files, and copied to the device."""
 
@@ -80,6 +89,7 @@ class EngineStats(SchedulerStats):
     expert_load: ExpertTokens = ()
     is_sleeping: bool = False
     adapters: AdapterStats | None = None  # None: adapters are not enabled
+    expert_balance: ExpertBalance | None = None  # None: no experts are dealt out to ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from slipstream.fleet.detection.alerts import Webhook
 from slipstream.fleet.figures import summed
 from slipstream.fleet.watch import FleetWatch
 from slipstream.server.metrics import TOTALS
-from slipstream.stats import AdapterStats, EngineStats
+from slipstream.stats import AdapterStats, EngineStats, ExpertBalance
 from tests.fleet.running import fleet_of, version
 from tests.fleet.stubs import stubbed, text_of
 from tests.fleet.test_alerts import receiver as receiver
@@ -20,6 +20,7 @@ from tests.fleet.test_alerts import receiver as receiver
 ONE = EngineStats(
     num_running=2, num_steps=10, kv_cache_usage=0.5, last_step_age_s=1.0, spec_accepted_by_position=(5, 3),
     expert_load=((0, (1, 2)),), prompt_tokens_total=100, adapters=AdapterStats(num_on_device=1, num_on_host=2, reads_total=3),
+    expert_balance=ExpertBalance(moved_total=8, rank_imbalance=1.5),
 )  # fmt: skip
 OTHER = EngineStats(
     num_running=1, num_steps=5, kv_cache_usage=0.1, spec_accepted_by_position=(1, 1, 1), expert_load=((0, (1, 1)), (2, (4, 4)))
@@ -33,6 +34,7 @@ def test_sums():
     assert found.spec_accepted_by_position == (11, 7, 1)
     assert found.expert_load == ((0, (3, 5)), (2, (4, 4)))
     assert (found.adapters.num_on_device, found.adapters.reads_total) == (1, 6)
+    assert (found.expert_balance.moved_total, found.expert_balance.rank_imbalance) == (16, 1.5)
     assert summed([OTHER]) == OTHER
     assert {"num_steps", "prompt_tokens_total", "reads_total", "stored_blocks"}.issubset(TOTALS)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slipstream import LLM, LoRARequest, SamplingParams
+from slipstream.worker import expert_balance
 from tests import adapters, draft_heads, tiny_models, vision_models
 
 pytestmark = [
@@ -96,3 +97,37 @@ def test_pictures(tmp_path, family, split):
             found.append([answers(llm, prompts=[*prompts, prompts[0]]) for _ in range(2)])
     assert found[1] == found[0]
     assert found[0][0][0] == found[0][0][2]
+
+
+@pytest.mark.parametrize("split", [{}, {"tensor_parallel_size": 2}])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_moe", {}),
+        ("deepseek_v3", {}),  # groups, corrections and a shared expert
+        ("gpt_oss", {}),  # biases
+        ("gpt_oss", {"quantization": "mxfp4"}),
+        ("qwen3_moe", {"quantization": "int4-g32"}),
+        ("qwen3_moe", {"enforce_eager": True}),
+    ],
+)
+def test_experts_move_between_steps(tmp_path, monkeypatch, family, settings, split):
+    """Whenever it gains anything, while graphs that were captured before are replayed: graphs read the weights that came."""
+    for name, value in (("LOOK_EVERY", 2), ("LEAST_CHOICES", 1), ("UNEVEN", 1.0), ("GAIN", 0.0)):
+        monkeypatch.setattr(expert_balance, name, value)
+    tiny_models.write(tmp_path, family, **SHAPE_OF_EXPERTS[family])
+    found = []
+    for how in ({}, {"expert_parallel_size": 2, **split}):
+        with LLM(str(tmp_path), skip_tokenizer_init=True, **SIZES, **settings, **how) as llm:
+            found.append([answers(llm) for _ in range(4)])
+            balance = llm.stats().expert_balance
+    assert found[1] == found[0]
+    assert balance is not None
+    assert balance.moved_total >= 4
+
+
+SHAPE_OF_EXPERTS = {
+    "qwen3_moe": {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32, "moe_intermediate_size": 128},
+    "deepseek_v3": {},
+    "gpt_oss": {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32, "intermediate_size": 128},
+}

@@ -53,10 +53,11 @@ class ThreadPipe:
 class Meeting:
     def __init__(self, size: int) -> None:
         self.barrier, self.given = threading.Barrier(size, timeout=PATIENCE_S), [torch.empty(0)] * size
+        self.sent = {(a, b): queue.Queue[Tensor]() for a in range(size) for b in range(size)}
 
 
 class ThreadGroup:
-    sums = None
+    sums, device = None, CPU
 
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         self.rank, self.size, self.meeting = rank, size, meeting
@@ -78,6 +79,11 @@ class ThreadGroup:
 
     def least(self, *numbers: int) -> list[int]:
         return self.all_gather(torch.tensor(numbers)).amin(0).tolist()
+
+    def swap(self, x: Tensor, other: int) -> None:
+        """The two alone: others don't take part."""
+        self.meeting.sent[self.rank, other].put(x.clone())
+        x.copy_(self.meeting.sent[other, self.rank].get(timeout=PATIENCE_S))
 
     def share(self, num_bytes: int) -> tuple[Tensor, ...]:
         self.meeting.given[self.rank] = torch.zeros(num_bytes, dtype=torch.uint8)

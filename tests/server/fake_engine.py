@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from slipstream.errors import ContextLengthError, EngineDeadError, EngineOverloadedError, RequestError
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestTimes, Vectors
-from slipstream.stats import EngineStats
+from slipstream.stats import EngineStats, ExpertBalance
 
 
 class ByteTokenizer:
@@ -208,6 +208,7 @@ class FakeEngine:
             prompt_tokens_total=self.prompt_tokens,
             generation_tokens_total=self.generation_tokens,
             expert_load=((1, (5, 0, 7)),),
+            expert_balance=ExpertBalance(moved_total=4, rank_imbalance=1.25),
         )
 
     async def sleep(self, level=1):

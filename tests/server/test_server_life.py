@@ -326,6 +326,8 @@ def test_metrics(serve):
         ("num_preemptions_total", 3),
         ("prefix_cache_queries_total", 10),
         ("prefix_cache_hits_total", 4),
+        ("expert_rank_imbalance_ratio", 1.25),
+        ("experts_moved_total", 4),
         ("engine_up", 1),
     ):
         assert value_of(text, f'slipstream:{name}{{model_name="m"}}') == value

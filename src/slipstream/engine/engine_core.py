@@ -464,6 +464,7 @@ class EngineCore:
             uptime_s=now - self._started,
             expert_load=self.executor.expert_load() if experts else (),
             adapters=self.executor.adapter_stats(),
+            expert_balance=self.executor.expert_balance(),
         )
 
 

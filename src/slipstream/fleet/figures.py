@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slipstream.fleet.forward import Forwarder
     from slipstream.fleet.members import Members
 
-_MEANS = frozenset({"kv_cache_usage", "host_bytes_per_s", "disk_bytes_per_s", "prefill_tokens_per_s"})
+_MEANS = frozenset({"kv_cache_usage", "host_bytes_per_s", "disk_bytes_per_s", "prefill_tokens_per_s", "rank_imbalance"})
 _MOST = frozenset({"last_step_age_s", "uptime_s"})
 
 

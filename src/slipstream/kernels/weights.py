@@ -177,9 +177,9 @@ class Mxfp4Linear(Linear):
 
     exponents: Tensor  # int32 [rows / 8, chunks, 8]: a byte for each group of a row's chunk, from the low bits up
     factor: float
-    """The largest scale, a power of two. A group's scale is factor · 2^(byte − 253): a code's bits are those of its number ·
-    2^-126, and times 2^(byte − 127) they are the weight / factor. Sums are multiplied by it. What is below factor · 2^-126 may
-    become 0."""
+    """The largest scale, a power of two, and at least 1. A group's scale is factor · 2^(byte − 253): a code's bits are those of
+    its number · 2^-126, and times 2^(byte − 127) they are the weight / factor. Sums are multiplied by it. What is below
+    factor · 2^-126 may become 0."""
     inner: int
 
     @property

@@ -26,6 +26,9 @@ others long before (`worker.process_executor`)."""
 MOST_SENT = 16
 """Tensors to another stage that may be on their way at once."""
 
+SWAPPED_BYTES = 2**24
+"""Of a tensor that two ranks exchange, at a time: so much memory it takes beside."""
+
 
 class Rendezvous:
     """Where the ranks of a group meet: a store at rank 0, which makes it and says its `port` to the others. `host` is its
@@ -228,6 +231,21 @@ class RankGroup:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # newer torch's name, and older's
         gather(out.flatten(0, 1) if x.dim() else out, x.contiguous(), group=self._handle)
         return out
+
+    def swap(self, x: Tensor, other: int) -> None:
+        """Exchange x with the rank `other`'s, in place and in the order of this device's work. Only these two make the call."""
+        if not x.is_contiguous():
+            own = x.contiguous()
+            self.swap(own, other)
+            x.copy_(own)
+            return
+        peer = other if self._handle is None else dist.get_global_rank(self._handle, other)
+        for mine in x.flatten().view(torch.uint8).split(SWAPPED_BYTES):
+            theirs = torch.empty_like(mine)
+            both = [dist.P2POp(dist.isend, mine, peer, self._handle), dist.P2POp(dist.irecv, theirs, peer, self._handle)]
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+            mine.copy_(theirs)
 
     def least(self, *numbers: int) -> list[int]:
         """Of each number the smallest that a rank gives."""

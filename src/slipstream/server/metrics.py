@@ -60,6 +60,11 @@ _ADAPTER_METRICS = (
     ("placements_total", "lora_adapter_placements", True, "Adapters copied to a slot of the device"),
 )
 
+_EXPERT_METRICS = (
+    # the same of ExpertBalance
+    ("rank_imbalance", "expert_rank_imbalance_ratio", False, "Load of the rank whose experts were chosen most over the mean"),
+    ("moved_total", "experts_moved", True, "Experts that changed ranks"),
+)
 
 _TIER_METRICS = (
     # the same of TierStats
@@ -82,8 +87,11 @@ _TIER_METRICS = (
 )
 
 
+_PARTS = (("adapters", _ADAPTER_METRICS), ("expert_balance", _EXPERT_METRICS), ("tiers", _TIER_METRICS))
+"""Fields of EngineStats that have figures of their own."""
+
 TOTALS = frozenset(
-    {field for metrics in (_ENGINE_METRICS, _ADAPTER_METRICS, _TIER_METRICS) for field, _, grows, _ in metrics if grows}
+    {field for _, metrics in (("", _ENGINE_METRICS), *_PARTS) for field, _, grows, _ in metrics if grows}
     | {"spec_accepted_by_position", "expert_load"}
 )
 """Fields of EngineStats and its parts that only grow."""
@@ -246,7 +254,7 @@ def _engine_families(engines: Mapping[str, EngineStats | None]) -> Iterator[Metr
         up.add_metric([model], float(stats is not None))
     yield up
     there = {model: stats for model, stats in engines.items() if stats is not None}
-    for part, metrics in (("", _ENGINE_METRICS), ("adapters", _ADAPTER_METRICS), ("tiers", _TIER_METRICS)):
+    for part, metrics in (("", _ENGINE_METRICS), *_PARTS):
         found = {model: getattr(stats, part) if part else stats for model, stats in there.items()}
         for field, name, grows, text in metrics if any(one is not None for one in found.values()) else ():
             family = (CounterMetricFamily if grows else GaugeMetricFamily)(_PREFIX + name, text, labels=["model_name"])

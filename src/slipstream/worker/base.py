@@ -9,7 +9,7 @@ from typing import Protocol
 from slipstream.config import EngineConfig
 from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription
-from slipstream.stats import AdapterStats, CanaryResult, ExpertTokens
+from slipstream.stats import AdapterStats, CanaryResult, ExpertBalance, ExpertTokens
 from slipstream.types import LoRARequest, Plan, StepResult, StepTime, TokenMask
 from slipstream.worker.block_store import BlockStore
 
@@ -79,6 +79,10 @@ class Executor(ABC):
     @abstractmethod
     def expert_load(self) -> ExpertTokens:
         """Tokens by expert since the start, of each layer with experts. It never waits for the device."""
+
+    def expert_balance(self) -> ExpertBalance | None:
+        """None: no experts are dealt out to ranks."""
+        return None
 
     @abstractmethod
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:

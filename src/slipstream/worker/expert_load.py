@@ -2,38 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from slipstream.kernels.expert_rows import swap_rows
 from slipstream.platform import Event, Platform
 from slipstream.stats import ExpertTokens
 
 
 class ExpertLoad:
-    """`counts`: by layer int64 [X] on the device, which steps add to. Reading them never waits for a GPU: there the numbers are
-    those of an earlier call, whose copy has arrived."""
+    """`counts`: by layer int64 [X] on the device, which steps add to: of the expert at each place of the router's output.
+    Reading them never waits for a GPU: there the numbers are those of an earlier call, whose copy has arrived."""
 
     def __init__(self, counts: dict[int, Tensor], platform: Platform) -> None:
-        self._counts = counts
+        self.counts = counts
+        self._expert_at = {layer: list(range(len(c))) for layer, c in counts.items()}
         self._platform = platform
-        self._copy: tuple[Tensor, Event | None] | None = None
+        self._copy: _Copy | None = None
         self._read: ExpertTokens = ()
 
     def read(self) -> ExpertTokens:
-        """Since the start, or `reset`."""
-        if not self._counts:
+        """By expert, since the start, or `reset`."""
+        if not self.counts:
             return ()
-        copied, event = self._copy or (None, None)
-        if event is None or event.query():
-            counts = self._platform.to_host(torch.cat(list(self._counts.values())))
-            self._copy = counts, self._platform.record()
-            copied = copied if self._platform.is_asynchronous else counts
+        copied = self._copy
+        if copied is None or copied.event is None or copied.event.query():
+            counts = self._platform.to_host(torch.cat(list(self.counts.values())))
+            self._copy = _Copy(counts, self._platform.record(), [list(places) for places in self._expert_at.values()])
+            copied = copied if self._platform.is_asynchronous else self._copy
             if copied is not None:
-                sizes = [len(c) for c in self._counts.values()]
-                by_layer = zip(self._counts, copied.split(sizes), strict=True)
-                self._read = tuple((layer, tuple(c.tolist())) for layer, c in by_layer)
+                self._read = tuple(zip(self.counts, copied.by_expert(), strict=True))
         return self._read
 
+    def swap(self, layer: int, a: int, b: int) -> None:
+        """The experts at two places have exchanged them. Each takes its count along."""
+        swap_rows(self.counts[layer], a, b)
+        own = self._expert_at[layer]
+        own[a], own[b] = own[b], own[a]
+
     def reset(self) -> None:
-        for counts in self._counts.values():
+        for counts in self.counts.values():
             counts.zero_()
+
+
+class _Copy(NamedTuple):
+    """Of all layers' counts by place, and which expert had each place then."""
+
+    counts: Tensor
+    event: Event | None
+    expert_at: list[list[int]]
+
+    def by_expert(self) -> Iterator[tuple[int, ...]]:
+        for counts, experts in zip(self.counts.split([len(own) for own in self.expert_at]), self.expert_at, strict=True):
+            found = torch.empty_like(counts)
+            found[experts] = counts
+            yield tuple(found.tolist())

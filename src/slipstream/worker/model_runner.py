@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -55,7 +55,9 @@ from slipstream.worker.draft_model import DraftModel
 from slipstream.worker.drafter import Drafter
 from slipstream.worker.draws import Sampler, completed_prompts, draw, prompt_logprobs
 from slipstream.worker.dummy_steps import CALIBRATION_TOKENS, calibrated_scales
+from slipstream.worker.expert_balance import LayerSwap
 from slipstream.worker.expert_load import ExpertLoad
+from slipstream.worker.expert_places import ExpertPlaces
 from slipstream.worker.forward import Forwards, InputBatch, Output
 from slipstream.worker.graphs import AdapterGraphs, SharedPrefixGraphs, StepGraphs
 from slipstream.worker.head_drafter import HeadDrafter
@@ -157,6 +159,9 @@ class ModelRunner:
                     self.kv_scales = self._calibrate()
         self._experts = ExpertLoad(self.forwards.count_experts(), self.platform)
         self._follower = LoadFollower(self.ops, self._experts)
+        self._places: ExpertPlaces | None = None  # if experts are dealt out to ranks
+        if partition is not None and partition.shard.experts:
+            self._places = ExpertPlaces(self.model.decoder, self._experts, partition)
         self.kv: list[LayerKV] = []
         self._block_rows: BlockRows | None = None
         self.rows: RowTable | None = None
@@ -491,6 +496,18 @@ class ModelRunner:
     def expert_load(self) -> ExpertTokens:
         """Tokens by expert since the start, for each layer with experts."""
         return self._experts.read()
+
+    def movable_load(self) -> tuple[ExpertTokens, int]:
+        """`expert_load` of the layers whose experts can change ranks, and the bytes of an expert's weights."""
+        assert self._places is not None
+        layers = self._places.layers
+        return tuple(own for own in self._experts.read() if own[0] in layers), self._places.expert_bytes
+
+    def swap_experts(self, swaps: Sequence[LayerSwap]) -> None:
+        """Let experts change places before the next step. All ranks make this call."""
+        assert self._places is not None
+        self._take_tokens()
+        self._places.swap(swaps)
 
     def reset_expert_load(self) -> None:
         """Forget the tokens so far, which were no request's."""

@@ -53,11 +53,12 @@ from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.parallel import uneven_parts
 from slipstream.start_messages import Phase, Started
-from slipstream.stats import AdapterStats, ExpertTokens
+from slipstream.stats import AdapterStats, ExpertBalance, ExpertTokens
 from slipstream.types import LoRARequest, Plan, StepPlan, StepResult, StepTime, TextsPlan, TokenMask
 from slipstream.worker.adapter_places import AdapterPlaces
 from slipstream.worker.base import Executor, Launched
 from slipstream.worker.device import detect
+from slipstream.worker.expert_balance import ExpertBalancer
 from slipstream.worker.rank_joining import accept_ranks, parse_address
 from slipstream.worker.rank_messages import (
     Begin,
@@ -75,9 +76,12 @@ from slipstream.worker.rank_messages import (
     LoadAdapter,
     Meeting,
     Question,
+    RankExpertLoad,
     RankFailed,
     Reply,
+    ReportExpertLoad,
     Result,
+    SwapExperts,
     ToRank,
     UnloadAdapter,
     WarmUp,
@@ -142,6 +146,7 @@ class ProcessExecutor(Executor):
         self._sending, self._asking = threading.Lock(), threading.Lock()  # all ranks get all messages in one order
         self._grammars: set[str] = set()  # requests that sample by one
         self._adapters: AdapterPlaces | None = None  # those that every rank has in its host's memory
+        self._balancer: ExpertBalancer | None = None  # of experts that are dealt out to ranks
         self._group = Processes()
         self._finalizer = weakref.finalize(self, self._group.kill)
         size, own = num_ranks(args), args.local_ranks or num_ranks(args)
@@ -198,6 +203,8 @@ class ProcessExecutor(Executor):
             self._adapters = AdapterPlaces(config.lora.max_cpu_loras)
             for request in config.lora.requests:  # which the ranks have from their start
                 self.load_adapter(request, tuple)
+        if config.parallel.experts > 1 and config.lora is None:  # an adapter may change the router
+            self._balancer = ExpertBalancer(self.description.spec, config.parallel.experts)
         for number, ledger in enumerate(self.ledgers):
             _logger.info(
                 "rank %d: weights %.2f GiB, KV cache %.2f GiB of %s",
@@ -207,6 +214,7 @@ class ProcessExecutor(Executor):
     # --- The executor's calls -----------------------------------------------------------------------------------------
 
     def launch(self, plan: Plan) -> RemoteStep:
+        self._balance_experts()
         self._mail.expect(plan.step_id)
         if isinstance(plan, TextsPlan):
             self._broadcast(LaunchTexts(plan))
@@ -245,6 +253,9 @@ class ProcessExecutor(Executor):
 
     def expert_load(self) -> ExpertTokens:
         return tuple(sorted(layer for answer in self._ask(GetExpertLoad()) for layer in answer.expert_load))
+
+    def expert_balance(self) -> ExpertBalance | None:
+        return None if self._balancer is None else self._balancer.stats
 
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:
         """Every rank reads its part of the adapter. They get a message only for one that they don't have, with the one to
@@ -317,6 +328,18 @@ class ProcessExecutor(Executor):
         self._grammars.difference_update(plan.released)
         self._grammars.update(r.request_id for r in plan.new if r.sampling.structured_outputs is not None)
         return bool(self._grammars) and any(s.num_sampled and s.request_id in self._grammars for s in plan.scheduled)
+
+    def _balance_experts(self) -> None:
+        """Between two steps. The ranks are asked for their load every so often. What came of it since is acted on; all ranks
+        are told the same between the same launches."""
+        if (balancer := self._balancer) is None:
+            return
+        while self._mail.expert_loads:
+            came = self._mail.expert_loads.popleft()
+            if swaps := balancer.follow(came.load, came.expert_bytes):
+                self._broadcast(SwapExperts(swaps))
+        if balancer.step():
+            self._broadcast(ReportExpertLoad(), self._ranks[:: self._parallel.ranks_of_stage])
 
     def _broadcast(self, message: ToRank, to: Sequence[Rank] | None = None) -> None:
         """To all ranks, or to some."""
@@ -433,6 +456,7 @@ class Mailbox:
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self.results: dict[int, StepResult] = {}
+        self.expert_loads: deque[RankExpertLoad] = deque()
         self._start: deque[tuple[Rank, Meeting | Phase | Started]] = deque()
         self._answers: deque[Reply] = deque()
         self._failures: list[RankFailed] = []
@@ -499,6 +523,8 @@ class Mailbox:
                 self.results[message.step_id] = message.step
         elif isinstance(message, Reply):
             self._answers.append(message)
+        elif isinstance(message, RankExpertLoad):
+            self.expert_loads.append(message)
         elif isinstance(message, Meeting | Phase | Started):
             self._start.append((rank, message))
         else:

@@ -1,8 +1,8 @@
 """The messages between an executor and its ranks: msgpack over a Unix socket pair to each rank. No torch.
 
-To a rank: Begin, what a step needs, questions, UnloadAdapter, End. From rank 0: Meeting, Phase. From the first rank of each
-stage: Answer; to LoadAdapter from all ranks. From the first of the last stage: Result. From any rank: Started, RankFailed.
-Answers come in the order of the questions; results in that of the launches.
+To a rank: Begin, what a step needs, questions, UnloadAdapter, SwapExperts, End. From rank 0: Meeting, Phase. From the first
+rank of each stage: RankExpertLoad, and Answer; to LoadAdapter from all ranks. From the first of the last stage: Result. From
+any rank: Started, RankFailed. Answers come in the order of the questions; results in that of the launches.
 """
 
 from __future__ import annotations
@@ -85,6 +85,16 @@ class GetExpertLoad(msgspec.Struct, tag=True):
     pass
 
 
+class ReportExpertLoad(msgspec.Struct, tag=True):
+    """To the first rank of each stage, which sends a RankExpertLoad. Nobody waits for it."""
+
+
+class SwapExperts(msgspec.Struct, tag=True):
+    """Before the next launch: a layer, and two places whose experts exchange them. All ranks get it."""
+
+    swaps: list[tuple[int, int, int]]
+
+
 class LoadAdapter(msgspec.Struct, tag=True):
     """Ranks have room for it."""
 
@@ -108,8 +118,9 @@ class End(msgspec.Struct, tag=True):
 
 
 OfStep: TypeAlias = Launch | LaunchTexts | Constrain | Forget
+OfExperts: TypeAlias = ReportExpertLoad | SwapExperts
 Question: TypeAlias = WarmUp | CaptureNext | GetExpertLoad | LoadAdapter | GetAdapterStats | GetProposed
-ToRank: TypeAlias = Begin | Refused | OfStep | Question | UnloadAdapter | End
+ToRank: TypeAlias = Begin | Refused | OfStep | OfExperts | Question | UnloadAdapter | End
 
 
 class Join(msgspec.Struct, tag=True):
@@ -156,6 +167,13 @@ class Result(msgspec.Struct, tag=True):
         return StepResult(self.step_id, self.token_ids, self.num_tokens, extras, self.is_cold)
 
 
+class RankExpertLoad(msgspec.Struct, tag=True):
+    """Of the layers whose experts can change ranks, and the bytes of an expert's weights."""
+
+    load: ExpertTokens
+    expert_bytes: int
+
+
 class Reply(msgspec.Struct, tag=True):
     """To WarmUp (the step times), CaptureNext (whether there was one), GetExpertLoad, LoadAdapter (the version of its files, or
     why it can't be), GetAdapterStats and GetProposed."""
@@ -175,7 +193,7 @@ class RankFailed(Failed, tag=True):
     of_peer: bool = False
 
 
-FromRank: TypeAlias = Join | Meeting | Phase | Started | Result | Reply | RankFailed
+FromRank: TypeAlias = Join | Meeting | Phase | Started | Result | Reply | RankExpertLoad | RankFailed
 
 
 class Link:

@@ -50,10 +50,13 @@ from slipstream.worker.rank_messages import (
     Link,
     LoadAdapter,
     Meeting,
+    RankExpertLoad,
     RankFailed,
     Refused,
     Reply,
+    ReportExpertLoad,
     Result,
+    SwapExperts,
     ToRank,
     UnloadAdapter,
     WarmUp,
@@ -148,6 +151,8 @@ class RankProcess:
             answer = Reply(executor.capture_next())
         elif isinstance(message, GetExpertLoad):
             answer = Reply(expert_load=executor.expert_load())
+        elif isinstance(message, ReportExpertLoad | SwapExperts):
+            self._balance_experts(message)
         elif isinstance(message, LoadAdapter):
             answer = self._load_adapter(message)
         elif isinstance(message, UnloadAdapter):
@@ -159,6 +164,14 @@ class RankProcess:
             answer = Reply(proposed=tuple(self._newest.proposed()))
         if answer is not None and (self._answers or isinstance(message, LoadAdapter)):
             self._link.send(answer)
+
+    def _balance_experts(self, message: ReportExpertLoad | SwapExperts) -> None:
+        runner = self._executor.runner
+        assert not isinstance(runner, HostRunner)
+        if isinstance(message, SwapExperts):
+            runner.swap_experts(message.swaps)
+        else:
+            self._link.send(RankExpertLoad(*runner.movable_load()))
 
     def _load_adapter(self, message: LoadAdapter) -> Reply:
         try:

@@ -36,7 +36,7 @@ def pack_mxfp4(w: GroupedLinear) -> Mxfp4Linear:
     """Reorder codes and scales, some rows at a time."""
     (rows, quarter), groups = w.weight.shape, len(w.scales)
     inner, chunks = quarter * 4, triton.cdiv(quarter * 4, CHUNK)
-    factor = float(w.scales.max())
+    factor = max(1.0, float(w.scales.max()))  # so ranks with different experts have the same one, and can exchange them
     words = torch.empty(rows // SLAB, chunks, SLAB, CHUNK // 4, dtype=torch.int16, device=w.weight.device)
     exponents = torch.empty(rows // SLAB, chunks, SLAB, dtype=torch.int32, device=w.weight.device)
     step = 4096
