@@ -22,10 +22,9 @@ MIXED_TOKENS = 4096
 """Prompt tokens of the largest mixed graph. A larger step keeps the GPU busy for longer than the host launches it."""
 
 LONG_TOKENS = 8192
-"""The same for mixtures and for ranks. A mixture's layers have more kernels, and a token multiplies only by the experts that it
-chose; a rank has a part of the weights. On an H200 8,192 tokens of Qwen3-30B-A3B in FP8 take 68 ms, and the host launches them in
-80; those of Llama-3-8B over two H200s take 63, and are launched in 80 to 100; half of its layers take 52, and are launched in 43,
-with gaps of 5 between steps."""
+"""The same for mixtures and for a layer's ranks. Their layers have more kernels, and a token multiplies only by the experts
+that it chose, or by a rank's part of the weights. On an H200 8,192 tokens of Qwen3-30B-A3B in FP8 take 68 ms, and the host
+launches them in 80; those of Llama-3-8B over two H200s take 63, and are launched in 80 to 100."""
 
 GRAPH_BYTES = 4 * 2**20
 """The driver's own memory for one graph of some three hundred launches: 0 to 4 MiB on an H200 beside activations."""
@@ -94,7 +93,7 @@ def _takes_long_steps(config: EngineConfig, spec: ModelSpec) -> bool:
     attention computes whole prompts without the cache, which is several times as fast and saves more than the launches cost."""
     if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
         return False
-    return config.parallel.num_ranks > 1 or any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
+    return config.parallel.ranks_of_stage > 1 or any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
 
 
 def mixed_sequences(config: EngineConfig, spec: ModelSpec) -> int:

@@ -95,7 +95,7 @@ FIRST_VERIFIED = ((8, 1024), (8, 768), (8, 512), (8, 256))
 In (64, 1024) such a step takes some 2 ms longer on an H200."""
 
 FIRST_LONG = ((1024, 7680), (512, 8192), (256, 8192), (64, 8192))
-"""Where ranks have longer graphs: those of steps of 8,192 tokens, with 3 % of padding on average. Op by op such a
+"""Where a layer's ranks have longer graphs: those of steps of 8,192 tokens, with 3 % of padding on average. Op by op such a
 step of Llama-3-8B takes 80 to 100 ms over two H200s, and 63 in a graph."""
 
 MOST_PADDING = 2**33
@@ -217,7 +217,8 @@ class StepGraphs(Graphs, Forward):
         if self._verifies:
             decodes.update(n for n in self.sizes if n in VERIFIED_ROWS or n == self.sizes[-1])
         mixed = FIRST_MIXED + (FIRST_VERIFIED if self._verifies else ())
-        if partition is not None and self.prompt_sizes and self.prompt_sizes[-1] > MIXED_TOKENS:
+        is_shared = partition is not None and partition.group.size > 1
+        if is_shared and self.prompt_sizes and self.prompt_sizes[-1] > MIXED_TOKENS:
             mixed = FIRST_LONG + mixed
         first = [(n, 0) for n in sorted(decodes, reverse=True)]
         soon = {(n, 0) for n in (*powers, self.sizes[-1], *(n for n in self.sizes if n <= FIRST_DECODES))}

@@ -32,6 +32,7 @@ from slipstream.start_messages import Failed, Phase, Started
 from slipstream.types import StepPlan, TextsPlan, TokenMask
 from slipstream.worker.constrained import AwaitingMask
 from slipstream.worker.device import detect
+from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.rank_joining import JOIN_S, join

@@ -142,6 +142,7 @@ class RowTable:
         # Of each row [C + 1]: temperature, top_p, min_p and the penalties; top_k, tokens of its prompt, seed.
         self.sampling_floats, self.sampling_ints = self._tables["sampling_floats"], self._tables["sampling_ints"]
         self.rows: dict[str, Row] = {}
+        self.num_dropped = 0  # rows since the start
         self.wanting: dict[Want, set[str]] = {want: set() for want in get_args(Want)}
         self._free = list(range(capacity - 1, -1, -1))
         self._seed = seed
@@ -181,6 +182,7 @@ class RowTable:
             row = self.rows.pop(request_id, None)
             if row is not None:
                 self._free.append(row.index)
+                self.num_dropped += 1
         if plan.new:
             self._add(plan.new, adapters)
         self._update(plan.scheduled)

@@ -28,11 +28,14 @@ MOST_DUE = 4
 
 @dataclass(slots=True)
 class Due:
-    """Tokens that are to come: of each its row, and the row's index and the position, int64 [2, N]."""
+    """Tokens that are to come. `requests` sample `counts` of them each (None: one each), and had `rows` then. `places`, int64
+    [2, N]: the row of each token and its position."""
 
-    names: frozenset[str]
+    requests: Sequence[str]
     rows: Sequence[Row]
+    counts: Sequence[int] | None
     places: npt.NDArray[np.int64]
+    num_dropped: int  # `RowTable.num_dropped` of then
 
 
 class FirstStage:
@@ -42,33 +45,38 @@ class FirstStage:
 
     def expect(self, sampled: Sequence[ScheduledRequest]) -> None:
         """A step was launched in which these requests sample."""
-        table, rows, positions = self._rows.rows, list[Row](), list[int]()
-        for s in sampled:
-            first = s.num_computed_tokens + s.num_tokens - s.num_sampled + 1
-            rows += [table[s.request_id]] * s.num_sampled
-            positions += range(first, first + s.num_sampled)
-        places = np.array([[row.index for row in rows], positions], np.int64)
-        self._due.append(Due(frozenset(s.request_id for s in sampled), rows, places))
+        table = self._rows.rows
+        rows, counts = [table[s.request_id] for s in sampled], [s.num_sampled for s in sampled]
+        indices, ends = [row.index for row in rows], [s.num_computed_tokens + s.num_tokens for s in sampled]
+        places, is_plain = np.array([indices, ends], np.int64), max(counts) == 1
+        if not is_plain:
+            starts = np.cumsum(counts) - counts
+            places = places.repeat(counts, axis=1)
+            places[1] += np.arange(len(places[1])) - (starts + counts - 1).repeat(counts)
+        names = [s.request_id for s in sampled]
+        self._due.append(Due(names, rows, None if is_plain else counts, places, self._rows.num_dropped))
 
     def before(self, plan: StepPlan) -> None:
         """Have the tokens that the requests of `plan` begin with. To be called before it changes rows."""
         names = {s.request_id for s in plan.scheduled}
-        newest = max((i for i, due in enumerate(self._due) if not names.isdisjoint(due.names)), default=-1)
+        newest = max((i for i, due in enumerate(self._due) if not names.isdisjoint(due.requests)), default=-1)
         for _ in range(max(newest + 1, len(self._due) - MOST_DUE)):
             self._take(self._due.popleft())
 
     def _take(self, due: Due) -> None:
-        tokens = self._receive(due)
-        alive = {id(row) for row in self._rows.rows.values()}
-        kept = [i for i, row in enumerate(due.rows) if id(row) in alive]
-        places = self._platform.upload(due.places.take(kept, axis=1))
-        if len(kept) < len(tokens):  # the others' requests have ended, and new ones may have their rows
-            tokens = tokens[self._platform.upload(np.array(kept, np.int64))]
-        if kept:
-            self._rows.write(places[0], places[1], tokens)
+        tokens, places, rows = self._receive(due), due.places, self._rows
+        if rows.num_dropped > due.num_dropped:  # new requests may have the rows of some that have ended since
+            alive = np.array([rows.rows.get(name) is row for name, row in zip(due.requests, due.rows, strict=True)])
+            kept = np.flatnonzero(alive if due.counts is None else alive.repeat(due.counts))
+            if not len(kept):
+                return
+            if len(kept) < len(tokens):
+                places, tokens = places.take(kept, axis=1), tokens[self._platform.upload(kept)]
+        own = self._platform.upload(places)
+        rows.write(own[0], own[1], tokens)
 
     def _receive(self, due: Due) -> Tensor:
-        return self._pipe.receive_back((len(due.rows),), torch.int64)
+        return self._pipe.receive_back((due.places.shape[1],), torch.int64)
 
     def forget(self) -> None:
         """All requests have ended. What is on its way is received, so that what follows is not taken for it."""
