@@ -54,6 +54,9 @@ class InFlight(NamedTuple):
 
 NOTHING = InFlight()
 
+new_tuple = tuple.__new__
+"""A NamedTuple of all its fields, in half the time of its own constructor."""
+
 
 class StepsInFlight:
     """`by_id` has the steps, and `last_id` is the number of the one scheduled last. The parts that learn how long steps take
@@ -105,10 +108,22 @@ class StepsInFlight:
         outputs: list[StepOutput] = []
         step, extras = self.by_id.pop(plan.step_id, NOTHING), Extras(result.extras) if result.extras else None
         size, finish, beams = self._kv.block_size, self._requests.finish, list[Request]()
+        is_plain = extras is None and not step.drafts and not step.forced
         for request, tokens in zip(step.requests, result.tokens_of_each, strict=True):
             if request.status is Status.FINISHED:
                 continue
             known, request_id = request.token_ids, request.request_id
+            before = len(known)
+            num_cached = request.num_cached_tokens if before == request.num_given else 0
+            if is_plain and before + 1 < request.end and request.stops.isdisjoint(tokens):  # one token, and it goes on
+                request.num_pending -= 1
+                known += tokens
+                if (account := request.account) is not None:
+                    account.served += 1 / account.weight
+                outputs.append(new_tuple(TokenOutput, (request_id, tokens, None, None, num_cached, (), None, None, 0, 0)))
+                if (before + 1) // size > request.num_registered:
+                    self._kv.register(request, self.last_id)
+                continue
             if extras is not None:
                 if request_id in extras.failed:
                     outputs.append(finish(request, FinishReason.INVALID, extras.failed[request_id]))
@@ -118,8 +133,6 @@ class StepsInFlight:
                         request.account.charge(1)
                     beams.append(request)
                     continue
-            before = len(known)
-            num_cached = request.num_cached_tokens if before == request.num_given else 0
             num_drafts = num_right = 0
             if step.drafts and (num_drafts := step.drafts.get(request, 0)):
                 num_right = len(tokens) - 1

@@ -40,7 +40,7 @@ from itertools import chain
 from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.budget import Pace, chunk_with_decodes
-from slipstream.core.in_flight import StepsInFlight
+from slipstream.core.in_flight import StepsInFlight, new_tuple
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import check_length
 from slipstream.core.policy import make_policy
@@ -227,7 +227,7 @@ class Scheduler:
                     step.add(request, position, 1, 1, (request.token_ids[position],))
                     continue
                 request.num_pending += 1
-                step.decodes.append(ScheduledRequest(request.request_id, position, 1, 1))
+                step.decodes.append(new_tuple(ScheduledRequest, (request.request_id, position, 1, 1, (), ())))
                 step.sampled_decodes.append(request)
                 step.scheduled.add(request)
             elif request.held or (request.drafts and self._verifies(step, request, plain)):

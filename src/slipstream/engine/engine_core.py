@@ -323,7 +323,9 @@ class EngineCore:
             now = time.monotonic()
             self._step_s += now - max(self._last_step, self._launched_at.popleft())
             self._last_step = now
-            self._generated_tokens += sum(len(o.token_ids) for o in new if isinstance(o, TokenOutput | LikeliestTokens))
+            self._generated_tokens += sum([len(o.token_ids) for o in new if isinstance(o, TokenOutput)])
+            if self._beams:
+                self._generated_tokens += sum([len(o.token_ids) for o in new if isinstance(o, LikeliestTokens)])
             outputs += new
             self._stalled = False  # drafts may follow
         if not self.scheduler.has_requests and not self._beams:

@@ -68,6 +68,7 @@ class OutputProcessor:
         self._states: dict[str, _State] = {}
         self._owner: dict[str, str] = {}  # engine request id -> user's request id
         self._plain: dict[str, tuple[_State, IncrementalDetokenizer, OnToken]] = {}  # by engine request id
+        self._waits: dict[str, _Choice] = {}  # those whose tokens may wait for the last: the first is there
 
     def __len__(self) -> int:
         return len(self._states)
@@ -96,6 +97,7 @@ class OutputProcessor:
             for key in state.choices:
                 del self._owner[key]
                 self._plain.pop(key, None)
+                self._waits.pop(key, None)
         return unfinished
 
     def owner(self, key: str) -> str | None:
@@ -129,7 +131,14 @@ class OutputProcessor:
         now = time.monotonic()
         news: dict[str, RequestOutput] = {}
         aborts: list[str] = []
+        waits = self._waits if until_done else {}
         for output in outputs:
+            if (waiting := waits.get(output.request_id)) is not None and output.finish_reason is None:
+                waiting.waiting += output.token_ids
+                if output.num_drafted:
+                    waiting.num_drafted += output.num_drafted
+                    waiting.num_accepted += output.num_accepted
+                continue
             owner = self._owner.get(output.request_id)
             if owner is None:
                 continue  # aborted since
@@ -139,20 +148,19 @@ class OutputProcessor:
                 continue  # a stop string ended it; these tokens came after
             choice.num_drafted += output.num_drafted
             choice.num_accepted += output.num_accepted
-            if until_done and choice.can_wait and output.finish_reason is None and state.first_token is not None:
-                choice.waiting += output.token_ids
-                continue
             if choice.waiting:
                 output = output._replace(token_ids=(*choice.waiting, *output.token_ids))
                 choice.waiting = []
             completion = self._complete(state, choice, output)
             if completion.finish_reason is not None:
                 choice.done = True
+                self._waits.pop(output.request_id, None)
                 if output.finish_reason is None:
                     aborts.append(output.request_id)
             if output.token_ids:
                 if state.first_token is None:
                     state.first_token = now
+                    self._waits.update((key, c) for key, c in state.choices.items() if c.can_wait and not c.done)
                     if state.on_token is not None and choice.can_wait and choice.detokenizer and len(state.choices) == 1:
                         self._plain[output.request_id] = state, choice.detokenizer, state.on_token
                 state.last_token = now
@@ -175,6 +183,7 @@ class OutputProcessor:
         self._states.clear()
         self._owner.clear()
         self._plain.clear()
+        self._waits.clear()
         return ids
 
     def _detokenizer(self, request: EngineRequest) -> IncrementalDetokenizer | None:
