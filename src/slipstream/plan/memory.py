@@ -215,6 +215,7 @@ class MemoryLedger:
     host_tier_bytes: int = 0
     disk_tier_bytes: int = 0
     host_expert_bytes: int = 0  # of the host's memory, beside a GPU
+    num_caches: int = 1  # ranks with requests of their own, each with a cache of `num_blocks`
 
     @property
     def used_bytes(self) -> int:
@@ -232,14 +233,15 @@ class MemoryLedger:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that the cache holds of sequences of the longest length, prompts that an encoder read among them."""
+        """Tokens that the caches hold of sequences of the longest length, prompts that an encoder read among them."""
         tables = -(-self.max_model_len // self.block_size) * (1 + self.has_cross)
-        return max(0, self.num_blocks - 1) * self.block_size * tables // self.blocks_per_sequence
+        blocks = self.num_caches * max(0, self.num_blocks - 1)
+        return blocks * self.block_size * tables // self.blocks_per_sequence
 
     @property
     def num_full_sequences(self) -> int:
-        """How many sequences of the longest length the KV cache holds at once."""
-        return max(0, self.num_blocks - 1) // self.blocks_per_sequence
+        """How many sequences of the longest length the KV caches hold at once; one lies in one cache."""
+        return self.num_caches * (max(0, self.num_blocks - 1) // self.blocks_per_sequence)
 
     @property
     def has_cross(self) -> bool:
@@ -263,7 +265,8 @@ class MemoryLedger:
         if self.left_bytes < 0:
             lines.append(f"does not fit: {-self.left_bytes / 2**30:.2f} GiB are missing")
         else:
-            lines.append(f"the cache holds {self.describe_capacity()}")
+            who = "the cache holds" if self.num_caches == 1 else f"the caches of {self.num_caches} ranks hold"
+            lines.append(f"{who} {self.describe_capacity()}")
         for where, size in (("the host's memory", self.host_tier_bytes), ("a disk", self.disk_tier_bytes)):
             if size:
                 tokens = size // self.block_bytes * self.block_size // len(self.groups)
@@ -355,4 +358,5 @@ def size_cache(
         image_cache_bytes=pictures,
         host_tier_bytes=(config.cache.host_bytes or 0) // block * block,
         disk_tier_bytes=config.cache.disk_bytes or 0,
+        num_caches=config.parallel.experts if config.parallel.deals_requests else 1,
     )

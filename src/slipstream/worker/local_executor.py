@@ -232,7 +232,7 @@ def load_runner(
     once = partial(progress, "how fast this CPU is, once a machine")
     folder, threads = machine_folder(), args.num_threads
     info = device or detect(args.device, folder, num_threads=threads, rank=rank, num_ranks=num_local, measuring=once)
-    config = resolve(args, description, info)
+    config = resolve(args, description, info).of_rank
     if ranks is None or (info.is_cuda and not ranks.mixed):  # who started the others has looked
         check_weights_fit(config, description)
     found = time.perf_counter() - begin
