@@ -186,8 +186,9 @@ class StepGraphs(Graphs, Forward):
         largest = max(self.sizes[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
         # All graphs share one buffer. None is read after the next replay, and a buffer of their own would never be freed.
         self._hidden = torch.empty(largest, decoder.spec.hidden_size, dtype=decoder.dtype, device=rows.device)
-        self._ends: GreedyEnds | None = None  # ranks draw together
-        if self._recorder is not None and decoder.partition is None:
+        self._ends: GreedyEnds | None = None
+        part = decoder.partition  # ranks draw together, but those with requests of their own
+        if self._recorder is not None and (part is None or (part.shard.deals_requests and part.pipe is None)):
             self._ends = GreedyEnds(forwards, rows, self._hidden, self.sizes, self._record)
         self._pipe = decoder.pipe
         self._incoming = None if decoder.spec.has_first else torch.zeros_like(self._hidden)  # what the stage before has sent

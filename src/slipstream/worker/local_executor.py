@@ -297,7 +297,7 @@ def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition
     platform.activate(config.device.num_threads)
     every = ranks.join(platform.collectives, device)
     group, pipe = every.stages(config.parallel.num_stages)
-    if device.type == "cuda" and group.size > 1:
+    if device.type == "cuda" and group.size > 1 and not config.parallel.deals_requests:
         from slipstream.kernels.triton.rank_sums import try_rank_sums
 
         try_rank_sums(group, spec.hidden_size * DTYPE_BYTES[config.model.dtype])

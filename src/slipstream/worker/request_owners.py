@@ -35,7 +35,8 @@ class RequestOwners:
         ranks, of = range(self.num_ranks), self._rank_of
         released: list[list[str]] = [[] for _ in ranks]
         for name in plan.released:  # before the new ones: a request may come back to another rank in the same step
-            released[of.pop(name)].append(name)
+            if (rank := of.pop(name, None)) is not None:  # else `forget` was called since
+                released[rank].append(name)
         of.update((new.request_id, new.rank) for new in plan.new)
         scheduled: list[list[ScheduledRequest]] = [[] for _ in ranks]
         for s in plan.scheduled:
