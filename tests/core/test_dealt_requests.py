@@ -19,9 +19,11 @@ from tests.core.test_scheduler import Engine, Worker, request
 
 
 class Ranks:
-    """A worker of each rank, which gets its part of a plan and knows nothing of the others' requests."""
+    """A worker of each rank, which gets its part of a plan and knows nothing of the others' requests. `check` is called with a
+    plan and its parts."""
 
-    def __init__(self, groups, num_ranks):
+    def __init__(self, groups, num_ranks, check):
+        self.check = check
         self.workers = [Worker(groups) for _ in range(num_ranks)]
         self.owners = RequestOwners(num_ranks)
         self.own, self.tokens, self.beams = self.workers[0].own, self.workers[0].tokens, self.workers[0].beams
@@ -35,6 +37,7 @@ class Ranks:
 
     def launch(self, plan):
         self.parts.append(parts := self.owners.parts(plan))
+        self.check(plan, parts)
         results = [worker.launch(part) for worker, part in zip(self.workers, parts, strict=True)]
         return joined_result(parts, plan, results)
 
@@ -42,19 +45,19 @@ class Ranks:
 class Dealt(Engine):
     def __init__(self, config, depth=1):
         super().__init__(config, depth)
-        self.worker = Ranks(config["cache"].groups, config["scheduling"].num_ranks)
+        self.worker = Ranks(config["cache"].groups, config["scheduling"].num_ranks, self.keep_to_shares)
 
     def decodes(self, s):
         return super().decodes(s) and s.num_sampled == 1
 
-    def step(self):
-        known = len(self.worker.parts)
-        found = super().step()
-        c = self.scheduler.scheduling
-        for part in self.worker.parts[known] if len(self.worker.parts) > known else ():
-            assert part.num_tokens <= min(c.tokens_of_rank, part.largest.num_tokens)
+    def keep_to_shares(self, plan, parts):
+        """No rank has more of a step than its share."""
+        c, joined = self.scheduler.scheduling, {new.request_id for new in plan.new}
+        decodes = any(self.decodes(s) and s.request_id not in joined for s in plan.scheduled)
+        for part in parts:
+            assert part.num_tokens <= part.largest.num_tokens
+            assert part.num_tokens <= (c.mixed_tokens_of_rank if decodes else c.tokens_of_rank)
             assert len(part.scheduled) <= c.seqs_of_rank
-        return found
 
 
 def check(scheduler):

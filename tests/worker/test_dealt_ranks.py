@@ -123,6 +123,11 @@ def test_more_than_fits_and_what_is_cancelled(mixture, one, forked_ranks):
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, progress=False)] == wanted
 
 
+def run_on(core):
+    while True:
+        core.step()
+
+
 def test_a_step_that_was_interrupted_leaves_nothing(one, two, monkeypatch):
     core = two.core
     for name in "ab":
@@ -130,8 +135,7 @@ def test_a_step_that_was_interrupted_leaves_nothing(one, two, monkeypatch):
     core.step()
     monkeypatch.setattr(core.scheduler, "update", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        while True:
-            core.step()
+        run_on(core)
     monkeypatch.undo()
     assert answers(two, [GREEDY])[0] == answers(one, [GREEDY])[0]
 

@@ -288,6 +288,11 @@ class SchedulingConfig:
         """The most tokens in one step of a rank."""
         return -(-self.max_num_batched_tokens // self.num_ranks)
 
+    @property
+    def mixed_tokens_of_rank(self) -> int:
+        """The same where some sequences decode, on whichever rank."""
+        return -(-self.max_num_mixed_tokens // self.num_ranks)
+
 
 MOST_STEP_DRAFTS = 512
 """The most guessed tokens of a step. Each has logits: 512 of a vocabulary of 128k take 400 MB, and no step wants more."""
@@ -439,7 +444,7 @@ class EngineConfig:
             whole,
             max_num_seqs=whole.seqs_of_rank,
             max_num_batched_tokens=whole.tokens_of_rank,
-            max_num_mixed_tokens=-(-whole.max_num_mixed_tokens // whole.num_ranks),
+            max_num_mixed_tokens=whole.mixed_tokens_of_rank,
             num_ranks=1,
         )
         return dataclasses.replace(self, scheduling=share)

@@ -236,7 +236,7 @@ class Scheduler:
         self.requests.admit_forks()
         step = StepBuilder(scheduling.max_num_batched_tokens, self.requests.table_updates)
         if len(self.kvs) > 1:
-            step.rooms = [scheduling.tokens_of_rank - kv.num_running for kv in self.kvs]
+            step.rooms = [scheduling.mixed_tokens_of_rank - kv.num_running for kv in self.kvs]
         unfinished: list[Request] = []  # prompts that are partly computed
         plain = 0  # decodes that need no block, copy or check
         for request in self.requests.running.copy() if self._pipeline_steps == 1 else self._share_of_step():
@@ -270,6 +270,8 @@ class Scheduler:
                 age = now - first.spec.arrival
                 fits = self._pace.prompt_tokens(len(step.decodes), step.prompts, first.num_computed_tokens, age)
                 step.budget = min(step.budget, fits)
+        elif step.rooms:
+            step.rooms = [scheduling.tokens_of_rank - kv.num_running for kv in self.kvs]
         for request in unfinished:
             if request.status is Status.RUNNING:
                 self._schedule_prompt(step, request)
@@ -282,9 +284,6 @@ class Scheduler:
         """Leave the prompts as many tokens as a step with so many decodes has for them."""
         scheduling = self.scheduling
         step.budget -= scheduling.max_num_batched_tokens - scheduling.max_num_mixed_tokens
-        if step.rooms:
-            less = (scheduling.max_num_batched_tokens - scheduling.max_num_mixed_tokens) // len(step.rooms)
-            step.rooms = [room - less for room in step.rooms]
         if scheduling.mixed_chunk is not None:
             most = chunk_with_decodes(num_decodes, scheduling.mixed_chunk, chain(unfinished, self.requests.waiting))
             step.budget = step.budget if most is None else min(step.budget, most)

@@ -252,7 +252,11 @@ class ProcessExecutor(Executor):
                 self._broadcast(Forget())
 
     def warm_up(self) -> Sequence[StepTime]:
-        return self._ask(WarmUp())[0].step_times
+        times = self._ask(WarmUp())[0].step_times
+        if self._owners is None:
+            return times
+        ranks = self._owners.num_ranks  # each has had as many
+        return [StepTime(ranks * time.num_seqs, ranks * time.num_tokens, time.seconds) for time in times]
 
     def capture_next(self) -> bool:
         """It is called while there is nothing to do, so a death is seen then too."""
