@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream import LLM, BeamSearchParams, SamplingParams
+from slipstream.core.prefix_cache import KEY_BYTES
 from slipstream.errors import ConfigError
 from slipstream.types import EngineRequest, StructuredOutputsParams
 from tests import tiny_models
@@ -151,6 +152,33 @@ def test_beams_and_drafts(mixture, one, forked_ranks):
             assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, progress=False)] == greedy
         assert llm.stats().spec_draft_tokens > 0
         assert free(llm) == [0, 0]
+
+
+def test_vectors(one, two):
+    wanted = [output.outputs.embedding for output in one.embed(PROMPTS, progress=False)]
+    for ours, theirs in zip(two.embed(PROMPTS, progress=False), wanted, strict=True):
+        assert ours.outputs.embedding == pytest.approx(theirs, abs=1e-4)
+
+
+def test_who_routes_requests_sees_the_prefixes_of_all_ranks(two):
+    core = two.core
+    core.listen_to_cache(on=True)
+    two.generate([PROMPTS[1], PROMPTS[3]], GREEDY, progress=False)
+    two.generate([PROMPTS[1], PROMPTS[3]], GREEDY, progress=False)
+    first, second = (set(pool.cached_keys()) for pool in core.scheduler.pools)
+    assert first & second
+    came, went = core.cache_changes()
+    assert (keys(came), went) == (first | second, b"")
+    assert keys(core.cached_keys()) == first | second
+    core.scheduler.pools[0].forget_all()
+    assert keys(core.cache_changes()[1]) == first - second
+    core.scheduler.reset_prefix_cache()
+    assert keys(core.cache_changes()[1]) == second
+    assert core.cache_changes() is None
+
+
+def keys(joined):
+    return {joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)}
 
 
 def test_draws_without_a_seed_differ_between_ranks(two):

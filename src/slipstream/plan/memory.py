@@ -265,8 +265,7 @@ class MemoryLedger:
         if self.left_bytes < 0:
             lines.append(f"does not fit: {-self.left_bytes / 2**30:.2f} GiB are missing")
         else:
-            who = "the cache holds" if self.num_caches == 1 else f"the caches of {self.num_caches} ranks hold"
-            lines.append(f"{who} {self.describe_capacity()}")
+            lines.append(f"the cache holds {self.describe_capacity()}")
         for where, size in (("the host's memory", self.host_tier_bytes), ("a disk", self.disk_tier_bytes)):
             if size:
                 tokens = size // self.block_bytes * self.block_size // len(self.groups)
@@ -279,7 +278,8 @@ class MemoryLedger:
 
     def describe_capacity(self) -> str:
         each = ", prompt and answer each" if self.has_cross else ""
-        return f"{self.num_kv_tokens:,} tokens: {self.num_full_sequences} sequences of {self.max_model_len:,}{each}"
+        ranks = f", on all {self.num_caches} ranks together" if self.num_caches > 1 else ""
+        return f"{self.num_kv_tokens:,} tokens: {self.num_full_sequences} sequences of {self.max_model_len:,}{each}{ranks}"
 
     def describe_forms(self) -> str:
         return ", ".join(f"{f.num_products} {f.name} ({f.num_bytes:,} B)" for f in self.forms)
