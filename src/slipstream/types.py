@@ -219,6 +219,7 @@ class NewRequest:
     lora: LoRARequest | None = None
     mirostat_mu: float | None = None  # its sampler's state, if it was here before
     images: tuple[ImageSpan, ...] = ()
+    rank: int = 0  # that it belongs to, where requests are dealt out
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +264,17 @@ class SharedPrefix(NamedTuple):
     num_tokens: int
 
 
+class StepShape(NamedTuple):
+    """What of a step decides how it runs (`worker/step_shape.py`)."""
+
+    num_tokens: int
+    num_decodes: int  # sequences of one token at the front
+    num_prompts: int  # sequences behind them
+    num_prompt_tokens: int
+    only_drafts: bool  # all of these sample at each token: drafts are verified
+    num_keys_again: int  # that they read more often than a mixed graph does
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What the worker does in one step, as a difference to what it knows.
@@ -272,6 +284,10 @@ class StepPlan:
     3. `block_copies` (source, target) are carried out.
     4. The tables of `scheduled` requests are updated.
     5. Every request in `scheduled` is computed. Those with num_tokens == 1 stand first.
+
+    Where requests are dealt out to ranks, a rank gets its part of the plan (`worker/request_owners.py`). `copy_ranks` says in
+    whose cache each of `block_copies` is (empty: all are in rank 0's). A part has the largest numbers of all parts in
+    `largest`, since all ranks run the step in one way, and may have no request at all.
     """
 
     step_id: int
@@ -280,6 +296,8 @@ class StepPlan:
     released: tuple[str, ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()
     shared: tuple[SharedPrefix, ...] = ()
+    copy_ranks: tuple[int, ...] = ()
+    largest: StepShape | None = None
 
     @property
     def num_tokens(self) -> int:

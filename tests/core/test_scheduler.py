@@ -222,7 +222,7 @@ class Engine:
                 own = self.scheduler.requests.by_id[s.request_id]
                 for g in self.worker.own if s.num_computed_tokens >= own.num_prompt_tokens else ():
                     written = own.blocks[g][s.num_computed_tokens // BLOCK]
-                    assert self.scheduler.pool.ref_counts[written] == 1, "it writes to what others hold"
+                    assert own.kv.pool.ref_counts[written] == 1, "it writes to what others hold"
             self.plans.append(plan)
             self.in_flight.append((plan, self.worker.launch(plan)))
             assert len(self.worker.tables) <= c.max_num_seqs

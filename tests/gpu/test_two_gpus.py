@@ -131,3 +131,31 @@ SHAPE_OF_EXPERTS = {
     "deepseek_v3": {},
     "gpt_oss": {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32, "intermediate_size": 128},
 }
+
+
+MIXTURES = {
+    "qwen3_moe": dict(SHAPE, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128),
+    "deepseek_v3": dict(hidden_size=256, moe_intermediate_size=128),
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("eager", [True, False])
+def test_requests_dealt_out_beside_experts(tmp_path, family, eager):
+    """Each GPU has its own requests and experts. A second round has its graphs and cached prefixes; a request alone leaves one
+    GPU with padding; drawn tokens, choices and log-probabilities come back in order."""
+    tiny_models.write(tmp_path, family, num_hidden_layers=4, **MIXTURES[family])
+    choices = SamplingParams(temperature=0.8, seed=3, max_tokens=8, ignore_eos=True, n=3, logprobs=2)
+
+    def answer(llm):
+        found = [answers(llm, sampling) for sampling in (GREEDY, DRAWN) for _ in range(2)]
+        found.append(answers(llm, prompts=PROMPTS[:1]))
+        found.append([[c.token_ids for c in o.outputs] for o in llm.generate(PROMPTS, choices, progress=False)])
+        while llm.core.executor.capture_next():
+            pass
+        return [*found, answers(llm), answers(llm, DRAWN)]
+
+    settings = dict(enforce_eager=eager, max_num_batched_tokens=64, skip_tokenizer_init=True)
+    one, two = of_one_and_two(tmp_path, "expert_parallel_size", answer, **settings)
+    assert two == one
+    assert len({str(tokens) for tokens in one[0]}) == 12

@@ -77,6 +77,12 @@ def test_beside_an_encoder_prompt_and_answer_have_blocks_each():
     assert ledger(num_blocks=11, max_model_len=24).num_full_sequences == 5  # a block is nobody else's
 
 
+def test_ranks_with_requests_of_their_own_have_a_cache_each():
+    two = ledger(num_caches=2)
+    assert (two.num_kv_tokens, two.num_full_sequences) == (2 * ledger().num_kv_tokens, 2 * 69)
+    assert "138 sequences of 8,192, on all 2 ranks together" in "\n".join(two.describe())
+
+
 def test_describe_names_every_part_in_bytes():
     text = "\n".join(ledger().describe())
     for value in (16 * GIB, 2 * GIB, GIB, 70 * GIB, 1234, 90 * GIB, ledger().left_bytes):

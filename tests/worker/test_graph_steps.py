@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import itertools
 import queue
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 
 from slipstream import LLM, BeamSearchParams, SamplingParams
 from slipstream.config import ParallelConfig
+from slipstream.core.scheduler import Scheduler
 from slipstream.kernels.native import PackedExperts
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.layers import Partition, one_of_each_kind
@@ -39,6 +42,7 @@ from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.mixed_inputs import MixedInputs, mixed_inputs
 from slipstream.worker.model_runner import GRAPH_BYTES, ModelRunner
 from slipstream.worker.packed_tables import PackedTables
+from slipstream.worker.request_owners import RequestOwners, joined_result
 from slipstream.worker.rows import RowTable
 from tests import tiny_models
 from tests.model.parallel_ranks import Meeting, ThreadGroup, ThreadPipe
@@ -171,7 +175,7 @@ def answers(path, replayed, sampling, num_tokens=(3, 20, 70, 1, 33), **settings)
         for _ in range(2):
             for output in llm.generate(given, sampling):
                 one = output.outputs[0]
-                found.append((one.token_ids, torch.tensor([t.chosen.logprob for t in one.logprobs])))
+                found.append((one.token_ids, torch.tensor([t.chosen.logprob for t in one.logprobs or ()])))
         return found, runner.graphs
 
 
@@ -241,6 +245,77 @@ def test_stages_replay_graphs(tmp_path, monkeypatch, of_graphs):
         torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
     for runner, by_graphs in zip(runners, of_graphs, strict=True):
         assert not by_graphs or kinds(runner.graphs) == {"decodes", "mixed"}
+
+
+class RankThreads:
+    """Two ranks with requests of their own, as threads."""
+
+    def __init__(self, path, runner, by_graphs):
+        config = dataclasses.replace(runner.config, parallel=ParallelConfig(experts=2))
+        config = dataclasses.replace(config, scheduling=dataclasses.replace(config.scheduling, num_ranks=2)).of_rank
+        self.meeting, self.owners, self.runners = Meeting(2), RequestOwners(2), []
+        self.pool = ThreadPoolExecutor(2)
+        for rank in range(2):
+            part = Partition(config.parallel.shard(rank), ThreadGroup(rank, 2, self.meeting))
+            own = ModelRunner(config, read_spec(path), weights_folder=path, partition=part)
+            own.allocate(config, len(runner.kv[0].k))
+            own.graphs = replay(own, greedy_ends=True) if by_graphs else None
+            self.runners.append(own)
+
+    def launch(self, plan):
+        def of_rank(runner, part):
+            try:
+                return runner.launch(part).result()
+            except BaseException:
+                self.meeting.barrier.abort()
+                raise
+
+        parts = self.owners.parts(plan)
+        futures = [self.pool.submit(of_rank, *pair) for pair in zip(self.runners, parts, strict=True)]
+        failed = [e for f in futures if (e := f.exception()) and not isinstance(e, threading.BrokenBarrierError)]
+        if failed:
+            raise failed[0]
+        result = joined_result(parts, plan, [f.result() for f in futures])
+        return SimpleNamespace(plan=plan, is_done=True, awaits_mask=False, result=lambda: result)
+
+
+@pytest.mark.parametrize("by_graphs", [True, False])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_ranks_with_requests_of_their_own_replay_graphs_of_one_size(tmp_path, monkeypatch, family, by_graphs):
+    """Some ranks have a prompt where others decode, or nothing at all. What differed in size could not be gathered."""
+    tiny_models.write(tmp_path, family)
+    sampling = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=n) for n in (None, None, 1, None, None)]
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 128}
+    expected, _ = answers(str(tmp_path), False, sampling, **sizes)
+    made = []
+
+    def with_ranks(self, plan):
+        if not made:
+            made.append(RankThreads(tmp_path, self.runner, by_graphs))
+        return made[0].launch(plan)
+
+    def dealing(self, scheduling, *rest, **more):
+        more["padded"] = None
+        return init(self, dataclasses.replace(scheduling, num_ranks=2), *rest, **more)
+
+    init = Scheduler.__init__
+    monkeypatch.setattr(Scheduler, "__init__", dealing)
+    monkeypatch.setattr(LocalExecutor, "launch", with_ranks)
+    monkeypatch.setattr(LocalExecutor, "max_in_flight", lambda self, plan: 1)
+    monkeypatch.setattr(LocalExecutor, "expert_load", lambda self: ())
+    found, _ = answers(str(tmp_path), False, sampling, **sizes)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours[0] == theirs[0]
+        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
+    if by_graphs:
+        assert any(ended for runner in made[0].runners for _, _, ended in runner.graphs._ends.ran)
+        first, second = [runner.graphs for runner in made[0].runners]
+        assert first.used == second.used
+        assert kinds(first) == {"decodes", "mixed"}
+        assert first._ahead == second._ahead
+        assert first._wanted == second._wanted
+    counts = [dict(runner.expert_load()) for runner in made[0].runners]
+    assert counts[0] != counts[1]
 
 
 def test_drafts_are_verified_by_graphs(tmp_path):

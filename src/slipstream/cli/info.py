@@ -138,7 +138,8 @@ def describe_split(config: EngineConfig, spec: ModelSpec) -> list[str]:
     if how.tensor > 1:
         lines.append(f"each layer's heads and inner dimensions, and the vocabulary, over {how.tensor} ranks")
     if how.experts > 1:
-        lines.append(f"whole experts over {how.experts} ranks")
+        also = ", and requests with their keys and values" if how.deals_requests else ""
+        lines.append(f"whole experts over {how.experts} ranks{also}")
     if how.on_host:
         first, rest = how.stages
         text = f"the first {first} of {first + rest} layers on the host's CPU, the others on the GPU (two stages of a pipeline)"

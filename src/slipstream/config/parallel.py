@@ -72,8 +72,31 @@ def parallel_section(
         own = int(args.cpu_layers)
         return ParallelConfig(stages=(own, model.spec.num_layers - own), on_host=True)
     check_split(model.spec, tensor=tensor, experts=experts)
+    if tensor == 1 and experts > 1:
+        _check_dealt_requests(args, model.spec, speculation)
     stages, units = _stages(args, model.spec), _units(args, model, device, quantization)
     return ParallelConfig(tensor=tensor, experts=experts, stages=stages, sequence=args.sequence_parallel, units=units)
+
+
+def _check_dealt_requests(args: EngineArgs, spec: ModelSpec, speculation: SpeculationConfig | None) -> None:
+    """ConfigError names what does not work where each rank has requests of its own: the ranks must run steps of one size, and
+    in one way."""
+    size, found = args.expert_parallel_size, list[tuple[str, str, str]]()
+    if spec.encoder is not None or spec.is_encoder:
+        found.append((spec.kind, "expert_parallel_size", "leave it at 1"))
+    if args.enable_lora:
+        found.append(("adapters", "enable_lora", "leave it out"))
+    if spec.vision is not None:
+        found.append(("pictures", "max_images", "set it to 0"))
+    if speculation is not None and speculation.by_model:
+        found.append((f"method {speculation.method!r} of speculation", "speculative_config", "take 'ngram' or 'suffix'"))
+    for what, field, remedy in found[:1]:
+        other = "" if field == "expert_parallel_size" else f", or set tensor_parallel_size={size}, too"
+        raise ConfigError(
+            f"{field}: expert_parallel_size={size} without tensor_parallel_size deals requests out, which does not cover "
+            f"{what}; {remedy}{other}",
+            field=field,
+        )
 
 
 def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ def scheduling_section(
     args: EngineArgs, spec: ModelSpec, device: DeviceInfo, max_model_len: int
 ) -> tuple[SchedulingConfig, Origins]:
     chosen, chunked = Chosen(args), args.enable_chunked_prefill
+    ranks = args.expert_parallel_size if args.tensor_parallel_size == 1 else 1  # each has its share of a step
     if spec.needs_full_prompt:
         chunked = chosen.needs_full_prompt("enable_chunked_prefill", not spec.is_encoder)
     if args.target_itl_ms is not None:
@@ -25,7 +26,7 @@ def scheduling_section(
     many = spec.is_encoder or args.weights_bytes is not None
     tokens_auto = max(16384 if many else 8192, seqs) if device.is_cuda else max(512, seqs)
     if not chunked:
-        tokens_auto = max(tokens_auto, max_model_len, 2048 if spec.is_encoder else 0)
+        tokens_auto = max(tokens_auto, ranks * max_model_len, 2048 if spec.is_encoder else 0)
     needed = max_model_len + seqs if spec.encoder is not None else 0  # the encoder's whole prompt beside the others' tokens
     tokens_auto = max(tokens_auto, needed)
     picture = 0 if spec.vision is None else spec.vision.whole_tokens
@@ -33,7 +34,8 @@ def scheduling_section(
         tokens_auto = max(tokens_auto, picture + seqs)
     tokens = chosen("max_num_batched_tokens", tokens_auto, "device", "keeps GEMMs above the compute knee")
     mixed = chosen("max_num_mixed_tokens", tokens, "default", "max_num_batched_tokens: many waiting tokens go before even gaps")
-    _check_step_tokens(tokens, mixed, seqs, needed=needed, full_prompt=None if chunked else max_model_len, spec=spec)
+    full = None if chunked else max_model_len
+    _check_step_tokens(tokens, mixed, seqs, needed=needed, full_prompt=full, spec=spec, ranks=ranks)
     if tokens < picture + seqs * bool(picture):
         raise ConfigError(
             f"max_num_batched_tokens={tokens}: a step must hold a picture, of {picture} tokens that see one another, beside a "
@@ -61,6 +63,7 @@ def scheduling_section(
         target_itl_ms=args.target_itl_ms,
         mixed_chunk=MIXED_CHUNK if cuts else None,
         pipeline_steps=num_stages(args),
+        num_ranks=ranks,
     )
     return config, chosen.origins
 
@@ -77,7 +80,7 @@ def _check_target_itl(target_ms: float, chunked: bool) -> None:
 
 
 def _check_step_tokens(
-    tokens: int, mixed: int, seqs: int, *, needed: int, full_prompt: int | None, spec: ModelSpec
+    tokens: int, mixed: int, seqs: int, *, needed: int, full_prompt: int | None, spec: ModelSpec, ranks: int
 ) -> None:
     """Whether steps of so many tokens can hold what they must: a token of each sequence; `needed` tokens, beside an encoder; a
     prompt of `full_prompt` tokens, without chunked prefill."""
@@ -88,10 +91,11 @@ def _check_step_tokens(
             "lower max_num_seqs",
             field="max_num_batched_tokens",
         )
-    if full_prompt is not None and tokens < full_prompt:
+    if full_prompt is not None and tokens < ranks * full_prompt:
+        each = f" on each of {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
             f"without chunked prefill{' (an encoder has none)' * spec.is_encoder} max_num_batched_tokens={tokens} must hold a "
-            f"whole prompt (max_model_len={full_prompt}); raise it, lower max_model_len, or enable chunked prefill",
+            f"whole prompt{each} (max_model_len={full_prompt}); raise it, lower max_model_len, or enable chunked prefill",
             field="max_num_batched_tokens",
         )
     positive("max_num_mixed_tokens", mixed)

@@ -134,7 +134,11 @@ class EngineArgs:
     tensor_parallel_size: int = setting(1, "devices that share each layer out; docs/parallelism.md")
     pipeline_parallel_size: int = setting(1, "devices, or groups of them, that have some of the layers each")
     pipeline_layers: str | None = setting(None, "layers of each pipeline stage, such as 10,20", unset="about even")
-    expert_parallel_size: int = setting(1, "devices over which a mixture's experts are dealt out, each one whole")
+    expert_parallel_size: int = setting(
+        1,
+        "devices over which a mixture's experts are dealt out, each one whole; without tensor_parallel_size requests are dealt "
+        "out, too, with their keys and values",
+    )
     sequence_parallel: bool = setting(
         False, "with tensor_parallel_size: long steps share norms and residuals out by tokens, too"
     )
@@ -272,6 +276,22 @@ class SchedulingConfig:
     target_itl_ms: float | None = None
     mixed_chunk: int | None = None  # prompt tokens of a step where some sequences decode, while few wait; None: not bounded
     pipeline_steps: int = 1  # of a pipeline: its stages are at so many steps at once, of different requests; 1: there is none
+    num_ranks: int = 1  # each with requests and a KV cache of its own; the other numbers are of all together
+
+    @property
+    def seqs_of_rank(self) -> int:
+        """The most sequences in one step of a rank."""
+        return -(-self.max_num_seqs // self.num_ranks)
+
+    @property
+    def tokens_of_rank(self) -> int:
+        """The most tokens in one step of a rank."""
+        return -(-self.max_num_batched_tokens // self.num_ranks)
+
+    @property
+    def mixed_tokens_of_rank(self) -> int:
+        """The same where some sequences decode, on whichever rank."""
+        return -(-self.max_num_mixed_tokens // self.num_ranks)
 
 
 MOST_STEP_DRAFTS = 512
@@ -366,6 +386,11 @@ class ParallelConfig:
         return max(1, len(self.stages))
 
     @property
+    def deals_requests(self) -> bool:
+        """Whether each rank of a stage has requests and a KV cache of its own."""
+        return self.experts > 1 and self.tensor == 1
+
+    @property
     def ranks_of_stage(self) -> int:
         return max(self.tensor, self.experts)
 
@@ -410,6 +435,21 @@ class EngineConfig:
         return dataclasses.replace(self, speculation=dataclasses.replace(self.speculation, most_drafts=min(most, MOST_DRAFTS)))
 
     @property
+    def of_rank(self) -> EngineConfig:
+        """The settings of one rank: where requests are dealt out, its share of a step."""
+        whole = self.scheduling
+        if whole.num_ranks == 1:
+            return self
+        share = dataclasses.replace(
+            whole,
+            max_num_seqs=whole.seqs_of_rank,
+            max_num_batched_tokens=whole.tokens_of_rank,
+            max_num_mixed_tokens=whole.mixed_tokens_of_rank,
+            num_ranks=1,
+        )
+        return dataclasses.replace(self, scheduling=share)
+
+    @property
     def max_num_sampled(self) -> int:
         """The most tokens that a step samples: one of each sequence, and one behind each draft."""
         drafts = 0 if self.speculation is None else self.speculation.limit
@@ -419,13 +459,13 @@ class EngineConfig:
     @property
     def longest_seq_blocks(self) -> int:
         """The most blocks that a sequence holds, in all groups together."""
-        step = self.scheduling.max_num_batched_tokens
+        step = self.scheduling.tokens_of_rank
         return blocks_of_sequence(self.cache.groups, self.model.max_model_len, self.cache.block_size, step)
 
     def with_memory_limits(self, num_blocks: int, block_bytes: int) -> EngineConfig:
         """Fit `max_model_len` to a cache of `num_blocks` usable blocks: lower it if it was left open, else OutOfMemoryError."""
         wanted, groups = self.model.max_model_len, self.cache.groups
-        step = self.scheduling.max_num_batched_tokens
+        step = self.scheduling.tokens_of_rank
         capacity = longest_sequence(groups, num_blocks, self.cache.block_size, step, wanted)
         if capacity >= wanted:
             return self

@@ -156,7 +156,7 @@ class StepsInFlight:
             if reason is not None:
                 finish(request, reason)
             elif len(known) // size > request.num_registered:
-                self._kv.register(request, self.last_id)
+                request.kv.register(request, self.last_id)
         if extras is not None:
             if beams:
                 outputs.append(extras.likeliest(beams))

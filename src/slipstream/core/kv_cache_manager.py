@@ -9,6 +9,8 @@ A request has a block table in each group of layers (`CacheGroup`). All groups t
 4. A request writes only to a block that it holds alone and that is not cached; otherwise the block is copied first. Only beams
    need a copy, and choices that share a prompt, which join after the step that computed it. Copies run before the next step.
    Until it is planned, `copies` has them, and a copy holds its source: no source is a target, too.
+
+Ranks that have requests of their own have a manager each (`Request.kv`). Nothing is shared between two of them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ LEAST_SHARED = 128
 
 class KVCacheManager:
     """`num_blocks` is the size of the pool, with the null block. `salt` separates cached prefixes from other models'. `store`
-    has the tiers below the device."""
+    has the tiers below the device. `rank`: whose cache it is."""
 
     def __init__(
         self,
@@ -39,8 +41,11 @@ class KVCacheManager:
         salt: str,
         store: BlockStore | None,
         clock: Callable[[], float],
+        rank: int = 0,
     ) -> None:
         self.cache = cache
+        self.rank = rank
+        self.num_running = 0  # requests with blocks here that run
         self.pool = BlockPool(num_blocks)
         self.block_size = cache.block_size
         self.own = tuple(g for g, group in enumerate(cache.groups) if group.kind != "cross")

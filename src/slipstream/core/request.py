@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from slipstream.types import EngineRequest
 
 if TYPE_CHECKING:
+    from slipstream.core.kv_cache_manager import KVCacheManager
     from slipstream.core.queue import Account
     from slipstream.core.speculation import Drafting
 
@@ -28,6 +29,9 @@ class Request:
 
     `blocks[g]` is the block table of group g. All tables have the same length, except that of an encoder's text. The first
     `num_passed[g]` entries of a window group are the null block: those blocks were released.
+
+    `kv` is where its blocks are. Of several it is chosen whenever the request is admitted without blocks. Only a beam stays:
+    those of a search take over one another's blocks.
     """
 
     __slots__ = (
@@ -42,6 +46,7 @@ class Request:
         "held",
         "in_worker",
         "is_beam",
+        "kv",
         "looked_up",
         "may_draft",
         "mirostat_mu",
@@ -65,6 +70,8 @@ class Request:
         "token_ids",
         "verifies_until",
     )
+
+    kv: KVCacheManager
 
     def __init__(self, spec: EngineRequest, order: tuple[int, float, int], root_key: bytes, num_groups: int) -> None:
         self.spec = spec

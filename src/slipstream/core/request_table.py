@@ -28,6 +28,7 @@ from slipstream.types import BeamStep, EngineOutput, EngineRequest, FinishReason
 
 class RequestTable:
     def __init__(self, kv: KVCacheManager, policy: AdmissionPolicy, speculation: Speculation | None) -> None:
+        """`kv`: the first rank's, or the only one."""
         self.kv = kv
         self.policy = policy
         self.speculation = speculation
@@ -59,6 +60,7 @@ class RequestTable:
         self._counter += 1
         order = (spec.priority, spec.arrival, self._counter)
         request = Request(spec, order, root_key, len(self.kv.cache.groups))
+        request.kv = self.kv
         request.held = held or (request.is_beam and spec.parent is not None)
         self.waiting.enter(request)
         self.by_id[spec.request_id] = request
@@ -85,12 +87,12 @@ class RequestTable:
             if request.status is Status.WAITING:
                 self.wait(request)
 
-    def drop_waiting_blocks(self) -> bool:
-        """Release blocks that requests hold while they wait. Returns whether there were any."""
-        dropped = self.kv.tiers is not None and self.kv.tiers.give_way()
+    def drop_waiting_blocks(self, kv: KVCacheManager) -> bool:
+        """Release blocks of `kv` that requests hold while they wait. Returns whether there were any."""
+        dropped = kv.tiers is not None and kv.tiers.give_way()
         for request in self.by_id.values():
-            if request.status is not Status.RUNNING and request.holds_blocks:
-                self.kv.release(request)
+            if request.status is not Status.RUNNING and request.holds_blocks and request.kv is kv:
+                kv.release(request)
                 dropped = True
         return dropped
 
@@ -99,7 +101,9 @@ class RequestTable:
     def fork(self, parent: Request) -> None:
         """Share the prompt's blocks with the requests that wait for them."""
         children = [child for child in parent.forks if child.status is Status.FORKING]
-        self.kv.share_prompt(parent, children)
+        for child in children:
+            child.kv = parent.kv
+        parent.kv.share_prompt(parent, children)
         self._forked += children
         parent.forks = []
 
@@ -121,27 +125,28 @@ class RequestTable:
             request.held = False
             if request.status is Status.WAITING:
                 self.wait(request)
-            elif self.kv.holds(request, len(request.token_ids)):
+            elif request.kv.holds(request, len(request.token_ids)):
                 request.decodes_until = len(request.token_ids)
 
     def _take_over(self, beam: Request, source: Request) -> None:
         beam.token_ids[beam.num_prompt_tokens :] = source.token_ids[beam.num_prompt_tokens :]
         del beam.block_keys[beam.num_prompt_tokens // self.kv.block_size :]  # those of its own tokens
+        beam.kv = source.kv  # where it is already, unless it is new
         if source.holds_blocks:
-            updates = self.kv.take_over(beam, source)
+            updates = beam.kv.take_over(beam, source)
             if updates and beam.in_worker:
                 self.table_updates.setdefault(beam.request_id, []).extend(updates)
         elif beam.status is Status.RUNNING:  # all is to be computed again
             self.preempt(beam)
         else:  # what it may have kept is of its own tokens
-            self.kv.release(beam)
+            beam.kv.release(beam)
 
     def make_way(self) -> bool:
         """Nothing can be computed: beams hold all rows or blocks and wait for others of their searches. They leave the worker,
         and keep their blocks while nobody needs them. Returns whether there were any and somebody waits."""
         beams = [r for r in self.running if r.held] if self.waiting.first() is not None else []
         for request in beams:
-            self.running.remove(request)
+            self._stop(request)
             self._drop_from_worker(request)
             request.num_preemptions += 1
             self.wait(request)
@@ -152,12 +157,18 @@ class RequestTable:
     def admit(self, request: Request) -> None:
         """It runs from this step on. It is off the queue."""
         request.status = Status.RUNNING
+        request.kv.num_running += 1
         insort(self.running, request, key=_order)
         self.policy.admitted(request)
 
+    def _stop(self, request: Request) -> None:
+        """It runs no more."""
+        del self.running[bisect_left(self.running, request.order, key=_order)]
+        request.kv.num_running -= 1
+
     def preempt(self, request: Request) -> None:
-        self.running.remove(request)
-        self.kv.release(request)
+        self._stop(request)
+        request.kv.release(request)
         self._drop_from_worker(request)
         request.num_preemptions += 1
         request.looked_up = False
@@ -175,8 +186,8 @@ class RequestTable:
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> EngineOutput:
         """End a request, whatever its status."""
         if request.status is Status.RUNNING:
-            del self.running[bisect_left(self.running, request.order, key=_order)]
-        self.kv.release(request)
+            self._stop(request)
+        request.kv.release(request)
         self._drop_from_worker(request)
         request.status = Status.FINISHED
         if self.kv.tiers is not None:

@@ -28,6 +28,10 @@ When blocks run out, the last request in that order is preempted: its blocks are
 A pooled request samples nothing and ends when its prompt is computed. An encoder-decoder's prompt is encoded whole in the
 step that admits its request.
 
+Where requests are dealt out to ranks, each rank has a KV cache of its own (`kvs`), and its share of a step's tokens and
+sequences: all ranks wait for the one with the most tokens. A request gets a rank when it is admitted (`_deal`). Who makes room
+for a request is of its own rank. Choices that share a prompt stay together, and so do a search's beams.
+
 Which blocks a request holds is `core/kv_cache_manager.py`'s.
 """
 
@@ -36,6 +40,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from itertools import chain
+from operator import itemgetter
 
 from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
 from slipstream.core.block_pool import BlockPool
@@ -70,6 +75,10 @@ WATERMARK = 0.01
 """Share of the blocks kept free when a request is admitted beside others, so that it is not preempted at once."""
 
 
+UNEVEN_SHARE = 8
+"""A cached prefix decides which rank a request goes to, as long as no more run there than on another by one in so many."""
+
+
 MOST_OVERTAKES = 32
 """So many requests may be admitted before one whose adapter does not fit; then it is its turn."""
 
@@ -79,7 +88,8 @@ MOST_PASSED_BY = 128
 
 
 class Scheduler:
-    """`num_blocks` is the size of the pool, with the null block. `salt` separates cached prefixes from other models'.
+    """`num_blocks` is the size of the pool, of several ranks of each one's, with the null block. `salt` separates cached
+    prefixes from other models'.
     `drafts_ahead`: the drafter begins the next drafts before these are verified. `whole_images`: the tokens of a picture see
     one another, so a step holds all of them. `store` has the tiers below the device. `padded`: of the graphs that steps run
     in."""
@@ -103,7 +113,9 @@ class Scheduler:
         self.scheduling = scheduling
         self.cache = cache
         self.max_model_len = max_model_len
-        self.kv = KVCacheManager(cache, num_blocks, salt, store, clock)
+        assert store is None or scheduling.num_ranks == 1, "one rank has tiers"
+        self.kvs = [KVCacheManager(cache, num_blocks, salt, store, clock, rank) for rank in range(scheduling.num_ranks)]
+        self.kv = self.kvs[0]
         self.tiers = self.kv.tiers
         self.policy = make_policy(scheduling)
         self._pace = None if scheduling.target_itl_ms is None else Pace(scheduling.target_itl_ms / 1e3, padded)
@@ -131,7 +143,7 @@ class Scheduler:
             raise RequestError(f"request_id {spec.request_id!r} is in use; choose another", field="request_id")
         if limit is not None and spec.parent is None and self.num_waiting >= limit:
             raise EngineOverloadedError(f"{self.num_waiting} requests are waiting already (max_queue); try again later")
-        check_length(spec, self.max_model_len, self.cache, self.scheduling.max_num_batched_tokens, self.pool.num_usable)
+        check_length(spec, self.max_model_len, self.cache, self.scheduling.tokens_of_rank, self.pool.num_usable)
         self.requests.add(spec, self.kv.root_key(spec.cache_salt, adapter), held=held)
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
@@ -145,12 +157,19 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.forget_offers()
         outputs = [self.requests.finish(request, reason, error) for request in list(self.requests.by_id.values())]
-        self.pool.forget_all()
+        for pool in self.pools:
+            pool.forget_all()
         return outputs
 
     @property
     def pool(self) -> BlockPool:
+        """The first rank's, or the only one."""
         return self.kv.pool
+
+    @property
+    def pools(self) -> list[BlockPool]:
+        """By rank."""
+        return [kv.pool for kv in self.kvs]
 
     @property
     def speculation(self) -> Speculation | None:
@@ -184,7 +203,8 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """And the answers in which drafts are looked up."""
-        self.pool.forget_all()
+        for pool in self.pools:
+            pool.forget_all()
         if self.tiers is not None:
             self.tiers.forget_all()
         if self.speculation is not None:
@@ -215,6 +235,8 @@ class Scheduler:
                 return None
         self.requests.admit_forks()
         step = StepBuilder(scheduling.max_num_batched_tokens, self.requests.table_updates)
+        if len(self.kvs) > 1:
+            step.rooms = [scheduling.mixed_tokens_of_rank - kv.num_running for kv in self.kvs]
         unfinished: list[Request] = []  # prompts that are partly computed
         plain = 0  # decodes that need no block, copy or check
         for request in self.requests.running.copy() if self._pipeline_steps == 1 else self._share_of_step():
@@ -248,6 +270,8 @@ class Scheduler:
                 age = now - first.spec.arrival
                 fits = self._pace.prompt_tokens(len(step.decodes), step.prompts, first.num_computed_tokens, age)
                 step.budget = min(step.budget, fits)
+        elif step.rooms:
+            step.rooms = [scheduling.tokens_of_rank - kv.num_running for kv in self.kvs]
         for request in unfinished:
             if request.status is Status.RUNNING:
                 self._schedule_prompt(step, request)
@@ -267,15 +291,15 @@ class Scheduler:
     def _share_of_step(self) -> list[Request]:
         """Of a pipeline: the running requests that this step may compute, so that the other steps in flight have as many. With
         fewer requests than stages all may go on at once."""
-        running = self.requests.running
-        most, found = -(-len(running) // self._pipeline_steps), list[Request]()
+        running, found = self.requests.running, list[Request]()
+        most = [-(-kv.num_running // self._pipeline_steps) for kv in self.kvs]
         busy = self.in_flight.sampling(self._pipeline_steps - 1) if len(running) >= self._pipeline_steps else ()
         for request in running:
             if request.num_pending and (request in busy or request.spec.sampling.structured_outputs is not None):
                 continue
             if request.num_tokens - request.num_computed_tokens == 1:
-                most -= 1
-                if most < 0:
+                most[request.kv.rank] -= 1
+                if most[request.kv.rank] < 0:
                     continue
             found.append(request)
         return found
@@ -284,24 +308,26 @@ class Scheduler:
         """Schedule a decode, with as many forced tokens or drafts as the step has room for. If blocks are missing, the last
         request is preempted."""
         position = request.num_computed_tokens
-        count, forced = 1, self._forced_tokens(request)
+        count, forced, kv = 1, self._forced_tokens(request), request.kv
         if forced or request.drafts:
             # Each running request that is not in the step keeps a token of the budget.
             spare = self.scheduling.max_num_mixed_tokens - self.scheduling.max_num_batched_tokens + step.budget
             spare -= len(self.requests.running) - len(step.scheduled)
             if not forced:
                 spare = min(spare, step.room_for_drafts)
+            if step.rooms:
+                spare = min(spare, step.rooms[kv.rank])
             count += max(0, min(len(forced or request.drafts), spare, request.end - request.num_tokens - 1))
             ahead = len(request.drafts) if self._drafts_ahead else 0
-            if count > 1 and self.kv.holds(request, min(position + count + ahead, request.end)):
+            if count > 1 and kv.holds(request, min(position + count + ahead, request.end)):
                 self._advance(step, request, count, forced[: count - 1])
                 return
-            if count > 1 and not self.kv.allocate(step, request, position + count):
+            if count > 1 and not kv.allocate(step, request, position + count):
                 count = 1
             elif count > 1 and self._drafts_ahead and request.drafts:
                 self._allocate_ahead(step, request, position + count)
-        while not self.kv.allocate(step, request, position + count):
-            if self._make_room(step) is request:
+        while not kv.allocate(step, request, position + count):
+            if self._make_room(step, kv) is request:
                 return
         self._advance(step, request, count, forced[: count - 1])
 
@@ -317,6 +343,10 @@ class Scheduler:
         spare = self.scheduling.max_num_mixed_tokens - self.scheduling.max_num_batched_tokens + step.budget - plain
         if num_drafts > spare - len(self.requests.running) + len(step.scheduled):
             return False
+        if step.rooms:
+            if num_drafts > step.rooms[request.kv.rank]:
+                return False
+            step.rooms[request.kv.rank] -= num_drafts
         request.num_computed_tokens = position + count
         request.num_pending = count
         request.num_pending_drafts = step.drafts[request] = num_drafts
@@ -331,8 +361,9 @@ class Scheduler:
     def _allocate_ahead(self, step: StepBuilder, request: Request, num_tokens: int) -> None:
         """Have blocks for the next drafts, too, if many are free."""
         wanted = min(num_tokens + len(request.drafts), request.end)
-        if self.pool.num_free > self._watermark + self.kv.blocks_for(len(request.drafts)) * len(self.kv.own):
-            self.kv.allocate(step, request, wanted)
+        kv = request.kv
+        if kv.pool.num_free > self._watermark + kv.blocks_for(len(request.drafts)) * len(kv.own):
+            kv.allocate(step, request, wanted)
 
     def _forced_tokens(self, request: Request) -> tuple[int, ...]:
         """The tokens that the request's grammar forces now. There are none with log-probabilities and the chain of samplers,
@@ -354,10 +385,11 @@ class Scheduler:
         count = self._prompt_tokens(step, request, request.num_computed_tokens, wanted)
         if count <= 0 or (count < wanted and not self.scheduling.enable_chunked_prefill):
             return
-        while not self.kv.allocate(step, request, request.num_computed_tokens + count):
-            if step.scheduled and self._last_unscheduled(step) is request:
+        kv = request.kv
+        while not kv.allocate(step, request, request.num_computed_tokens + count):
+            if step.scheduled and self._last_unscheduled(step, kv) is request:
                 return
-            if self._make_room(step) is request:
+            if self._make_room(step, kv) is request:
                 return
         self._advance(step, request, count)
 
@@ -365,7 +397,7 @@ class Scheduler:
         """How many of the `wanted` tokens behind the `computed` ones the step takes: what is left of its budget. A picture
         whose tokens attend to each other is not split. It may pass the bound of a step with decodes, as long as the step holds
         it."""
-        count = min(wanted, step.budget)
+        count = min(wanted, step.room(request))
         if self._whole_images and 0 < count < wanted:
             end = computed + count
             cut = next((image for image in request.spec.images if image.offset < end < image.end), None)
@@ -402,9 +434,12 @@ class Scheduler:
             if not self.policy.admits(request, **counts, now=now):
                 return
             holds = request.holds_blocks  # true for forks
-            cached, computed = ([], request.num_computed_tokens) if holds else self.kv.cached_prefix(request)
-            spare = self._watermark if self.requests.running else 0
-            if not holds and self.kv.waits_for_tiers(request, cached, computed, spare):
+            cached, computed = ([], request.num_computed_tokens) if holds else self._deal(step, request)
+            kv = request.kv
+            if kv.num_running >= scheduling.seqs_of_rank:
+                return
+            spare = self._watermark if kv.num_running else 0
+            if not holds and kv.waits_for_tiers(request, cached, computed, spare):
                 self.requests.waiting.pop()
                 request.status = Status.LOADING
                 continue
@@ -415,7 +450,7 @@ class Scheduler:
             if count <= 0 or (count < wanted and not scheduling.enable_chunked_prefill):
                 return
             if not self._has_room(request, cached, computed + count, encoded, spare):
-                if not self.requests.running and self.requests.drop_waiting_blocks():
+                if not kv.num_running and self.requests.drop_waiting_blocks(kv):
                     continue
                 return
             self.requests.waiting.pop()
@@ -424,26 +459,50 @@ class Scheduler:
             if lora is not None:
                 adapters.add(lora.id)
             self._start(request, cached, computed)
+            if step.rooms:
+                step.rooms[kv.rank] -= 1
             if encoded:
-                self.kv.allocate_encoder(request, encoded)
+                kv.allocate_encoder(request, encoded)
                 step.encoding.add(request)
                 step.budget -= encoded
-            taken = self.kv.allocate(step, request, computed + count)
+            taken = kv.allocate(step, request, computed + count)
             assert taken, "blocks were counted before"
             self._advance(step, request, count)
+
+    def _deal(self, step: StepBuilder, request: Request) -> tuple[list[list[int]], int]:
+        """The blocks of a cached prefix that a request can begin with, by group, and their number of tokens. Of several ranks
+        one is chosen for the request: one that has room now; with the longest prefix, as long as not many more requests run
+        there than elsewhere; with the fewest requests. A beam that was there before stays."""
+        if len(self.kvs) == 1 or (request.is_beam and (request.num_preemptions or request.spec.parent is not None)):
+            return request.kv.cached_prefix(request)
+        least = min(kv.num_running for kv in self.kvs)
+        most = least + max(1, least // UNEVEN_SHARE)
+        found = []
+        for kv in self.kvs:
+            request.kv = kv  # to ask what it would have there
+            cached, computed = kv.cached_prefix(request)
+            wanted = min(request.num_tokens - computed, request.most_at(computed))
+            count = self._prompt_tokens(step, request, computed, wanted)
+            fits = count > 0 and kv.num_running < self.scheduling.seqs_of_rank
+            fits = fits and self._has_room(request, cached, computed + count, 0, self._watermark if kv.num_running else 0)
+            merits = fits, kv.num_running <= most, computed, -kv.num_running, kv.pool.num_free, -kv.rank
+            found.append((merits, kv, cached, computed))
+        _, request.kv, cached, computed = max(found, key=itemgetter(0))
+        return cached, computed
 
     def _has_room(self, request: Request, cached: list[list[int]], num_tokens: int, encoded: int, spare: int) -> bool:
         """Whether there are blocks for `num_tokens` of a request that waits, and for an encoder's text, so that `spare` stay
         free. `cached`: the blocks of its prefix, by group."""
         num_held = len(request.blocks[0] or (cached[0] if cached else ()))
-        own = (self.kv.blocks_for(num_tokens) - num_held + request.needs_copy) * len(self.kv.own)
-        revived = sum(self.pool.ref_counts[b] == 0 for table in cached for b in table)
-        return own + self.kv.blocks_for(encoded) + revived + spare <= self.pool.num_free
+        kv = request.kv
+        own = (kv.blocks_for(num_tokens) - num_held + request.needs_copy) * len(kv.own)
+        revived = sum(kv.pool.ref_counts[b] == 0 for table in cached for b in table)
+        return own + kv.blocks_for(encoded) + revived + spare <= kv.pool.num_free
 
     def _start(self, request: Request, cached: list[list[int]], computed: int) -> None:
         """Run a request from this step on. Its first `computed` tokens are in blocks that it holds, or in the `cached` ones."""
         if cached:
-            self.kv.adopt(request, cached)
+            request.kv.adopt(request, cached)
             request.num_registered = len(cached[0])
         if self.tiers is not None:
             self.tiers.let_go(request)
@@ -485,7 +544,7 @@ class Scheduler:
         if computed < request.num_prompt_tokens:
             if request.account is not None and not request.num_preemptions:
                 request.account.charge(min(end, request.num_prompt_tokens) - computed)
-            self.kv.register(request, self.in_flight.last_id + 1)
+            request.kv.register(request, self.in_flight.last_id + 1)
             if request.forks and end >= request.num_prompt_tokens:
                 self.requests.fork(request)
 
@@ -493,6 +552,10 @@ class Scheduler:
         self.in_flight.launched(step, now)
         released, self.requests.released = self.requests.released, []
         shared: tuple[SharedPrefix, ...] = ()
+        if len(self.kvs) > 1:
+            copies = [(copy, kv.rank) for kv in self.kvs for copy in kv.begin_copies()]
+            pairs, ranks = tuple([copy for copy, _ in copies]), tuple([rank for _, rank in copies])
+            return step.plan(self.in_flight.last_id, released, pairs, shared, ranks)
         if self.requests.num_joined:
             shared = self.kv.shared_prefixes([(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes])
         return step.plan(self.in_flight.last_id, released, self.kv.begin_copies(), shared)
@@ -503,12 +566,12 @@ class Scheduler:
 
     # --- Helpers ------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, step: StepBuilder) -> Request | None:
-        """Free some blocks: those that waiting requests hold, or else those of the last request that is not in this step yet.
-        That request is preempted and returned."""
-        if self.requests.drop_waiting_blocks():
+    def _make_room(self, step: StepBuilder, kv: KVCacheManager) -> Request | None:
+        """Free some blocks of `kv`: those that waiting requests hold, or else those of the last request that is not in this
+        step yet. That request is preempted and returned."""
+        if self.requests.drop_waiting_blocks(kv):
             return None
-        victim = self._last_unscheduled(step)
+        victim = self._last_unscheduled(step, kv)
         self._preempt(victim)
         return victim
 
@@ -516,22 +579,22 @@ class Scheduler:
         """What `plan/sleeping.py` adds to."""
         self.requests.preempt(request)
 
-    def _last_unscheduled(self, step: StepBuilder) -> Request:
-        return next(r for r in reversed(self.requests.running) if r not in step.scheduled)
+    def _last_unscheduled(self, step: StepBuilder, kv: KVCacheManager) -> Request:
+        return next(r for r in reversed(self.requests.running) if r.kv is kv and r not in step.scheduled)
 
     def stats(self) -> SchedulerStats:
-        kv, pool = self.kv, self.pool
+        num_usable, num_free = sum(pool.num_usable for pool in self.pools), sum(pool.num_free for pool in self.pools)
         return SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
-            num_blocks=pool.num_usable,
-            num_free_blocks=pool.num_free,
-            kv_cache_usage=(pool.num_usable - pool.num_free) / pool.num_usable,
+            num_blocks=num_usable,
+            num_free_blocks=num_free,
+            kv_cache_usage=(num_usable - num_free) / num_usable,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
             num_preemptions=self.requests.num_preemptions,
-            kv_allocated_tokens=kv.num_used_tokens(),
-            kv_wasted_tokens=kv.num_wasted_tokens(self.requests.running),
+            kv_allocated_tokens=sum(kv.num_used_tokens() for kv in self.kvs),
+            kv_wasted_tokens=self.kv.num_wasted_tokens(self.requests.running),
             forced_tokens=self.in_flight.num_forced,
             tiers=None if self.tiers is None else self.tiers.stats(),
             **({} if self.speculation is None else self.speculation.stats()),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.config import MOST_STEP_DRAFTS
-from slipstream.core.request import Request
+from slipstream.core.request import Request, Status
 from slipstream.types import NewRequest, ScheduledRequest, SharedPrefix, StepPlan, TableUpdate
 
 
 class StepBuilder:
-    """`budget`: the number of tokens that may still be added. `KVCacheManager.allocate` notes new blocks before `add`."""
+    """`budget`: the number of tokens that may still be added. `rooms`: of several ranks, how many each may still have beside a
+    token of each request that runs there; empty: there is one rank. `KVCacheManager.allocate` notes new blocks before `add`."""
 
     __slots__ = (
         "budget",
@@ -21,6 +22,7 @@ class StepBuilder:
         "new",
         "prompts",
         "room_for_drafts",
+        "rooms",
         "sampled_decodes",
         "sampled_prompts",
         "scheduled",
@@ -30,6 +32,7 @@ class StepBuilder:
     def __init__(self, budget: int, updates: dict[str, list[TableUpdate]]) -> None:
         """`updates`: changes of block tables that the worker does not have yet, by request."""
         self.budget = budget
+        self.rooms: list[int] = []
         self.room_for_drafts = MOST_STEP_DRAFTS
         self.decodes: list[ScheduledRequest] = []  # requests of one token, which stand first in the plan
         self.prompts: list[ScheduledRequest] = []
@@ -52,11 +55,19 @@ class StepBuilder:
             request.in_worker = True
             updates = tuple([TableUpdate(group, 0, tuple(table)) for group, table in enumerate(request.blocks) if table])
             self.new.append(self._introduced(request))
+        if self.rooms:
+            self.rooms[request.kv.rank] -= count - 1
         entry = ScheduledRequest(request_id, computed, count, num_sampled, updates, drafts)
         self.scheduled.add(request)
         (self.decodes if count == 1 else self.prompts).append(entry)
         if num_sampled:
             (self.sampled_decodes if count == 1 else self.sampled_prompts).append(request)
+
+    def room(self, request: Request) -> int:
+        """How many tokens of a prompt the step may still have."""
+        if not self.rooms:
+            return self.budget
+        return min(self.budget, self.rooms[request.kv.rank] + (request.status is Status.RUNNING))
 
     @property
     def num_tokens(self) -> int:
@@ -77,6 +88,7 @@ class StepBuilder:
             spec.lora,
             request.mirostat_mu,
             spec.images,
+            request.kv.rank,
         )
 
     def plan(
@@ -85,6 +97,7 @@ class StepBuilder:
         released: Sequence[str],
         copies: tuple[tuple[int, int], ...],
         shared: tuple[SharedPrefix, ...],
+        copy_ranks: tuple[int, ...] = (),
     ) -> StepPlan:
         return StepPlan(
             step_id=step_id,
@@ -93,4 +106,5 @@ class StepBuilder:
             released=tuple(released),
             block_copies=copies,
             shared=shared,
+            copy_ranks=copy_ranks,
         )

@@ -119,10 +119,9 @@ class EngineCore:
     def listen_to_cache(self, *, on: bool) -> None:
         """Note from now on what changes, or no more, which costs nothing. An encoder caches nothing."""
         if isinstance(self.scheduler, Scheduler):
-            if not on:
-                self.scheduler.pool.listen(False)
-            elif self.scheduler.pool.changes is None:
-                self.scheduler.pool.listen(True)
+            for pool in self.scheduler.pools:
+                if not on or pool.changes is None:
+                    pool.listen(on)
 
     def cache_identity(self) -> tuple[int, bytes, dict[str, bytes]]:
         """The size of a block, and the keys that prefixes begin with: without adapter, and of adapters by name."""
@@ -133,17 +132,21 @@ class EngineCore:
     def cached_keys(self) -> bytes:
         """Of the first group of layers."""
         scheduler = self.scheduler
-        keys = scheduler.pool.cached_keys() if isinstance(scheduler, Scheduler) else []
+        pools = scheduler.pools if isinstance(scheduler, Scheduler) else []
+        keys = dict.fromkeys(key for pool in pools for key in pool.cached_keys())  # several ranks may have one
         return b"".join([key for key in keys if len(key) == KEY_BYTES])
 
     def cache_changes(self) -> tuple[bytes, bytes] | None:
         """Keys added and keys removed since the last call; None if nothing changed."""
-        changes = self.scheduler.pool.changes if isinstance(self.scheduler, Scheduler) else None
+        pools = self.scheduler.pools if isinstance(self.scheduler, Scheduler) else []
+        changes = {key: any(pool.lookup(key) for pool in pools) for pool in pools for key in pool.changes or ()}
         if not changes:
             return None
+        for pool in pools:
+            if pool.changes:
+                pool.changes.clear()
         came = b"".join([key for key, held in changes.items() if held and len(key) == KEY_BYTES])
         went = b"".join([key for key, held in changes.items() if not held and len(key) == KEY_BYTES])
-        changes.clear()
         return came, went
 
     # --- Requests -----------------------------------------------------------------------------------------------------

@@ -139,7 +139,9 @@ class AttentionMetadata:
     5. `derived`: what ops made of the others (`once`). So these don't change, except in a graph, which makes it anew.
     6. `of_steps`: what ops make of this step's lengths is made for all of these steps at once. So who changes the lengths
        leaves it out.
-    7. In a captured graph ints are upper bounds, and padded sequences have seq_len 0 and write to slot 0 of the null block.
+    7. `most_tokens`: where each of several ranks has requests of its own, the most tokens that one of them has in this step.
+       None: all have as many as this one.
+    8. In a captured graph ints are upper bounds, and padded sequences have seq_len 0 and write to slot 0 of the null block.
     """
 
     query_start_loc: Tensor  # int32 [S + 1]
@@ -155,6 +157,7 @@ class AttentionMetadata:
     text_ends: Tensor | None = None  # int32 [T]: where each token's text ends; None: unknown, or no whole texts
     shared: SharedPrefixes | None = None
     of_steps: Steps | None = None
+    most_tokens: int | None = None
     groups: tuple[AttentionMetadata, ...] = ()
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -219,18 +219,21 @@ class OpSet(ABC):
     def scatter_tokens(self, x: Tensor, group: RankGroup) -> Tensor:
         """This rank's tokens of the sum of x over the ranks of `group`, the last ones' filled up with zeros: [T, E] → [⌈T / n⌉,
         E]"""
-        missing = -len(x) % group.size
-        return group.reduce_scatter(torch.cat((x, x.new_zeros(missing, x.shape[1]))) if missing else x)
+        return group.reduce_scatter(self.filled_up(x, len(x) + -len(x) % group.size))
 
     def gather_tokens(self, x: Tensor, group: RankGroup, num_tokens: int) -> Tensor:
         """All ranks' tokens: [⌈T / n⌉, E] → [T, E]"""
         return group.all_gather(x).flatten(0, 1)[:num_tokens]
 
+    def filled_up(self, x: Tensor, num_tokens: int) -> Tensor:
+        """x [T, …] and zeros behind it: [num_tokens, …]"""
+        missing = num_tokens - len(x)
+        return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
+
     def own_tokens(self, x: Tensor, group: RankGroup) -> Tensor:
         """This rank's of x [T, …], which all ranks have: [⌈T / n⌉, …]"""
         each = -(-len(x) // group.size)
-        own = x[group.rank * each : (group.rank + 1) * each]
-        return torch.cat((own, x.new_zeros(each - len(own), *x.shape[1:]))) if len(own) < each else own
+        return self.filled_up(x[group.rank * each : (group.rank + 1) * each], each)
 
     def all_gather(self, x: Tensor, group: RankGroup, width: int) -> Tensor:
         """The ranks' columns side by side, without those beyond `width`: [N, W] → [N, width]."""
@@ -476,6 +479,13 @@ class OpSet(ABC):
     def expert_load(self, counts: Tensor, kv: LayerKV, meta: AttentionMetadata) -> ExpertLoad:
         """A step's `ExpertLoad` for `moe`."""
         return ExpertLoad(counts, meta.slot_mapping, kv.block_size)
+
+    def own_expert_load(self, load: ExpertLoad, group: RankGroup, num_tokens: int) -> ExpertLoad:
+        """`load` of this rank's tokens, for a `moe` over the tokens of all ranks of `group`, `num_tokens` places each: those of
+        others count as padding here, and are counted by the others."""
+        slots = load.slots.new_zeros(group.size, num_tokens)
+        slots[group.rank, : len(load.slots)] = load.slots
+        return replace(load, slots=slots.flatten())
 
     @abstractmethod
     def route(

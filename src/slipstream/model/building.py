@@ -42,10 +42,9 @@ def build_layer(
     `partition`, `spec` and they are a rank's part."""
     products = {} if products is None else products
     of_experts, scheme = scheme, None if scheme is not None and scheme.experts_only else scheme
-    attention_ranks = mlp_ranks = None
-    if partition is not None and partition.shard.size > 1:
-        attention_ranks = partition.group if partition.shard.tensor else None
-        mlp_ranks = partition.group if partition.shard.splits_mlp(spec.mlp) else None
+    ranks = None if partition is None or partition.shard.size == 1 else partition.group
+    deals_requests = partition is not None and partition.shard.deals_requests
+    summed_ranks = None if deals_requests else ranks
 
     def linear(stem: str, by: Scheme | None = scheme) -> Linear:
         return build_linear(f"{name}{stem}", parameters, ops, by, products)
@@ -82,7 +81,7 @@ def build_layer(
             causal=s.causal,
         )
         q_norm, k_norm = (None, None) if of_heads else norms
-        return Attention(s, qkv, out, heads, params, q_norm, k_norm, attention_ranks)
+        return Attention(s, qkv, out, heads, params, q_norm, k_norm, summed_ranks)
 
     def cross(s: AttentionSpec) -> CrossAttention:
         q, kv, out = (linear(f"cross.{part}") for part in ("q", "kv", "out"))
@@ -118,8 +117,9 @@ def build_layer(
         mlp,
         norms,
         crossed,
-        attention_ranks=attention_ranks,
-        mlp_ranks=mlp_ranks,
+        attention_ranks=summed_ranks,
+        mlp_ranks=summed_ranks,
+        expert_ranks=ranks if deals_requests else None,
         shares_tokens=partition is not None and partition.sequence,
     )
 

@@ -179,7 +179,20 @@ class MoE:
         expert, always = self.spec.expert, self.shared.spec
         if self.shared_weight is None and (expert.activation, expert.gated) == (always.activation, always.gated):
             return ops.moe_and_shared(x, logits, self.experts, (self.shared.up, self.shared.down), load)
-        routed, added = ops.moe(x, logits, self.experts, load), self.shared(ops, x)
+        return self._with_shared(ops, x, ops.moe(x, logits, self.experts, load))
+
+    def over_ranks(self, ops: OpSet, x: Tensor, ranks: RankGroup, num_tokens: int, load: Any = None) -> Tensor:
+        """The same where each of `ranks` has some of the experts, and tokens of its own, `num_tokens` at most. The experts
+        that are here see the tokens of all ranks. Of the sums each rank takes its tokens. `load` is of those, too."""
+        rows = ops.gather_tokens(ops.filled_up(x, num_tokens), ranks, ranks.size * num_tokens)
+        load = None if load is None else ops.own_expert_load(load, ranks, num_tokens)
+        routed = ops.scatter_tokens(ops.moe(rows, ops.linear(rows, self.router), self.experts, load), ranks)[: len(x)]
+        return self._with_shared(ops, x, routed)
+
+    def _with_shared(self, ops: OpSet, x: Any, routed: Tensor) -> Tensor:
+        if self.shared is None:
+            return routed
+        added = self.shared(ops, x)
         return routed + (added if self.shared_weight is None else added * ops.sigmoid(ops.linear(x, self.shared_weight)))
 
     @property
@@ -244,7 +257,8 @@ SUMS = (PartialSum, PendingSum, Pair)
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """With a group, what attention or MLP gives is a part of a sum over its ranks."""
+    """With `attention_ranks` or `mlp_ranks`, what attention or MLP gives is a part of a sum over these ranks. With
+    `expert_ranks` only a mixture's experts see tokens of other ranks."""
 
     spec: LayerSpec
     attention: Attention | LatentAttention
@@ -256,6 +270,7 @@ class Layer:
     cross_group: int = 0
     attention_ranks: RankGroup | None = None
     mlp_ranks: RankGroup | None = None
+    expert_ranks: RankGroup | None = None  # that have other experts, and other requests
     shares_tokens: bool = False  # in long steps
 
     def __call__(
@@ -283,7 +298,7 @@ class Layer:
             return summed(lambda rows: self.attention(ops, rows, kv, meta), x, self.attention_ranks)
 
         def feed(x: Any) -> Pending:
-            return summed(lambda rows: self._fed(ops, rows, kv, meta), x, self.mlp_ranks)
+            return summed(lambda rows: self._fed(ops, rows, kv, meta, step), x, self.mlp_ranks)
 
         if isinstance(self.spec.block, PostNormBlock):
             x = _sum(ops, pending, residual)
@@ -293,7 +308,7 @@ class Layer:
             rows, residual = self._before("norm", ops, pending, residual, to_attention if "mlp_norm" in n else to_mlp)
             for_mlp = ops.norm(residual, n["mlp_norm"], inputs=to_mlp)[0] if "mlp_norm" in n else rows
             if self.attention_ranks is self.mlp_ranks and not shared:  # one sum for both
-                attended, fed = self.attention(ops, rows, kv, meta), self._fed(ops, for_mlp, kv, meta)
+                attended, fed = self.attention(ops, rows, kv, meta), self._fed(ops, for_mlp, kv, meta, step)
                 both = ops.joined(attended, fed) if self.mlp_ranks is None else PartialSum(attended + fed, self.mlp_ranks)
                 return _scaled(ops, both, scale), residual
             return _scaled(ops, whole(ops, attend(rows)) + whole(ops, feed(for_mlp)), scale), residual
@@ -334,14 +349,18 @@ class Layer:
             part = residual[rows]
             x, _ = ops.norm_arriving(sums[i : i + 1], self.norms["pre_mlp"], residual=part, inputs=self.mlp.inputs)
             # In the place of attention's, whose memory is given back.
-            sums[i] = begin(self._fed(ops, x, kv, meta.of_tokens(rows)), place=1, index=i, rows=rows)
+            sums[i] = begin(self._fed(ops, x, kv, meta.of_tokens(rows), meta), place=1, index=i, rows=rows)
         return PendingSum(sums, pieces), residual
 
-    def _fed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        """What this rank's part of the MLP gives."""
-        if self.expert_counts is None or not isinstance(self.mlp, MoE):
+    def _fed(self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata, step: AttentionMetadata) -> Tensor:
+        """What this rank's part of the MLP gives. `meta` is that of the tokens `x` in this layer's group."""
+        if not isinstance(self.mlp, MoE):
             return self.mlp(ops, x)
-        return self.mlp(ops, x, ops.expert_load(self.expert_counts, kv, meta))
+        load = None if self.expert_counts is None else ops.expert_load(self.expert_counts, kv, meta)
+        if self.expert_ranks is None:
+            return self.mlp(ops, x, load)
+        most_tokens = len(x) if step.most_tokens is None else step.most_tokens
+        return self.mlp.over_ranks(ops, x, self.expert_ranks, most_tokens, load)
 
     def _before(
         self, name: str, ops: OpSet, pending: Pending, residual: Tensor | None, inputs: InputFormat | None

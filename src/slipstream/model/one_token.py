@@ -35,7 +35,7 @@ def compile_one_token(decoder: Decoder) -> OneTokenKernel | Reason:
     """The decoder's kernel, or the reason why there is none. `count_experts` must come before: the kernel holds its
     counters. With a partition all ranks call it."""
     part = decoder.partition
-    if part is not None and (part.pipe is not None or part.sequence):
+    if part is not None and (part.pipe is not None or part.sequence or part.shard.deals_requests):
         return SPLIT
     found = _matched(decoder)
     everywhere = part is None or part.group.least(not isinstance(found, Reason))[0]

@@ -182,6 +182,12 @@ def plan_engine(
             "host_experts: plan has no rates of a GPU's host; leave it out (`slipstream info` says what a token reads there)",
             field="host_experts",
         )
+    if args.expert_parallel_size > 1 and args.tensor_parallel_size == 1:
+        raise ConfigError(
+            "expert_parallel_size: plan shares a model by tensor parallelism, and has no rates of requests that are dealt out; "
+            "leave it at 1",
+            field="expert_parallel_size",
+        )
     info = info or hardware.device_info()
     draft = _draft_model(args, resolve(args, description, info).speculation, acceptance)
     all_gpus = dataclasses.replace(info, memory_bytes=info.memory_bytes * num_gpus, free_bytes=info.free_bytes * num_gpus)

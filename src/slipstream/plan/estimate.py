@@ -118,8 +118,8 @@ def estimate(
     sharing = config if num_gpus == 1 else dataclasses.replace(config, parallel=ParallelConfig(tensor=num_gpus))
     adapters = num_gpus * adapter_bytes(config, description, largest_shard(sharing, description))
     copies = num_gpus * peer_copy_bytes(sharing, description.spec)
-    config, ledger = size_cache(
-        config,
+    _, ledger = size_cache(
+        config.of_rank,
         spec,
         block,
         total_bytes=info.memory_bytes,
@@ -133,6 +133,7 @@ def estimate(
         adapter_bytes=adapters,
         peer_copy_bytes=copies,
     )
+    config = config.with_memory_limits(ledger.num_blocks - 1, block)
     return config, dataclasses.replace(ledger, host_expert_bytes=host_expert_bytes(config, description))
 
 
@@ -185,8 +186,8 @@ def _of_steps(config: EngineConfig, description: ModelDescription) -> tuple[int,
     spec, element, scheduling = description.spec, DTYPE_BYTES[config.model.dtype], config.scheduling
     widest = max(layer.mlp.width for layer in spec.layers)
     activations = scheduling.max_num_batched_tokens * (widest + 8 * spec.hidden_size) * element
-    activations += scheduling.max_num_seqs * spec.vocab_size * (element + 4)
+    activations += scheduling.seqs_of_rank * spec.vocab_size * (element + 4)
     tables = len(config.cache.groups) * config.max_blocks_per_seq
-    rows = (scheduling.max_num_seqs + 1) * 4 * (config.model.max_model_len + 1 + tables)
-    graphs = 0 if config.device.enforce_eager or spec.is_encoder else graph_bytes(config, spec, element)
+    rows = (scheduling.seqs_of_rank + 1) * 4 * (config.model.max_model_len + 1 + tables)
+    graphs = 0 if config.device.enforce_eager or spec.is_encoder else graph_bytes(config.of_rank, spec, element)
     return activations, graphs, rows

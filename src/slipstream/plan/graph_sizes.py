@@ -121,7 +121,8 @@ def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> in
     prompts = mixed_prompts(config, spec)
     mixed = [d + p for d in mixed_decodes(config.scheduling.max_num_seqs) for p in prompts]
     largest = max(decodes[-1:] + mixed[-1:])
-    numbers = largest * spec.hidden_size + activation_numbers(spec, largest, decodes[-1])
+    gathered = config.parallel.experts if config.parallel.deals_requests else 1  # experts see the tokens of all ranks
+    numbers = largest * spec.hidden_size + activation_numbers(spec, gathered * largest, decodes[-1])
     found = numbers * element_bytes + (len(decodes) + len(mixed)) * GRAPH_BYTES
     found += len(end_sizes(decodes)) * END_BYTES
     return found if config.lora is None else 2 * found

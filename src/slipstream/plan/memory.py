@@ -215,6 +215,7 @@ class MemoryLedger:
     host_tier_bytes: int = 0
     disk_tier_bytes: int = 0
     host_expert_bytes: int = 0  # of the host's memory, beside a GPU
+    num_caches: int = 1  # ranks with requests of their own, each with a cache of `num_blocks`
 
     @property
     def used_bytes(self) -> int:
@@ -232,14 +233,15 @@ class MemoryLedger:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that the cache holds of sequences of the longest length, prompts that an encoder read among them."""
+        """Tokens that the caches hold of sequences of the longest length, prompts that an encoder read among them."""
         tables = -(-self.max_model_len // self.block_size) * (1 + self.has_cross)
-        return max(0, self.num_blocks - 1) * self.block_size * tables // self.blocks_per_sequence
+        blocks = self.num_caches * max(0, self.num_blocks - 1)
+        return blocks * self.block_size * tables // self.blocks_per_sequence
 
     @property
     def num_full_sequences(self) -> int:
-        """How many sequences of the longest length the KV cache holds at once."""
-        return max(0, self.num_blocks - 1) // self.blocks_per_sequence
+        """How many sequences of the longest length the KV caches hold at once; one lies in one cache."""
+        return self.num_caches * (max(0, self.num_blocks - 1) // self.blocks_per_sequence)
 
     @property
     def has_cross(self) -> bool:
@@ -276,7 +278,8 @@ class MemoryLedger:
 
     def describe_capacity(self) -> str:
         each = ", prompt and answer each" if self.has_cross else ""
-        return f"{self.num_kv_tokens:,} tokens: {self.num_full_sequences} sequences of {self.max_model_len:,}{each}"
+        ranks = f", on all {self.num_caches} ranks together" if self.num_caches > 1 else ""
+        return f"{self.num_kv_tokens:,} tokens: {self.num_full_sequences} sequences of {self.max_model_len:,}{each}{ranks}"
 
     def describe_forms(self) -> str:
         return ", ".join(f"{f.num_products} {f.name} ({f.num_bytes:,} B)" for f in self.forms)
@@ -355,4 +358,5 @@ def size_cache(
         image_cache_bytes=pictures,
         host_tier_bytes=(config.cache.host_bytes or 0) // block * block,
         disk_tier_bytes=config.cache.disk_bytes or 0,
+        num_caches=config.parallel.experts if config.parallel.deals_requests else 1,
     )

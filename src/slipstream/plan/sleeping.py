@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.in_flight import NOTHING
+from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.request import Request, Status
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.step import StepBuilder
@@ -283,7 +284,7 @@ class SleepingScheduler(Scheduler):
             self._wake(request, this - 1)
         super()._preempt(request)
 
-    def _last_unscheduled(self, step: StepBuilder) -> Request:
+    def _last_unscheduled(self, step: StepBuilder, kv: KVCacheManager) -> Request:
         """While decodes are scheduled, a sleeper behind the one at hand is not in the step yet; after that all are, but for
         those that have all their tokens."""
         this = self.in_flight.last_id + 1

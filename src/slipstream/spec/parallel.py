@@ -7,6 +7,7 @@ The split is Megatron-LM's (Shoeybi et al. 2019, arXiv:1909.08053), read from th
 | q, k, v; `up` (gate and up) | the rows of its heads, or of its share of the inner dimension |
 | `out`; `down` | the columns that go with them; its result is a part of a sum |
 | experts | its share of each one's inner dimension, or whole experts (`Shard.experts`) |
+| a shared expert | its share of the inner dimension; where only experts are dealt out, all of it |
 | embeddings, output head | its share of the vocabulary |
 | norms, routers, latents, position tables, biases of parts of a sum | all of it; such a bias counts on rank 0 |
 
@@ -70,8 +71,9 @@ ONE_UNIT = SplitUnits()
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One of `size` ranks that compute a model's layers together. `tensor`: attention, dense MLPs and the vocabulary are split.
-    `experts`: each rank has whole experts; otherwise a part of every expert. `layers`: those that these ranks compute, if
-    others (a pipeline's other stages) compute the others."""
+    `experts`: each rank has whole experts; otherwise a part of every expert. With `experts` alone each rank has requests of its
+    own (`deals_requests`). `layers`: those that these ranks compute, if others (a pipeline's other stages) compute the
+    others."""
 
     rank: int
     size: int
@@ -97,9 +99,10 @@ class Shard:
         each = self.width(total)
         return _filled((min(self.rank * each, total), min((self.rank + 1) * each, total)), each, offset)
 
-    def splits_mlp(self, mlp: DenseSpec | MoESpec) -> bool:
-        """Whether the MLP's result is a part of a sum."""
-        return self.tensor or isinstance(mlp, MoESpec)
+    @property
+    def deals_requests(self) -> bool:
+        """Whether each rank computes requests of its own, and only a mixture's experts see the tokens of all."""
+        return self.experts and not self.tensor and self.size > 1
 
     def vocabulary(self, size: int) -> int:
         """Rows of the embedding table and of the output head that each rank holds, zeros among the last rank's."""
@@ -245,7 +248,7 @@ def uneven_parts(spec: ModelSpec, shard: Shard) -> list[str]:
         m = layer.mlp
         inner = [m] if isinstance(m, DenseSpec) and shard.tensor else []
         if isinstance(m, MoESpec):
-            inner = [m.expert] * (not shard.experts) + ([] if m.shared is None else [m.shared.mlp])
+            inner = [m.expert] * (not shard.experts) + ([] if m.shared is None or shard.deals_requests else [m.shared.mlp])
             if shard.experts and m.num_experts % n:
                 found[f"{m.num_experts} experts on {n} ranks: {m.num_experts // n} or one more each"] = None
         for size, width in ((x.intermediate_size, shard.width(x.intermediate_size)) for x in inner):
@@ -296,7 +299,9 @@ def _split_attention(a: AttentionKind, shard: Shard) -> AttentionKind:
 def _split_mlp(m: DenseSpec | MoESpec, shard: Shard) -> DenseSpec | MoESpec:
     if isinstance(m, DenseSpec):
         return _split_dense(m, shard) if shard.tensor else m
-    shared = None if m.shared is None else dataclasses.replace(m.shared, mlp=_split_dense(m.shared.mlp, shard))
+    shared = m.shared
+    if shared is not None and not shard.deals_requests:
+        shared = dataclasses.replace(shared, mlp=_split_dense(shared.mlp, shard))
     if not shard.experts:
         return dataclasses.replace(m, expert=_split_dense(m.expert, shard), shared=shared)
     first, last = shard.dealt(m.num_experts)
@@ -366,7 +371,7 @@ def _of_layer(layer: LayerSpec, shard: Shard) -> dict[str, ParameterShard]:
             dense("mlp", layer.mlp)
     if isinstance(layer.mlp, MoESpec):
         m = layer.mlp
-        if m.shared is not None:
+        if m.shared is not None and not shard.deals_requests:
             dense("shared", m.shared.mlp)
         if shard.experts:
             first, last = shard.dealt(m.num_experts)

@@ -35,11 +35,12 @@ from slipstream.model.layers import AnyTap
 from slipstream.model.one_token import OneTokenKernel, compile_one_token
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.reason import Reason
-from slipstream.types import StepPlan
+from slipstream.types import StepPlan, StepShape
 from slipstream.worker.images import ImageEncoder, ImageOps, step_images
 from slipstream.worker.input_batch import GatheredInputs, SampledRows, gather
 from slipstream.worker.packed_tables import upload
 from slipstream.worker.rows import RowTable
+from slipstream.worker.step_shape import shape_of
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
@@ -94,6 +95,12 @@ class InputBatch:
     @cached_property
     def num_tokens(self) -> int:
         return len(self.token_ids) if self.plan is None else self.plan.num_tokens
+
+    @cached_property
+    def shape(self) -> StepShape:
+        """Of a scheduled step; where ranks have requests of their own, the largest of theirs."""
+        assert self.plan is not None
+        return self.plan.largest or shape_of(self.plan.scheduled)
 
     @cached_property
     def is_greedy(self) -> bool:

@@ -10,6 +10,8 @@ a graph is one launch. A step runs in the smallest graph that holds it:
 3. A graph covers everything from the rows' numbers to the hidden states. What follows depends on what the rows ask for: the
    likeliest tokens come out of another graph (`greedy_ends.py`), all else op by op.
 
+Ranks that have requests of their own choose a size by the largest of their parts of a step, so that all replay the same one.
+
 Of a pipeline's stage, what it receives is copied to where its graphs read it, and its result is sent behind the replay. On
 their way are the step's tokens without padding, so two stages need not run a step in graphs of one size.
 
@@ -46,13 +48,14 @@ from slipstream.plan.graph_sizes import (
 )
 from slipstream.platform import Graph, Pipe, platform_of
 from slipstream.spec.reason import Reason
-from slipstream.types import ScheduledRequest, StepPlan
+from slipstream.types import StepPlan, StepShape
 from slipstream.worker.adapters import Adapters
 from slipstream.worker.forward import HAS_ADAPTERS, NO_PLAN, Forward, Forwards, InputBatch, Output
 from slipstream.worker.greedy_ends import GreedyEnds
 from slipstream.worker.input_batch import SampledRows, gather_inputs, laid_out, shared_prefixes
-from slipstream.worker.mixed_inputs import MixedInputs, Size, mixed_inputs, mixed_step, num_leading_decodes, padded_room
+from slipstream.worker.mixed_inputs import MixedInputs, Size, mixed_inputs, mixed_step, padded_room
 from slipstream.worker.rows import RowTable
+from slipstream.worker.step_shape import num_leading_decodes
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -102,7 +105,7 @@ MOST_PADDING = 2**33
 """Tokens of padding in a mixed step, times the square of the model's width. On an H200 they take half as long as what running
 op by op adds: for each of that square a layer has some 12 numbers, and it has some 12 kernels."""
 
-MOST_KEYS_AGAIN, MIXED_ROWS = 2**18, 3
+MOST_KEYS_AGAIN = 2**18
 """In a decode graph each row of a sequence reads its keys anew. A mixed graph's kernel reads them in the time of MIXED_ROWS
 rows, but its larger tiles cost some 3 ms a step. So beyond MIXED_ROWS rows sequences may read up to so many keys again, in all.
 Measured of Llama-3-8B on an H200 (`verified_steps`); both grow with the layers."""
@@ -183,8 +186,9 @@ class StepGraphs(Graphs, Forward):
         largest = max(self.sizes[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
         # All graphs share one buffer. None is read after the next replay, and a buffer of their own would never be freed.
         self._hidden = torch.empty(largest, decoder.spec.hidden_size, dtype=decoder.dtype, device=rows.device)
-        self._ends: GreedyEnds | None = None  # ranks draw together
-        if self._recorder is not None and decoder.partition is None:
+        self._ends: GreedyEnds | None = None
+        part = decoder.partition  # ranks draw together, but those with requests of their own
+        if self._recorder is not None and (part is None or (part.shard.deals_requests and part.pipe is None)):
             self._ends = GreedyEnds(forwards, rows, self._hidden, self.sizes, self._record)
         self._pipe = decoder.pipe
         self._incoming = None if decoder.spec.has_first else torch.zeros_like(self._hidden)  # what the stage before has sent
@@ -244,6 +248,8 @@ class StepGraphs(Graphs, Forward):
         """Capture some of the commonest sizes while the GPU runs a step of long prompts, but one where requests wait for the
         tokens of the step before. True: the host did so."""
         num_tokens = sum(s.num_tokens for s in plan.scheduled)
+        if not self._soon:
+            return False
         count = num_tokens * self.forwards.decoder.spec.hidden_size**2 // BESIDE_TOKENS
         if plan.scheduled[0].num_tokens == 1:
             count = min(count, 1)
@@ -274,18 +280,17 @@ class StepGraphs(Graphs, Forward):
             return NO_PLAN
         if batch.has_adapters != self.with_adapters:
             return HAS_ADAPTERS if batch.has_adapters else Reason("no request of the step has an adapter")
-        scheduled = batch.plan.scheduled
-        if self._by_rows(scheduled, batch.num_tokens):
-            is_there = not self._is_full or (self._size_for(batch.num_tokens), 0) in self._captured
+        step = batch.shape
+        if self._by_rows(step):
+            is_there = not self._is_full or (self._size_for(step.num_tokens), 0) in self._captured
             return None if is_there else NO_MEMORY
-        if scheduled[-1].num_tokens == 1:
+        if not step.num_prompts:
             return Reason("more sequences than a graph holds")
-        num_decodes = num_leading_decodes(scheduled)
-        if not self.prompt_sizes or batch.num_tokens - num_decodes > self.prompt_sizes[-1]:
+        if not self.prompt_sizes or step.num_prompt_tokens > self.prompt_sizes[-1]:
             return Reason("more prompt tokens than a graph holds")
-        if num_decodes > self.decode_sizes[-1] or len(scheduled) - num_decodes >= self.most_prompts:
+        if step.num_decodes > self.decode_sizes[-1] or step.num_prompts >= self.most_prompts:
             return Reason("more sequences than a mixed graph holds")
-        size = self._mixed_size_for(num_decodes, batch.num_tokens - num_decodes)
+        size = self._mixed_size_for(step.num_decodes, step.num_prompt_tokens)
         if size not in self._captured and self._is_full:
             return NO_MEMORY
         if size not in self._captured and self._wanted[size] + 1 < (LONG_PATIENCE if size[1] > MIXED_TOKENS else PATIENCE):
@@ -317,16 +322,15 @@ class StepGraphs(Graphs, Forward):
         """Count how often a mixed size is wanted, and capture it next."""
         if reason is not NOT_CAPTURED or batch.plan is None:
             return
-        num_decodes = num_leading_decodes(batch.plan.scheduled)
-        self._note_wanted(self._mixed_size_for(num_decodes, batch.num_tokens - num_decodes))
+        self._note_wanted(self._mixed_size_for(batch.shape.num_decodes, batch.shape.num_prompt_tokens))
         self.num_cold += 1
 
     def run(self, batch: InputBatch) -> Output:
-        assert batch.plan is not None
-        scheduled, num_tokens = batch.plan.scheduled, batch.num_tokens
-        by_rows = self._by_rows(scheduled, num_tokens)
-        num_decodes = 0 if by_rows else num_leading_decodes(scheduled)
-        size = (self._size_for(num_tokens), 0) if by_rows else self._mixed_size_for(num_decodes, num_tokens - num_decodes)
+        step, by_rows = batch.shape, self._by_rows(batch.shape)
+        if by_rows:
+            size = self._size_for(step.num_tokens), 0
+        else:
+            size = self._mixed_size_for(step.num_decodes, step.num_prompt_tokens)
         if not self._has_captured(size):
             return self.forwards.run(batch)  # in another graph, or another way
         return self._run_decodes(batch, size) if by_rows else self._run_mixed(batch, size)
@@ -346,15 +350,9 @@ class StepGraphs(Graphs, Forward):
     def greedy(self, hidden: Tensor) -> Tensor | None:
         return self.forwards.base.greedy(hidden)
 
-    def _by_rows(self, scheduled: Sequence[ScheduledRequest], num_tokens: int) -> bool:
+    def _by_rows(self, step: StepShape) -> bool:
         """Whether the step is one of decodes and drafts, and a decode graph has a row for each token."""
-        last = scheduled[-1]  # prompts stand behind decodes
-        if num_tokens > self.sizes[-1] or 1 < last.num_tokens != last.num_sampled:
-            return False
-        if any(1 < s.num_tokens != s.num_sampled for s in scheduled):
-            return False
-        again = sum((s.num_tokens - MIXED_ROWS) * s.num_computed_tokens for s in scheduled if s.num_tokens > 1)
-        return again <= MOST_KEYS_AGAIN
+        return step.only_drafts and step.num_tokens <= self.sizes[-1] and step.num_keys_again <= MOST_KEYS_AGAIN
 
     def _replay(self, captured: Captured, num_decodes: int, num_behind: int, first: int) -> None:
         """Replay a graph that has `num_behind` tokens from row `first` on."""
@@ -411,7 +409,7 @@ class StepGraphs(Graphs, Forward):
         plan, num_tokens = batch.plan, batch.num_tokens
         assert plan is not None
         scheduled = plan.scheduled
-        self._note_wanted((next(n for n in self.sizes if n >= num_tokens), 0))
+        self._note_wanted((next(n for n in self.sizes if n >= batch.shape.num_tokens), 0))
         table = self.rows.rows
         host = self._idle_decodes(size[0])
         index, sample_rows, sample_positions, of_tokens, at, lens = host
@@ -430,7 +428,7 @@ class StepGraphs(Graphs, Forward):
         captured = self._captured[size]
         self.platform.upload_into(captured.inputs, host)
         self._before_replay(size, plan)
-        self._replay(captured, num_tokens, 0, num_tokens)
+        self._replay(captured, max(1, num_tokens), 0, size[0])  # without a request its token is padding
         tokens = self._greedy_end(batch, count, size)
         sampled_index, of_sampled, new = captured.inputs[:3, :count].unbind(0)
         if samples_all:
@@ -483,12 +481,12 @@ class StepGraphs(Graphs, Forward):
         assert plan is not None
         num_decodes = num_leading_decodes(plan.scheduled)
         num_behind = batch.num_tokens - num_decodes
-        self._note_wanted(self._mixed_size(num_decodes, num_behind))
+        self._note_wanted(self._mixed_size(batch.shape.num_decodes, batch.shape.num_prompt_tokens))
         captured = self._captured[size]
         host, sequences, count = mixed_inputs(self.rows, plan.scheduled, size, self.most_prompts)
         self.platform.upload_into(captured.inputs, host)
         self._before_replay(size, plan)
-        self._replay(captured, num_decodes, num_behind, size[0])
+        self._replay(captured, num_decodes, num_behind if plan.scheduled else 1, size[0])
         tokens = self._greedy_end(batch, count, size)
         index, rows, positions = MixedInputs.sampled(captured.inputs, size)[:, :count].unbind(0)
         sampled, padding = SampledRows(requests=sequences, rows=rows, positions=positions), size[0] - num_decodes

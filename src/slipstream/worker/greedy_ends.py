@@ -2,7 +2,8 @@
 
 Launched op by op the end takes the host 0.45 to 0.75 ms on an H200's machine, half of a decode step's time there. What
 requests want is not known when a step is captured, so the end is no part of its graph. Steps of which some request wants more
-than the likeliest token, or that sample more tokens than the largest end has, end op by op. So do those of ranks and stages.
+than the likeliest token, or that sample more tokens than the largest end has, end op by op. So do those of stages, and of ranks
+that draw together.
 
 The step's graph copies to `places` which of its hidden states are sampled and where their tokens go. So one end serves all
 steps that sample as many tokens. With fewer it reads the step's padding too, whose tokens go to the null row. So an end may

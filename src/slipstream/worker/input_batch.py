@@ -77,15 +77,19 @@ def gather_pairs(table: RowTable, shares: Sequence[ScheduledRequest]) -> Gathere
     return dataclasses.replace(given, sampled=dataclasses.replace(given.sampled, requests=requests))
 
 
+PADDING = ScheduledRequest("", 0, 1, 0)
+"""What a rank computes that has no request in a step: a token of the null row."""
+
+
 def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs:
     """The inputs of `plan`, whose rows are in `table`. A position's token is the one `ahead` positions later.
 
     On a GPU this is one upload, and the rows are read on the device. On a CPU numpy reads them: its calls cost a tenth of
     torch's, and a step of one request takes only some 2 ms.
     """
-    scheduled = plan.scheduled
+    scheduled = plan.scheduled or (PADDING,)
     num_seqs = len(scheduled)
-    rows = np.array([table.rows[s.request_id].index for s in scheduled], np.int64)
+    rows = np.array([table.rows[s.request_id].index for s in plan.scheduled] or [table.capacity], np.int64)
     computed = np.array([s.num_computed_tokens for s in scheduled], np.int64)
     num_new = [s.num_tokens for s in scheduled]
     max_query_len = max(num_new)
@@ -126,6 +130,8 @@ def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs
     )
     if plan.shared and table.ops is not None and table.ops.shares_prefixes:
         meta = meta.sharing(SharedPrefixes(*table.upload(shared_prefixes(plan.shared, num_decodes)).unbind(0)))
+    if plan.largest is not None:
+        meta = dataclasses.replace(meta, most_tokens=plan.largest.num_tokens)
     return GatheredInputs(
         token_ids=token_ids,
         meta=meta,

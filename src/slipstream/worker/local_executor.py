@@ -232,7 +232,7 @@ def load_runner(
     once = partial(progress, "how fast this CPU is, once a machine")
     folder, threads = machine_folder(), args.num_threads
     info = device or detect(args.device, folder, num_threads=threads, rank=rank, num_ranks=num_local, measuring=once)
-    config = resolve(args, description, info)
+    config = resolve(args, description, info).of_rank
     if ranks is None or (info.is_cuda and not ranks.mixed):  # who started the others has looked
         check_weights_fit(config, description)
     found = time.perf_counter() - begin
@@ -297,7 +297,7 @@ def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition
     platform.activate(config.device.num_threads)
     every = ranks.join(platform.collectives, device)
     group, pipe = every.stages(config.parallel.num_stages)
-    if device.type == "cuda" and group.size > 1:
+    if device.type == "cuda" and group.size > 1 and not config.parallel.deals_requests:
         from slipstream.kernels.triton.rank_sums import try_rank_sums
 
         try_rank_sums(group, spec.hidden_size * DTYPE_BYTES[config.model.dtype])

@@ -15,6 +15,7 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.types import ScheduledRequest
 from slipstream.worker.input_batch import gather_inputs, laid_out
 from slipstream.worker.rows import RowTable
+from slipstream.worker.step_shape import num_leading_decodes
 
 Size: TypeAlias = tuple[int, int]
 """(decodes or texts, tokens behind them): what a graph has room for."""
@@ -23,11 +24,6 @@ Size: TypeAlias = tuple[int, int]
 def padded_room(num_tokens: int) -> int:
     """A part begins at a multiple of 16 bytes."""
     return -(-num_tokens // 4) * 4
-
-
-def num_leading_decodes(scheduled: Sequence[ScheduledRequest]) -> int:
-    """The number of sequences of one token at the front."""
-    return next((i for i, s in enumerate(scheduled) if s.num_tokens > 1), len(scheduled))
 
 
 class MixedInputs:

@@ -547,7 +547,9 @@ class ModelRunner:
 
     def _make_rows(self) -> RowTable:
         sectioned = any(getattr(layer.attention.position, "sections", None) for layer in self.model.spec.layers)
-        return RowTable.of(self.config, self.ops, self.device, sectioned=sectioned)
+        shard = None if self.partition is None else self.partition.shard
+        rank = shard.rank if shard is not None and shard.deals_requests else 0
+        return RowTable.of(self.config, self.ops, self.device, sectioned=sectioned, rank=rank)
 
     @property
     def warms_up(self) -> bool:

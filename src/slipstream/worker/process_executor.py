@@ -3,6 +3,8 @@
     ProcessExecutor ── plan, encoded once ──> rank 0, rank 1, …   (each a `LocalExecutor` with its part)
                     <─────── results ──────── rank 0
 
+Where requests are dealt out (`request_owners.py`), each rank gets its part of a plan and sends its part of the result.
+
 1. A rank is a child process with a Unix socket pair to this one. There is nothing to remove from the file system. To encode a
    plan of 256 decodes takes 19 µs, to send its 4 KB to a rank 8; shared memory would save these 8, while the device works.
 2. A launch is a message and returns at once, so the next step is planned while the ranks compute.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 import select
 import socket
@@ -26,9 +29,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, TypeAlias, TypeVar
@@ -86,6 +90,7 @@ from slipstream.worker.rank_messages import (
     UnloadAdapter,
     WarmUp,
 )
+from slipstream.worker.request_owners import RequestOwners, joined_result, masks_of_parts
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -124,13 +129,14 @@ class RemoteStep:
     executor: ProcessExecutor
     plan: Plan
     awaits_mask: bool
+    parts: Sequence[StepPlan] = ()  # by rank of a stage, where requests are dealt out
     is_done = False
 
     def proposed(self) -> Sequence[int]:
         return self.executor.proposed()
 
     def result(self) -> StepResult:
-        return self.executor.result_of(self.plan.step_id)
+        return self.executor.result_of(self)
 
 
 class ProcessExecutor(Executor):
@@ -160,7 +166,8 @@ class ProcessExecutor(Executor):
             self._group.all.append(process)
         self._ranks += [Rank(own + i, None, link, at) for i, (link, _, at) in enumerate(joined)]
         self._host = "127.0.0.1" if args.rank_address is None else parse_address(args.rank_address)[0]
-        self._mail = Mailbox(self._ranks)
+        self._owners = RequestOwners(self._parallel.ranks_of_stage) if self._parallel.deals_requests else None
+        self._mail = Mailbox(self._ranks, 1 if self._owners is None else self._owners.num_ranks)
         self.processes = tuple(process.pid for process in self._group.all)
         self._group.watch()
         try:
@@ -219,12 +226,21 @@ class ProcessExecutor(Executor):
         if isinstance(plan, TextsPlan):
             self._broadcast(LaunchTexts(plan))
             return RemoteStep(self, plan, awaits_mask=False)
-        self._broadcast(Launch(plan))
-        return RemoteStep(self, plan, awaits_mask=self._has_grammar(plan))
+        if self._owners is None:
+            self._broadcast(Launch(plan))
+            return RemoteStep(self, plan, awaits_mask=self._has_grammar(plan))
+        parts = self._owners.parts(plan)
+        self._send_each([Launch(part) for part in parts])
+        return RemoteStep(self, plan, self._has_grammar(plan), parts)
 
     def constrain(self, step: Launched, mask: TokenMask) -> None:
         assert isinstance(step, RemoteStep)
-        self._broadcast(Constrain(mask.positions, bytes(mask.bits)))
+        if not step.parts:
+            self._broadcast(Constrain(mask.positions, bytes(mask.bits)))
+        else:
+            assert isinstance(step.plan, StepPlan)
+            masks = masks_of_parts(step.parts, step.plan, mask)
+            self._send_each([Constrain(own.positions, bytes(own.bits)) for own in masks])
         step.awaits_mask = False
 
     def proposed(self) -> Sequence[int]:
@@ -236,13 +252,19 @@ class ProcessExecutor(Executor):
 
     def forget(self) -> None:
         self._grammars.clear()
+        if self._owners is not None:
+            self._owners.forget()
         self._mail.expect(None)
         if self._dead is None:
             with contextlib.suppress(EngineError):  # it is the step's error that is raised
                 self._broadcast(Forget())
 
     def warm_up(self) -> Sequence[StepTime]:
-        return self._ask(WarmUp())[0].step_times
+        times = self._ask(WarmUp())[0].step_times
+        if self._owners is None:
+            return times
+        ranks = self._owners.num_ranks  # each has had as many
+        return [StepTime(ranks * time.num_seqs, ranks * time.num_tokens, time.seconds) for time in times]
 
     def capture_next(self) -> bool:
         """It is called while there is nothing to do, so a death is seen then too."""
@@ -252,7 +274,8 @@ class ProcessExecutor(Executor):
         return any(answer.done for answer in self._ask(CaptureNext()))
 
     def expert_load(self) -> ExpertTokens:
-        return tuple(sorted(layer for answer in self._ask(GetExpertLoad()) for layer in answer.expert_load))
+        answers = self._ask(GetExpertLoad(), None if self._owners is None else len(self._ranks))
+        return total_load(answer.expert_load for answer in answers)
 
     def expert_balance(self) -> ExpertBalance | None:
         return None if self._balancer is None else self._balancer.stats
@@ -317,9 +340,13 @@ class ProcessExecutor(Executor):
                 rank.process.stdin.close()
             rank.link.close()
 
-    def result_of(self, step_id: int) -> StepResult:
+    def result_of(self, step: RemoteStep) -> StepResult:
         """Wait for a step's result."""
-        return self._await(lambda: self._mail.results.pop(step_id, None))
+        results = self._await(lambda: self._mail.results_of(step.plan.step_id))
+        if not step.parts:
+            return results[0]
+        assert isinstance(step.plan, StepPlan)
+        return joined_result(step.parts, step.plan, results)
 
     # --- Messages -----------------------------------------------------------------------------------------------------
 
@@ -334,21 +361,28 @@ class ProcessExecutor(Executor):
         are told the same between the same launches."""
         if (balancer := self._balancer) is None:
             return
-        while self._mail.expert_loads:
-            came = self._mail.expert_loads.popleft()
-            if swaps := balancer.follow(came.load, came.expert_bytes):
-                self._broadcast(SwapExperts(swaps))
+        each, waiting = self._parallel.ranks_of_stage, self._mail.expert_loads
+        for stage in range(self._parallel.num_stages):
+            own = [*range(stage * each, (stage + 1) * each)] if self._owners is not None else [stage * each]
+            if all(rank in waiting for rank in own):
+                came = [waiting.pop(rank) for rank in own]
+                if swaps := balancer.follow(total_load(c.load for c in came), came[0].expert_bytes):
+                    self._broadcast(SwapExperts(swaps))
         if balancer.step():
-            self._broadcast(ReportExpertLoad(), self._ranks[:: self._parallel.ranks_of_stage])
+            self._broadcast(ReportExpertLoad())
 
-    def _broadcast(self, message: ToRank, to: Sequence[Rank] | None = None) -> None:
-        """To all ranks, or to some."""
+    def _broadcast(self, message: ToRank) -> None:
+        """To all ranks."""
+        self._send_each([message])
+
+    def _send_each(self, messages: Sequence[ToRank]) -> None:
+        """To each rank of a stage its own of `messages`, or all the same. The stages get the same."""
         self._raise_if_dead()
-        encoded = self._ranks[0].link.encode(message)
+        encoded = [self._ranks[0].link.encode(message) for message in messages]
         try:
             with self._sending:
-                for rank in self._ranks if to is None else to:
-                    rank.link.send_bytes(encoded)
+                for rank in self._ranks:
+                    rank.link.send_bytes(encoded[rank.number % len(encoded)])
         except OSError:
             self._die()
         except BaseException:  # Ctrl-C: one rank may have the message and another not, and their sums would not fit
@@ -451,12 +485,22 @@ def _beside_a_gpu(args: EngineArgs, description: ModelDescription, config: Engin
     return [(on_cpu, cpu), (on_gpu, None)]
 
 
+def total_load(loads: Iterable[ExpertTokens]) -> ExpertTokens:
+    """Of ranks that have counted their own tokens, or other layers."""
+    total: dict[int, tuple[int, ...]] = {}
+    for layer, counts in chain.from_iterable(loads):
+        total[layer] = tuple(map(operator.add, counts, total.get(layer, (0,) * len(counts))))
+    return tuple(sorted(total.items()))
+
+
 class Mailbox:
     """Messages of the ranks that were not taken yet. A thread reads their links until all are closed."""
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
-        self.results: dict[int, StepResult] = {}
-        self.expert_loads: deque[RankExpertLoad] = deque()
+    def __init__(self, ranks: Sequence[Rank], num_results: int = 1) -> None:
+        """`num_results`: how many ranks send a result of each step."""
+        self._num_results = num_results
+        self._results: dict[int, dict[int, StepResult]] = {}  # by step and rank
+        self.expert_loads: dict[int, RankExpertLoad] = {}  # by rank
         self._start: deque[tuple[Rank, Meeting | Phase | Started]] = deque()
         self._answers: deque[Reply] = deque()
         self._failures: list[RankFailed] = []
@@ -477,7 +521,7 @@ class Mailbox:
         with self._arrived:
             if step_id is None:
                 self._expected.clear()
-                self.results.clear()
+                self._results.clear()
             else:
                 self._expected.add(step_id)
 
@@ -486,6 +530,13 @@ class Mailbox:
 
     def next_answer(self) -> Reply | None:
         return self._answers.popleft() if self._answers else None
+
+    def results_of(self, step_id: int) -> list[StepResult] | None:
+        """Those of all ranks that send one, by rank, once they are there."""
+        if len(self._results.get(step_id, ())) < self._num_results:
+            return None
+        self._expected.discard(step_id)
+        return [step for _, step in sorted(self._results.pop(step_id).items())]
 
     def wait_for(self, find: Callable[[], T | None]) -> T | None:
         """What `find` finds, as soon as it does. None: a rank has failed or ended before."""
@@ -519,12 +570,11 @@ class Mailbox:
     def _take(self, rank: Rank, message: FromRank | None) -> None:
         if isinstance(message, Result):
             if message.step_id in self._expected:
-                self._expected.discard(message.step_id)
-                self.results[message.step_id] = message.step
+                self._results.setdefault(message.step_id, {})[rank.number] = message.step
         elif isinstance(message, Reply):
             self._answers.append(message)
         elif isinstance(message, RankExpertLoad):
-            self.expert_loads.append(message)
+            self.expert_loads[rank.number] = message
         elif isinstance(message, Meeting | Phase | Started):
             self._start.append((rank, message))
         else:

@@ -2,7 +2,8 @@
 
 To a rank: Begin, what a step needs, questions, UnloadAdapter, SwapExperts, End. From rank 0: Meeting, Phase. From the first
 rank of each stage: RankExpertLoad, and Answer; to LoadAdapter from all ranks. From the first of the last stage: Result. From
-any rank: Started, RankFailed. Answers come in the order of the questions; results in that of the launches.
+any rank: Started, RankFailed. Where requests are dealt out, all ranks answer GetExpertLoad and ReportExpertLoad, and all of the
+last stage send a Result of each step. Answers come in the order of the questions; results in that of the launches.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class Launch(msgspec.Struct, tag=True):
+    """The rank's part of a plan, where requests are dealt out."""
+
     plan: StepPlan
 
 

@@ -2,7 +2,8 @@
 
 It has a `LocalExecutor` with its part of the model, and makes the calls that the messages say, in their order. The first rank
 (of a pipeline's last stage) sends the results. All ranks of a stage compute the same tokens: logits are gathered, the same bits
-on every rank, and the sampler depends on nothing but them and the requests.
+on every rank, and the sampler depends on nothing but them and the requests. Where requests are dealt out, each rank gets its
+part of a plan, computes its own requests' tokens and sends their results.
 
 It ends when its standard input closes, so it never outlives who started it.
 """
@@ -35,6 +36,7 @@ from slipstream.worker.device import detect
 from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.local_executor import LocalExecutor
+from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.rank_joining import JOIN_S, join
 from slipstream.worker.rank_messages import (
     Begin,
@@ -104,6 +106,7 @@ class RankProcess:
         self._rank, ranks_of_stage = begin.rank, begin.size // begin.args.pipeline_parallel_size
         self._sends_results = begin.rank == begin.size - ranks_of_stage
         self._answers = begin.rank % ranks_of_stage == 0
+        self._answered_by_all: tuple[type, ...] = (LoadAdapter,)
         if self._rank:
             logging.getLogger("slipstream").setLevel(logging.ERROR)  # rank 0 says it for all
         device, on_host = begin.device, (0, 1) if begin.mixed else (begin.rank, begin.args.local_ranks or begin.size)
@@ -117,6 +120,9 @@ class RankProcess:
             self._link.send(Meeting(ranks.port))
         tell = (lambda phase: None) if self._rank else (lambda phase: self._link.send(Phase(phase)))
         self._executor = own = LocalExecutor.build(begin.args, progress=tell, ranks=ranks, device=device)
+        if own.config.parallel.deals_requests:  # each has results of its own
+            self._sends_results = begin.rank >= begin.size - ranks_of_stage
+            self._answered_by_all = (LoadAdapter, GetExpertLoad, ReportExpertLoad)
         self._link.send(Started(own.config.device.info, own.ledger, own.phases, own.tiles, own.canary))
         gc.freeze()
         gc.disable()  # a step leaves no cycles, and to look for some stops it for 50 ms
@@ -137,7 +143,8 @@ class RankProcess:
         return True
 
     def _handle(self, message: ToRank) -> None:
-        executor, answer = self._executor, None
+        executor = self._executor
+        answer: Reply | RankExpertLoad | None = None
         if isinstance(message, Launch | LaunchTexts):
             self._launch(message.plan)
         elif isinstance(message, Constrain):
@@ -152,8 +159,10 @@ class RankProcess:
             answer = Reply(executor.capture_next())
         elif isinstance(message, GetExpertLoad):
             answer = Reply(expert_load=executor.expert_load())
-        elif isinstance(message, ReportExpertLoad | SwapExperts):
-            self._balance_experts(message)
+        elif isinstance(message, ReportExpertLoad):
+            answer = RankExpertLoad(*self._torch_runner.movable_load())
+        elif isinstance(message, SwapExperts):
+            self._torch_runner.swap_experts(message.swaps)
         elif isinstance(message, LoadAdapter):
             answer = self._load_adapter(message)
         elif isinstance(message, UnloadAdapter):
@@ -163,16 +172,14 @@ class RankProcess:
         elif isinstance(message, GetProposed):
             assert self._newest is not None
             answer = Reply(proposed=tuple(self._newest.proposed()))
-        if answer is not None and (self._answers or isinstance(message, LoadAdapter)):
+        if answer is not None and (self._answers or isinstance(message, self._answered_by_all)):
             self._link.send(answer)
 
-    def _balance_experts(self, message: ReportExpertLoad | SwapExperts) -> None:
+    @property
+    def _torch_runner(self) -> ModelRunner:
         runner = self._executor.runner
         assert not isinstance(runner, HostRunner)
-        if isinstance(message, SwapExperts):
-            runner.swap_experts(message.swaps)
-        else:
-            self._link.send(RankExpertLoad(*runner.movable_load()))
+        return runner
 
     def _load_adapter(self, message: LoadAdapter) -> Reply:
         try:

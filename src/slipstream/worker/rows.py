@@ -148,11 +148,13 @@ class RowTable:
         self._seed = seed
 
     @classmethod
-    def of(cls, config: EngineConfig, ops: OpSet | None, device: torch.device | None, *, sectioned: bool = False) -> RowTable:
-        """As many rows as `config` lets sequences run."""
+    def of(
+        cls, config: EngineConfig, ops: OpSet | None, device: torch.device | None, *, sectioned: bool = False, rank: int = 0
+    ) -> RowTable:
+        """As many rows as `config` lets sequences run. `rank`: of several with other requests, whose seeds are others, too."""
         model, cache = config.model, config.cache
         sizes = config.scheduling.max_num_seqs, model.max_model_len, cache.block_size
-        return cls(*sizes, ops, device, model.seed, groups=cache.groups, sectioned=sectioned)
+        return cls(*sizes, ops, device, model.seed + rank, groups=cache.groups, sectioned=sectioned)
 
     @cached_property
     def nothing(self) -> Tensor:

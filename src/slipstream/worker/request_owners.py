@@ -1,0 +1,119 @@
+"""Requests that are dealt out to ranks: what each rank gets of a step, and one result of theirs. No torch.
+
+Each request belongs to a rank, which alone has its row, its keys and values, and its result (`NewRequest.rank`). A request that
+was preempted may come back to another rank.
+
+A plan's *part* has one rank's requests. Block numbers count in each rank's cache anew. Part and plan have their requests in one
+order, so tokens are sorted in again by walking through the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+
+from slipstream.types import Extra, SampledLogprobs, ScheduledRequest, StepPlan, StepResult, TokenMask
+from slipstream.worker.step_shape import largest_shape, shape_of
+
+
+class RequestOwners:
+    """Which of `num_ranks` ranks each request belongs to."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._rank_of: dict[str, int] = {}
+
+    def forget(self) -> None:
+        """All requests have ended."""
+        self._rank_of.clear()
+
+    def parts(self, plan: StepPlan) -> list[StepPlan]:
+        """Each rank's part of the next plan."""
+        ranks, of = range(self.num_ranks), self._rank_of
+        released: list[list[str]] = [[] for _ in ranks]
+        for name in plan.released:  # before the new ones: a request may come back to another rank in the same step
+            if (rank := of.pop(name, None)) is not None:  # else `forget` was called since
+                released[rank].append(name)
+        of.update((new.request_id, new.rank) for new in plan.new)
+        scheduled: list[list[ScheduledRequest]] = [[] for _ in ranks]
+        for s in plan.scheduled:
+            scheduled[of[s.request_id]].append(s)
+        largest = largest_shape([shape_of(own) for own in scheduled])
+        copies = [*zip(plan.block_copies, plan.copy_ranks or (0,) * len(plan.block_copies), strict=True)]
+        return [
+            StepPlan(
+                plan.step_id,
+                scheduled=tuple(scheduled[rank]),
+                new=tuple([new for new in plan.new if new.rank == rank]),
+                released=tuple(released[rank]),
+                block_copies=tuple([copy for copy, owner in copies if owner == rank]),
+                largest=largest,
+            )
+            for rank in ranks
+        ]
+
+
+def masks_of_parts(parts: Sequence[StepPlan], plan: StepPlan, mask: TokenMask) -> list[TokenMask]:
+    """Of a plan's `mask` what each part's sampled positions may be."""
+    rank_of = {s.request_id: rank for rank, part in enumerate(parts) for s in part.scheduled}
+    places: list[tuple[int, int]] = []  # of each sampled position: (the rank, its number among the rank's)
+    counts = [0] * len(parts)
+    for s in plan.scheduled:
+        rank = rank_of[s.request_id]
+        places += [(rank, counts[rank] + i) for i in range(s.num_sampled)]
+        counts[rank] += s.num_sampled
+    size = len(mask.bits) // max(1, len(mask.positions))
+    positions: list[list[int]] = [[] for _ in parts]
+    bits = [bytearray() for _ in parts]
+    for i, position in enumerate(mask.positions):
+        rank, place = places[position]
+        positions[rank].append(place)
+        bits[rank] += mask.bits[i * size : (i + 1) * size]
+    return [TokenMask(tuple(own), own_bits) for own, own_bits in zip(positions, bits, strict=True)]
+
+
+def joined_result(parts: Sequence[StepPlan], plan: StepPlan, results: Sequence[StepResult]) -> StepResult:
+    """The plan's result, of those of its parts."""
+    tokens_of = {
+        s.request_id: tokens
+        for part, result in zip(parts, results, strict=True)
+        for s, tokens in zip([s for s in part.scheduled if s.num_sampled], result.tokens_of_each, strict=True)
+    }
+    of_each = [tokens_of[s.request_id] for s in plan.scheduled if s.num_sampled]
+    num_tokens = None if all(result.num_tokens is None for result in results) else [len(tokens) for tokens in of_each]
+    extras: list[Extra] = [extra for result in results for extra in result.extras if not isinstance(extra, SampledLogprobs)]
+    if sampled := [extra for result in results for extra in result.extras if isinstance(extra, SampledLogprobs)]:
+        extras.append(_joined_logprobs(sampled, plan))
+    is_cold = any(result.is_cold for result in results)
+    return StepResult(plan.step_id, [*chain.from_iterable(of_each)], num_tokens, tuple(extras), is_cold)
+
+
+def _joined_logprobs(parts: Sequence[SampledLogprobs], plan: StepPlan) -> SampledLogprobs:
+    """In the plan's order. A part has as many of the likeliest tokens as one of its requests wants at most."""
+    if len(parts) == 1:
+        return parts[0]
+    names = [name for part in parts for name in part.request_ids]
+    at = {s.request_id: i for i, s in enumerate(plan.scheduled)}
+    order = sorted(range(len(names)), key=lambda i: at[names[i]])
+    widths = [len(part.top_ids) // 8 // len(part.request_ids) for part in parts]
+
+    def joined(field: str, dtype: type[np.generic]) -> bytes:
+        arrays = [np.frombuffer(getattr(part, field), dtype).reshape(len(part.request_ids), -1) for part in parts]
+        if field.startswith("top_"):
+            arrays = [np.pad(a, ((0, 0), (0, max(widths) - width))) for a, width in zip(arrays, widths, strict=True)]
+        return np.concatenate(arrays)[order].tobytes()
+
+    tokens, counts = ([x for part in parts for x in getattr(part, field)] for field in ("token_ids", "counts"))
+    return replace(
+        parts[0],
+        request_ids=tuple([names[i] for i in order]),
+        token_ids=tuple([tokens[i] for i in order]),
+        counts=tuple([counts[i] for i in order]),
+        logprobs=joined("logprobs", np.float32),
+        ranks=joined("ranks", np.int64),
+        top_ids=joined("top_ids", np.int64),
+        top_logprobs=joined("top_logprobs", np.float32),
+    )

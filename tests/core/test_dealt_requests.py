@@ -1,0 +1,279 @@
+"""Requests that are dealt out to ranks: each rank has a KV cache of its own, and requests that share blocks stay together."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.config import SpeculationConfig
+from slipstream.errors import ContextLengthError
+from slipstream.types import FinishReason, SampledLogprobs, SamplingParams, StepPlan, StepResult
+from slipstream.worker.request_owners import RequestOwners, joined_result
+from tests.core.configs import BLOCK, FULL, config, window
+from tests.core.test_beams import Search
+from tests.core.test_scheduler import Engine, Worker, request
+
+
+class Ranks:
+    """A worker of each rank, which gets its part of a plan and knows nothing of the others' requests. `check` is called with a
+    plan and its parts."""
+
+    def __init__(self, groups, num_ranks, check):
+        self.check = check
+        self.workers = [Worker(groups) for _ in range(num_ranks)]
+        self.owners = RequestOwners(num_ranks)
+        self.own, self.tokens, self.beams = self.workers[0].own, self.workers[0].tokens, self.workers[0].beams
+        for worker in self.workers:  # what each request has said; a request is at one rank at a time
+            worker.tokens, worker.beams = self.tokens, self.beams
+        self.parts: list[list[StepPlan]] = []
+
+    @property
+    def tables(self):
+        return {name: tables for worker in self.workers for name, tables in worker.tables.items()}
+
+    def launch(self, plan):
+        self.parts.append(parts := self.owners.parts(plan))
+        self.check(plan, parts)
+        results = [worker.launch(part) for worker, part in zip(self.workers, parts, strict=True)]
+        return joined_result(parts, plan, results)
+
+
+class Dealt(Engine):
+    def __init__(self, config, depth=1):
+        super().__init__(config, depth)
+        self.worker = Ranks(config["cache"].groups, config["scheduling"].num_ranks, self.keep_to_shares)
+
+    def decodes(self, s):
+        return super().decodes(s) and s.num_sampled == 1
+
+    def keep_to_shares(self, plan, parts):
+        """No rank has more of a step than its share."""
+        c, joined = self.scheduler.scheduling, {new.request_id for new in plan.new}
+        decodes = any(self.decodes(s) and s.request_id not in joined for s in plan.scheduled)
+        for part in parts:
+            assert part.num_tokens <= part.largest.num_tokens
+            assert part.num_tokens <= (c.mixed_tokens_of_rank if decodes else c.tokens_of_rank)
+            assert len(part.scheduled) <= c.seqs_of_rank
+
+
+def check(scheduler):
+    """Blocks have as many holders in their own rank's pool as there are, and no other pool knows of them."""
+    for kv in scheduler.kvs:
+        held = Counter[int](kv.copies.values())
+        own = [r for r in scheduler.requests.by_id.values() if r.kv is kv]
+        for r in own:
+            for g, table in enumerate(r.blocks):
+                held.update(table[r.num_passed[g] :])
+        assert [kv.pool.ref_counts[block] for block in range(1, kv.pool.num_blocks)] == [
+            held[block] for block in range(1, kv.pool.num_blocks)
+        ]
+        kv.pool.check()
+        assert kv.num_running == sum(r in scheduler.requests.running for r in own)
+
+
+def add(engine, name, chance):
+    n, most = chance.choice([1, 1, 3]), chance.randint(1, 12)
+    first, length = chance.choice([0, 0, 100]), chance.randint(1, 40)
+    more = dict(priority=chance.choice([0, 0, 1]), arrival=engine.now, deadline=chance.choice([None, None, engine.now + 1.0]))
+    sampling = SamplingParams(temperature=chance.choice([0.0, 1.0]), max_tokens=most)
+    for k in range(n):
+        more |= dict(fork_of=f"{name}/0" if k else None, sampling=sampling)
+        engine.scheduler.add(request(f"{name}/{k}", range(first, first + length), most, **more))
+        yield f"{name}/{k}"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_ranks=st.integers(2, 3),
+    windows=st.sampled_from([(None,), (None,), (5,), (None, 4)]),
+    stages=st.sampled_from([1, 1, 2]),
+)
+def test_nothing_leaks(seed, num_ranks, windows, stages):
+    chance = random.Random(seed)
+    made = config(
+        num_blocks=chance.randint(14, 40) * len(windows),
+        max_num_seqs=chance.randint(2, 9),
+        max_num_batched_tokens=24,
+        max_num_mixed_tokens=chance.randint(9, 24),
+        groups=tuple(FULL if w is None else window(w) for w in windows),
+        pipeline_steps=stages,
+        num_ranks=num_ranks,
+    )
+    engine = Dealt(made, chance.randint(stages, 2))
+    scheduler, searches, added = engine.scheduler, list[Search](), list[str]()
+    for turn in range(5000):
+        what = chance.choice(["add", "search", "cancel", "evict", "fail", *["step"] * 12])
+        searches = [s for s in searches if not s.done]
+        if turn > 200:
+            if not (scheduler.has_requests or engine.in_flight or searches):
+                break
+            what = "step"
+        try:
+            if what == "add":
+                added += add(engine, f"q{turn}", chance)
+            elif what == "search":
+                sizes = chance.randint(4, 20), chance.randint(1, 4), chance.randint(1, 9)
+                searches.append(Search(engine, f"s{turn}", range(sizes[0]), *sizes[1:], chance))
+        except ContextLengthError:
+            continue
+        if what == "cancel":
+            engine.take(scheduler.abort([chance.choice([*added, "none"])]))
+            for search in searches[:1]:
+                engine.take(scheduler.abort(search.open))
+                search.done = True
+        elif what == "evict":
+            scheduler.reset_prefix_cache()
+        elif what == "fail" and engine.in_flight and chance.random() < 0.2:
+            engine.in_flight.clear()
+            engine.take(scheduler.fail_all(FinishReason.ERROR, "broken"))
+            searches = []
+        elif what == "step":
+            for search in searches:
+                search.advance()
+            engine.now += chance.choice([0.01, 0.3])
+            engine.step()
+        check(scheduler)
+    else:
+        raise AssertionError("requests starve")
+    assert all(pool.num_free == pool.num_usable for pool in scheduler.pools)
+    assert engine.ends.keys() >= set(added)
+
+
+def ranks_of(engine):
+    return {new.request_id: new.rank for plan in engine.plans for new in plan.new}
+
+
+def test_requests_are_dealt_out_evenly():
+    engine = Dealt(config(max_num_seqs=8, max_num_batched_tokens=64, num_blocks=60, num_ranks=2))
+    for i in range(8):
+        engine.scheduler.add(request(f"r{i}", range(100 * i, 100 * i + 5), 6))
+    engine.run()
+    assert Counter(ranks_of(engine).values()) == {0: 4, 1: 4}
+    assert max(part.largest.num_tokens for parts in engine.worker.parts for part in parts) == 20
+    assert engine.scheduler.stats().num_blocks == 2 * 59
+
+
+def test_a_step_has_its_share_of_each_rank():
+    """A long prompt takes no more than its rank's, and another rank's goes on beside it."""
+    engine = Dealt(config(max_model_len=256, max_num_batched_tokens=16, num_blocks=100, num_ranks=2))
+    engine.scheduler.add(request("a", range(80), 2))
+    engine.scheduler.add(request("b", range(100, 180), 2))
+    engine.step()
+    assert [part.num_tokens for part in engine.worker.parts[-1]] == [8, 8]
+    engine.run()
+
+
+def test_a_cached_prefix_decides_unless_it_is_crowded_there():
+    engine = Dealt(config(max_num_seqs=16, max_num_batched_tokens=64, num_blocks=60, num_ranks=2))
+    engine.scheduler.add(request("first", range(20), 2))
+    engine.run()
+    for i in range(5):
+        engine.scheduler.add(request(f"r{i}", range(22), 4))
+    engine.run()
+    found = ranks_of(engine)
+    assert found["r0"] == found["first"]
+    assert sorted(Counter(list(found.values())[1:]).values()) == [2, 3]
+    assert engine.scheduler.stats().prefix_hits >= 20
+
+
+def test_who_is_preempted_has_blocks_of_the_cache_that_is_full():
+    """One rank's requests grow, the other's are short. Nobody there gives way."""
+    engine = Dealt(config(max_num_seqs=8, max_num_batched_tokens=64, num_blocks=12, num_ranks=2, enable_prefix_caching=False))
+    for i in range(4):  # by turns: the even ones come to rank 0
+        engine.scheduler.add(request(f"r{i}", range(100 * i, 100 * i + 8), 2 if i % 2 else 30))
+    engine.run()
+    stats, again = engine.scheduler.stats(), Counter(new.request_id for plan in engine.plans for new in plan.new)
+    assert stats.num_preemptions > 0
+    assert {name for name, count in again.items() if count > 1} <= {"r0", "r2"}
+    assert {name: len(tokens) for name, tokens in engine.tokens.items()} == {"r0": 30, "r1": 2, "r2": 30, "r3": 2}
+    ranks = [(new.request_id, new.rank) for plan in engine.plans for new in plan.new]
+    assert ("r2", 0) in ranks
+    assert ("r2", 1) in ranks, "who was preempted goes on where there is room"
+
+
+def test_forks_stay_with_their_parent():
+    engine = Dealt(config(max_num_seqs=8, max_num_batched_tokens=64, num_blocks=40, num_ranks=2))
+    for name in ("a", "b"):
+        for k in range(3):
+            fork_of = f"{name}/0" if k else None
+            engine.scheduler.add(request(f"{name}/{k}", range(ord(name), ord(name) + 10), 5, fork_of=fork_of))
+    engine.run()
+    found = ranks_of(engine)
+    for name in ("a", "b"):
+        assert len({found[f"{name}/{k}"] for k in range(3)}) == 1
+    assert found["a/0"] != found["b/0"]
+    copies = [rank for plan in engine.plans for rank in plan.copy_ranks]
+    assert set(copies) == {0, 1}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 16)), min_size=1, max_size=8),
+    right=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=40),
+    num_ranks=st.integers(2, 3),
+)
+def test_drafts_keep_within_a_rank_s_share(sizes, right, num_ranks):
+    speculation = SpeculationConfig(method="ngram", num_speculative_tokens=4)
+    made = config(max_num_seqs=6, max_num_batched_tokens=18, num_blocks=24, num_ranks=num_ranks, speculation=speculation)
+    engine = Dealt(made)
+    for i, (length, answer) in enumerate(sizes):
+        engine.scheduler.add(request(f"r{i}", range(100 * i, 100 * i + length), answer))
+    guesses = iter(right * 200)
+    while engine.scheduler.has_requests or engine.in_flight:
+        for r in engine.scheduler.requests.running:
+            count, num_right = next(guesses)
+            worker = engine.worker.workers[r.kv.rank]
+            if r.num_tokens - r.num_computed_tokens == 1 and not r.num_pending and r.request_id in worker.tokens:
+                r.draft(worker.guess(r.request_id, count, num_right))
+        engine.step()
+        check(engine.scheduler)
+    assert {name: len(tokens) for name, tokens in engine.tokens.items()} == {f"r{i}": n for i, (_, n) in enumerate(sizes)}
+
+
+def logprobs(names, width):
+    import numpy as np
+
+    numbers = np.array([int(name[1:]) for name in names])
+    ids = numbers[:, None] * 100 + np.arange(width)
+    arrays = numbers.astype(np.float32), numbers, ids, ids.astype(np.float32)
+    return SampledLogprobs(tuple(names), tuple(numbers.tolist()), (width,) * len(names), *(a.tobytes() for a in arrays))
+
+
+def test_a_result_is_in_the_plan_s_order():
+    engine = Dealt(config(max_num_seqs=8, max_num_batched_tokens=64, num_blocks=60, num_ranks=2))
+    for i in range(5):
+        engine.scheduler.add(request(f"r{i}", range(100 * i, 100 * i + 3), 2))
+    plan = engine.scheduler.schedule()
+    parts = engine.worker.owners.parts(plan)
+    names = [[s.request_id for s in part.scheduled] for part in parts]
+    assert names == [["r0", "r2", "r4"], ["r1", "r3"]]
+    results = [
+        StepResult(plan.step_id, [int(n[1:]) for n in own], None, (logprobs(own, width),), is_cold=width == 1)
+        for own, width in zip(names, (2, 1), strict=True)
+    ]
+    found = joined_result(parts, plan, results)
+    assert found.token_ids == [0, 1, 2, 3, 4]
+    assert found.num_tokens is None
+    assert found.is_cold
+    (extra,) = found.extras
+    assert extra.request_ids == ("r0", "r1", "r2", "r3", "r4")
+    from slipstream.core.in_flight import Extras
+
+    for i, (one,) in enumerate(Extras(found.extras)._logprobs.values()):
+        assert (one.token_id, one.logprob, one.rank) == (i, i, i)
+        assert [token for token, _ in one.top] == [100 * i, 100 * i + 1][: 1 + (i % 2 == 0)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_one_rank_has_no_share(num_ranks):
+    """With one rank a plan names none."""
+    engine = Engine(config(num_ranks=num_ranks, num_blocks=40))
+    engine.scheduler.add(request("a", range(BLOCK), 2))
+    plan = engine.scheduler.schedule()
+    assert plan.largest is None
+    assert [new.rank for new in plan.new] == [0]
