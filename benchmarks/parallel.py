@@ -245,7 +245,7 @@ def mixtures(args: argparse.Namespace) -> dict[str, Any]:
     found = engines(
         args, {f"{name}, 1 GPU": ("throughput", made, gpu) for gpu, (name, made) in enumerate(settings.items())}, 2
     )
-    ways = {"tensor parallel": TENSOR, "tensor and expert parallel": {**TENSOR, **EXPERTS}}
+    ways = {"tensor parallel": TENSOR, "tensor and expert parallel": {**TENSOR, **EXPERTS}, "requests dealt out": EXPERTS}
     for key, way in ways.items():
         found |= engines(
             args, {f"{name}, {key}": ("throughput", {**made, **way}, None) for name, made in settings.items()}, 1

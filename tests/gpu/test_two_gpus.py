@@ -106,8 +106,6 @@ def test_pictures(tmp_path, family, split):
         ("qwen3_moe", {}),
         ("deepseek_v3", {}),  # groups, corrections and a shared expert
         ("gpt_oss", {}),  # biases
-        ("gpt_oss", {"quantization": "mxfp4"}),
-        ("qwen3_moe", {"quantization": "int4-g32"}),
         ("qwen3_moe", {"enforce_eager": True}),
     ],
 )

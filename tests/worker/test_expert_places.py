@@ -251,4 +251,4 @@ def test_with_adapters_experts_stay(tmp_path, monkeypatch):
     """Since an adapter may change the router."""
     monkeypatch.setattr(expert_balance, "LOOK_EVERY", 1)
     build(tmp_path, "qwen3_moe")
-    assert answers(tmp_path, expert_parallel_size=2, enable_lora=True)[1] is None
+    assert answers(tmp_path, tensor_parallel_size=2, expert_parallel_size=2, enable_lora=True)[1] is None
