@@ -151,6 +151,7 @@ def test_beams_and_drafts(mixture, one, forked_ranks):
         for _ in range(2):
             assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, progress=False)] == greedy
         assert llm.stats().spec_draft_tokens > 0
+        assert answers(llm, SAMPLINGS[2:4])[0] == answers(one, SAMPLINGS[2:4])[0]  # guesses under a grammar, too
         assert free(llm) == [0, 0]
 
 
