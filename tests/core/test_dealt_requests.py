@@ -89,6 +89,40 @@ def add(engine, name, chance):
         yield f"{name}/{k}"
 
 
+def test_a_rank_caches_what_its_own_requests_wrote():
+    """Answers, too, and in no other rank's cache."""
+    scheduler = Dealt(config(num_blocks=60, max_num_seqs=8, num_ranks=2)).scheduler
+    scheduler.add(request("a", range(4), max_tokens=2))
+    scheduler.add(request("b", range(4), max_tokens=40))
+    written = Counter[tuple[int, int]]()
+    while scheduler.has_requests:
+        plan = scheduler.schedule()
+        for s in plan.scheduled:
+            r = scheduler.requests.by_id[s.request_id]
+            for position in range(s.num_computed_tokens, s.num_computed_tokens + s.num_tokens):
+                written[r.kv.rank, r.blocks[0][position // BLOCK]] += 1
+        scheduler.update(plan, StepResult(plan.step_id, [500 + plan.step_id for s in plan.scheduled if s.num_sampled]))
+    for kv in scheduler.kvs:
+        cached = [block for block in range(1, kv.pool.num_blocks) if kv.pool.hashes[block] is not None]
+        assert all(written[kv.rank, block] == BLOCK for block in cached)
+    most = max(sum(h is not None for h in kv.pool.hashes) for kv in scheduler.kvs)
+    assert most == (4 + 40 - 1) // BLOCK
+
+
+def test_choices_of_a_full_rank_hold_up_no_other():
+    scheduler = Dealt(config(num_blocks=400, max_num_seqs=8, max_num_batched_tokens=64, num_ranks=2)).scheduler
+    first = request("p", range(8), max_tokens=30)
+    scheduler.add(first)
+    for i in range(11):
+        scheduler.add(replace(first, request_id=f"p{i}", fork_of="p"))
+    scheduler.add(request("other", range(200, 208), max_tokens=5))
+    for _ in range(10):
+        plan = scheduler.schedule()
+        scheduler.update(plan, StepResult(plan.step_id, [7] * sum(s.num_sampled for s in plan.scheduled)))
+    assert "other" not in scheduler.requests.by_id  # it has ended
+    assert scheduler.num_waiting >= 7
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

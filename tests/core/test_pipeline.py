@@ -79,6 +79,22 @@ def test_no_stage_is_idle_while_there_are_requests_enough():
     assert sum(count == 3 for count in counts) >= 0.8 * len(counts)
 
 
+@given(st.integers(2, 5), st.integers(1, 6))
+def test_requests_take_turns(num_stages, num_requests):
+    """Also when they are fewer than the stages: none is a token more than another ahead."""
+    scheduler = Scheduler(**config(pipeline_steps=num_stages, num_blocks=120, max_num_batched_tokens=64, max_num_seqs=8))
+    for i in range(num_requests):
+        scheduler.add(request(f"r{i}", range(100 * i, 100 * i + 4), max_tokens=20))
+    flying, counts = deque[StepPlan](), dict.fromkeys((f"r{i}" for i in range(num_requests)), 0)
+    while scheduler.has_requests:
+        while len(flying) <= num_stages and (plan := scheduler.schedule()) is not None:
+            flying.append(plan)
+        plan = flying.popleft()
+        for output in scheduler.update(plan, StepResult(plan.step_id, [1] * len(sampling(plan)))):
+            counts[output.request_id] += 1
+        assert max(counts.values()) - min(counts.values()) <= 1
+
+
 def test_one_request_does_not_wait_for_the_host():
     """Its next steps are planned before its tokens are known."""
     scheduler = Scheduler(**config(pipeline_steps=2, num_blocks=60))

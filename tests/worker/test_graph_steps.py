@@ -253,14 +253,17 @@ class RankThreads:
     def __init__(self, path, runner, by_graphs):
         config = dataclasses.replace(runner.config, parallel=ParallelConfig(experts=2))
         config = dataclasses.replace(config, scheduling=dataclasses.replace(config.scheduling, num_ranks=2)).of_rank
-        self.meeting, self.owners, self.runners = Meeting(2), RequestOwners(2), []
+        self.meeting, self.owners = Meeting(2), RequestOwners(2)
         self.pool = ThreadPoolExecutor(2)
-        for rank in range(2):
+
+        def made(rank):  # at the same time: ranks agree at their start which experts can move
             part = Partition(config.parallel.shard(rank), ThreadGroup(rank, 2, self.meeting))
-            own = ModelRunner(config, read_spec(path), weights_folder=path, partition=part)
+            return ModelRunner(config, read_spec(path), weights_folder=path, partition=part)
+
+        self.runners = list(self.pool.map(made, range(2)))
+        for own in self.runners:
             own.allocate(config, len(runner.kv[0].k))
             own.graphs = replay(own, greedy_ends=True) if by_graphs else None
-            self.runners.append(own)
 
     def launch(self, plan):
         def of_rank(runner, part):

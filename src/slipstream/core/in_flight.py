@@ -66,7 +66,7 @@ class StepsInFlight:
         self.by_id: dict[int, InFlight] = {}
         self.last_id = 0
         self.num_forced = 0  # tokens that grammars forced, of all results
-        self._requests, self._kv = requests, requests.kv
+        self._requests, self._tiers, self._block_size = requests, requests.kv.tiers, requests.kv.block_size
         self._pace, self._clock = pace, clock
 
     @property
@@ -88,9 +88,9 @@ class StepsInFlight:
         self.last_id += 1
         if self._pace is not None:
             self._pace.launched(self.last_id, now, len(step.decodes), step.prompts)
-        if self._kv.tiers is not None:
+        if self._tiers is not None:
             prompts = sum(s.num_tokens for s in step.prompts)
-            self._kv.tiers.rates.launched(self.last_id, now, prompts, prompts + len(step.decodes))
+            self._tiers.rates.launched(self.last_id, now, prompts, prompts + len(step.decodes))
         self.by_id[self.last_id] = InFlight(step.sampled_decodes + step.sampled_prompts, step.drafts, step.forced)
 
     def forget(self) -> None:
@@ -103,11 +103,11 @@ class StepsInFlight:
         """Take in a step's result."""
         if self._pace is not None:
             self._pace.ended(plan.step_id, self._clock(), is_cold=result.is_cold)
-        if self._kv.tiers is not None:
-            self._kv.tiers.rates.ended(plan.step_id, self._clock())
+        if self._tiers is not None:
+            self._tiers.rates.ended(plan.step_id, self._clock())
         outputs: list[StepOutput] = []
         step, extras = self.by_id.pop(plan.step_id, NOTHING), Extras(result.extras) if result.extras else None
-        size, finish, beams = self._kv.block_size, self._requests.finish, list[Request]()
+        size, finish, beams = self._block_size, self._requests.finish, list[Request]()
         is_plain = extras is None and not step.drafts and not step.forced
         for request, tokens in zip(step.requests, result.tokens_of_each, strict=True):
             if request.status is Status.FINISHED:
@@ -115,14 +115,15 @@ class StepsInFlight:
             known, request_id = request.token_ids, request.request_id
             before = len(known)
             num_cached = request.num_cached_tokens if before == request.num_given else 0
-            if is_plain and before + 1 < request.end and request.stops.isdisjoint(tokens):  # one token, and it goes on
+            if is_plain and before + 1 < request.end and request.stops.isdisjoint(tokens):
+                # One token, and it goes on: what is below, without what does not concern it. Large batches wait for this.
                 request.num_pending -= 1
                 known += tokens
                 if (account := request.account) is not None:
                     account.served += 1 / account.weight
                 outputs.append(new_tuple(TokenOutput, (request_id, tokens, None, None, num_cached, (), None, None, 0, 0)))
                 if (before + 1) // size > request.num_registered:
-                    self._kv.register(request, self.last_id)
+                    request.kv.register(request, self.last_id)
                 continue
             if extras is not None:
                 if request_id in extras.failed:

@@ -32,7 +32,7 @@ LEAST_SHARED = 128
 
 class KVCacheManager:
     """`num_blocks` is the size of the pool, with the null block. `salt` separates cached prefixes from other models'. `store`
-    has the tiers below the device. `rank`: whose cache it is."""
+    has the tiers below the device. `rank`: whose cache it is, where requests are dealt out."""
 
     def __init__(
         self,

@@ -80,7 +80,7 @@ UNEVEN_SHARE = 8
 
 
 MOST_OVERTAKES = 32
-"""So many requests may be admitted before one whose adapter does not fit; then it is its turn."""
+"""So many requests may be admitted before one whose adapter does not fit, or whose rank is full; then it is its turn."""
 
 
 MOST_PASSED_BY = 128
@@ -88,11 +88,10 @@ MOST_PASSED_BY = 128
 
 
 class Scheduler:
-    """`num_blocks` is the size of the pool, of several ranks of each one's, with the null block. `salt` separates cached
-    prefixes from other models'.
-    `drafts_ahead`: the drafter begins the next drafts before these are verified. `whole_images`: the tokens of a picture see
-    one another, so a step holds all of them. `store` has the tiers below the device. `padded`: of the graphs that steps run
-    in."""
+    """`num_blocks` is the size of a pool (each rank's, if requests are dealt out), the null block included. `salt` separates
+    cached prefixes from other models'. `drafts_ahead`: the drafter begins the next drafts before these are verified.
+    `whole_images`: the tokens of a picture see one another, so a step holds all of them. `store` has the tiers below the
+    device. `padded`: of the graphs that steps run in."""
 
     def __init__(
         self,
@@ -290,16 +289,16 @@ class Scheduler:
 
     def _share_of_step(self) -> list[Request]:
         """Of a pipeline: the running requests that this step may compute, so that the other steps in flight have as many. With
-        fewer requests than stages all may go on at once."""
+        fewer requests than stages each is in a step of its own, in turns."""
         running, found = self.requests.running, list[Request]()
-        most = [-(-kv.num_running // self._pipeline_steps) for kv in self.kvs]
-        busy = self.in_flight.sampling(self._pipeline_steps - 1) if len(running) >= self._pipeline_steps else ()
+        slots = [-(-kv.num_running // self._pipeline_steps) for kv in self.kvs]
+        busy = self.in_flight.sampling(min(self._pipeline_steps, len(running)) - 1)
         for request in running:
             if request.num_pending and (request in busy or request.spec.sampling.structured_outputs is not None):
                 continue
             if request.num_tokens - request.num_computed_tokens == 1:
-                most[request.kv.rank] -= 1
-                if most[request.kv.rank] < 0:
+                slots[request.kv.rank] -= 1
+                if slots[request.kv.rank] < 0:
                     continue
             found.append(request)
         return found
@@ -410,7 +409,8 @@ class Scheduler:
 
     def _admit(self, step: StepBuilder, now: float) -> None:
         """Admit new requests in order, while rows, budget and blocks last. The first that does not fit stops the rest. Only a
-        request whose adapter does not fit beside those of the running requests is overtaken, at most MOST_OVERTAKES times."""
+        request whose adapter does not fit beside those of the running requests is overtaken, or one whose rank has no row left,
+        at most MOST_OVERTAKES times."""
         passed: list[Request] = []
         self._admit_fitting(step, now, passed)
         for request in passed:
@@ -426,9 +426,8 @@ class Scheduler:
                 return
             lora = request.spec.lora
             if lora is not None and lora.id not in adapters and len(adapters) >= self._max_adapters:
-                if request.num_overtaken >= MOST_OVERTAKES or len(passed) == MOST_PASSED_BY:
+                if not self._pass_by(request, passed):
                     return
-                passed.append(self.requests.waiting.pop())
                 continue
             counts = {"num_running": self.num_running, "num_waiting": self.num_waiting}
             if not self.policy.admits(request, **counts, now=now):
@@ -436,8 +435,10 @@ class Scheduler:
             holds = request.holds_blocks  # true for forks
             cached, computed = ([], request.num_computed_tokens) if holds else self._deal(step, request)
             kv = request.kv
-            if kv.num_running >= scheduling.seqs_of_rank:
-                return
+            if kv.num_running >= scheduling.seqs_of_rank:  # mostly a fork or a beam: others get another rank
+                if not self._pass_by(request, passed):
+                    return
+                continue
             spare = self._watermark if kv.num_running else 0
             if not holds and kv.waits_for_tiers(request, cached, computed, spare):
                 self.requests.waiting.pop()
@@ -468,6 +469,13 @@ class Scheduler:
             taken = kv.allocate(step, request, computed + count)
             assert taken, "blocks were counted before"
             self._advance(step, request, count)
+
+    def _pass_by(self, request: Request, passed: list[Request]) -> bool:
+        """Let others overtake the first of the queue, which does not fit. False: enough have."""
+        if request.num_overtaken >= MOST_OVERTAKES or len(passed) == MOST_PASSED_BY:
+            return False
+        passed.append(self.requests.waiting.pop())
+        return True
 
     def _deal(self, step: StepBuilder, request: Request) -> tuple[list[list[int]], int]:
         """The blocks of a cached prefix that a request can begin with, by group, and their number of tokens. Of several ranks

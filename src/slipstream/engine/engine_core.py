@@ -5,10 +5,10 @@
 An encoder has a `TextScheduler`, TextsPlans and vectors in their places.
 
 Where launches are asynchronous two steps are in flight: step N + 1 is scheduled and launched while step N runs, and its input
-tokens never leave the device. (A pipeline has as many in flight as stages, of different requests.) The scheduler knows how
-many tokens step N will add, if not which. A sequence that turns out to
-have ended in step N is dropped from N + 1's results. A step that samples for a grammar is launched in two parts: its forward,
-then, once step N's tokens are known and while the device runs the forward, the masks of what may be drawn.
+tokens never leave the device. (A pipeline's stages are at a step each, of different requests, and one more is in flight.) The
+scheduler knows how many tokens step N will add, if not which. A sequence that turns out to have ended in step N is dropped
+from N + 1's results. A step that samples for a grammar is launched in two parts: its forward, then, once step N's tokens are
+known and while the device runs the forward, the masks of what may be drawn.
 
 Not thread-safe: one thread owns a core. No torch.
 """
@@ -139,7 +139,7 @@ class EngineCore:
     def cache_changes(self) -> tuple[bytes, bytes] | None:
         """Keys added and keys removed since the last call; None if nothing changed."""
         pools = self.scheduler.pools if isinstance(self.scheduler, Scheduler) else []
-        changes = {key: any(pool.lookup(key) for pool in pools) for pool in pools for key in pool.changes or ()}
+        changes = {key: any(pool.lookup(key) is not None for pool in pools) for pool in pools for key in pool.changes or ()}
         if not changes:
             return None
         for pool in pools:

@@ -68,7 +68,7 @@ class OutputProcessor:
         self._states: dict[str, _State] = {}
         self._owner: dict[str, str] = {}  # engine request id -> user's request id
         self._plain: dict[str, tuple[_State, IncrementalDetokenizer, OnToken]] = {}  # by engine request id
-        self._waits: dict[str, _Choice] = {}  # those whose tokens may wait for the last: the first is there
+        self._may_wait: dict[str, _Choice] = {}  # those whose tokens may wait for the last: the first is there
 
     def __len__(self) -> int:
         return len(self._states)
@@ -97,7 +97,7 @@ class OutputProcessor:
             for key in state.choices:
                 del self._owner[key]
                 self._plain.pop(key, None)
-                self._waits.pop(key, None)
+                self._may_wait.pop(key, None)
         return unfinished
 
     def owner(self, key: str) -> str | None:
@@ -131,13 +131,13 @@ class OutputProcessor:
         now = time.monotonic()
         news: dict[str, RequestOutput] = {}
         aborts: list[str] = []
-        waits = self._waits if until_done else {}
+        waits = self._may_wait if until_done else {}
         for output in outputs:
-            if (waiting := waits.get(output.request_id)) is not None and output.finish_reason is None:
-                waiting.waiting += output.token_ids
+            if (known := waits.get(output.request_id)) is not None and output.finish_reason is None:
+                known.waiting += output.token_ids
                 if output.num_drafted:
-                    waiting.num_drafted += output.num_drafted
-                    waiting.num_accepted += output.num_accepted
+                    known.num_drafted += output.num_drafted
+                    known.num_accepted += output.num_accepted
                 continue
             owner = self._owner.get(output.request_id)
             if owner is None:
@@ -154,13 +154,13 @@ class OutputProcessor:
             completion = self._complete(state, choice, output)
             if completion.finish_reason is not None:
                 choice.done = True
-                self._waits.pop(output.request_id, None)
+                self._may_wait.pop(output.request_id, None)
                 if output.finish_reason is None:
                     aborts.append(output.request_id)
             if output.token_ids:
                 if state.first_token is None:
                     state.first_token = now
-                    self._waits.update((key, c) for key, c in state.choices.items() if c.can_wait and not c.done)
+                    self._may_wait.update((key, c) for key, c in state.choices.items() if c.can_wait and not c.done)
                     if state.on_token is not None and choice.can_wait and choice.detokenizer and len(state.choices) == 1:
                         self._plain[output.request_id] = state, choice.detokenizer, state.on_token
                 state.last_token = now
@@ -183,7 +183,7 @@ class OutputProcessor:
         self._states.clear()
         self._owner.clear()
         self._plain.clear()
-        self._waits.clear()
+        self._may_wait.clear()
         return ids
 
     def _detokenizer(self, request: EngineRequest) -> IncrementalDetokenizer | None:

@@ -1,7 +1,7 @@
 """The messages between an executor and its ranks: msgpack over a Unix socket pair to each rank. No torch.
 
 To a rank: Begin, what a step needs, questions, UnloadAdapter, SwapExperts, End. From rank 0: Meeting, Phase. From the first
-rank of each stage: RankExpertLoad, and Answer; to LoadAdapter from all ranks. From the first of the last stage: Result. From
+rank of each stage: RankExpertLoad, and Reply; to LoadAdapter from all ranks. From the first of the last stage: Result. From
 any rank: Started, RankFailed. Where requests are dealt out, all ranks answer GetExpertLoad and ReportExpertLoad, and all of the
 last stage send a Result of each step. Answers come in the order of the questions; results in that of the launches.
 """
@@ -56,7 +56,7 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class Launch(msgspec.Struct, tag=True):
-    """The rank's part of a plan, where requests are dealt out."""
+    """A plan; where requests are dealt out, the rank's part of it."""
 
     plan: StepPlan
 
@@ -89,7 +89,7 @@ class GetExpertLoad(msgspec.Struct, tag=True):
 
 
 class ReportExpertLoad(msgspec.Struct, tag=True):
-    """To the first rank of each stage, which sends a RankExpertLoad. Nobody waits for it."""
+    """The first rank of each stage sends a RankExpertLoad; all ranks do where requests are dealt out. Nobody waits for it."""
 
 
 class SwapExperts(msgspec.Struct, tag=True):
