@@ -191,7 +191,7 @@ def test_the_usage_of_many_options_is_a_line(capsys, words):
     [
         (["--trust-remote-code"], "--trust-remote-code; leave it out: a checkpoint's own code is never run"),
         (["-ngl", "99"], "-ngl 99; leave it out: a GPU holds all layers, but those of cpu_layers"),
-        (["--data-parallel-size", "2"], "2; `slipstream fleet` makes one of several replicas (docs/fleet.md); expert_parallel_size alone deals out requests"),
+        (["--data-parallel-size", "2"], "(docs/fleet.md); expert_parallel_size alone deals out requests"),
         (["-m", "y"], "-m y; the model stands without it: slipstream serve MODEL"),
         (["--model=y"], "--model=y; the model stands without it: slipstream serve MODEL"),
         (["--enable-prefix-caching=true"], "ignored explicit argument 'true'; it takes no value"),
