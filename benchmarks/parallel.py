@@ -262,7 +262,7 @@ def large(args: argparse.Namespace) -> dict[str, Any]:
 def collectives(args: argparse.Namespace) -> dict[str, Any]:
     import torch.multiprocessing as mp
 
-    from slipstream.worker.process_executor import NO_MULTICAST
+    from slipstream.worker.child_ranks import NO_MULTICAST
 
     os.environ.update(NO_MULTICAST)
     context = mp.get_context("spawn")

@@ -1,4 +1,4 @@
-"""`subprocess` for `process_executor`: ranks are forks of one process that has imported torch, which takes a process of its own
+"""`subprocess` for `child_ranks`: ranks are forks of one process that has imported torch, which takes a process of its own
 two seconds of a core.
 
 A fork is what `Popen` gives: a process with its own standard input, environment and folder, that runs the module as `-m` does
@@ -24,7 +24,7 @@ import weakref
 from unittest import mock
 
 PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
-PATCHED = "slipstream.worker.process_executor.subprocess"
+PATCHED = "slipstream.worker.child_ranks.subprocess"
 IMPORTED = "slipstream.worker.rank_process", "slipstream.worker.model_runner", "slipstream.model.loader"
 
 

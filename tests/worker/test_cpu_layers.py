@@ -132,7 +132,7 @@ def test_a_cpu_has_no_use_for_it(tiny_model):
 
 def test_a_host_without_room_is_refused_before_a_process_starts(tiny_model, monkeypatch, gpu):
     found = process_executor.detect
-    monkeypatch.setattr(process_executor, "_spawn", lambda number: pytest.fail("a process was started"))
+    monkeypatch.setattr(process_executor, "spawn", lambda number: pytest.fail("a process was started"))
     monkeypatch.setattr(process_executor, "detect", lambda *a, **k: dataclasses.replace(found(*a, **k), free_bytes=1000))
     with pytest.raises(OutOfMemoryError, match="of the host's memory are free") as error:
         LLM(str(tiny_model), cpu_layers=1, **ON_GPU)

@@ -212,7 +212,7 @@ def test_stages_of_ranks(mixture, one, monkeypatch, forked_ranks):
     ids=str,
 )
 def test_what_is_not_covered_is_refused_before_a_process_starts(mixture, monkeypatch, settings, field, says):
-    monkeypatch.setattr("slipstream.worker.process_executor._spawn", lambda number: pytest.fail("a process was started"))
+    monkeypatch.setattr("slipstream.worker.process_executor.spawn", lambda number: pytest.fail("a process was started"))
     with pytest.raises(ConfigError, match=says) as error:
         LLM(str(mixture), expert_parallel_size=2, **{**SETTINGS, **SIZES, **settings})
     assert error.value.field == field

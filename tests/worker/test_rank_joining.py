@@ -14,7 +14,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams, __version__
 from slipstream.errors import ConfigError, EngineError
-from slipstream.worker import process_executor, rank_joining, rank_process
+from slipstream.worker import child_ranks, process_executor, rank_joining, rank_mailbox, rank_process
 from slipstream.worker.rank_joining import accept_ranks, join, parse_address
 from slipstream.worker.rank_messages import Join, RankFailed, Refused
 from tests import forked_ranks
@@ -86,7 +86,7 @@ def test_a_rank_of_another_host_that_is_gone_ends_all(tiny_model, address):
 
 
 def test_a_rank_that_lost_another_is_not_named_as_the_first():
-    group, mail = process_executor.Processes(), process_executor.Mailbox(())
+    group, mail = child_ranks.Processes(), rank_mailbox.Mailbox(())
     group.all = [types.SimpleNamespace(poll=lambda: 1)]
     assert group.describe_first(but=mail.bereft) == "rank 0 ended with code 1"
     rank = types.SimpleNamespace(number=0)

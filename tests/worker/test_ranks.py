@@ -216,7 +216,7 @@ def test_no_rank_outlives_a_process_that_is_killed(tiny_model):
 def test_what_cannot_be_is_refused_before_a_process_starts(tiny_model, monkeypatch, settings, field, says):
     from slipstream.worker import process_executor
 
-    monkeypatch.setattr(process_executor, "_spawn", lambda number: pytest.fail("a process was started"))
+    monkeypatch.setattr(process_executor, "spawn", lambda number: pytest.fail("a process was started"))
     with pytest.raises(ConfigError, match=says) as error:
         LLM(str(tiny_model), **{**SETTINGS, **settings})
     assert error.value.field == field

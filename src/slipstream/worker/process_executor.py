@@ -11,29 +11,19 @@ Where requests are dealt out (`request_owners.py`), each rank gets its part of a
 3. When a rank ends, all are killed at once. The next call, or one that waits, raises EngineError with the reason of the
    first; this object is then of no more use.
 4. A rank ends when its standard input closes. So none outlives this process, however that ends.
-5. A thread reads what the ranks send as it comes (`Mailbox`). So no rank waits with a full socket while this process waits to
-   send to it, and a question keeps no result from who waits for that.
+5. A thread reads what the ranks send as it comes (`rank_mailbox.py`). So no rank waits with a full socket while this process
+   waits to send to it, and a question keeps no result from who waits for that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import operator
-import os
-import select
-import socket
-import subprocess
-import sys
 import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import chain
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, TypeAlias, TypeVar
 
@@ -61,30 +51,27 @@ from slipstream.stats import AdapterStats, ExpertBalance, ExpertTokens
 from slipstream.types import LoRARequest, Plan, StepPlan, StepResult, StepTime, TextsPlan, TokenMask
 from slipstream.worker.adapter_places import AdapterPlaces
 from slipstream.worker.base import Executor, Launched
+from slipstream.worker.child_ranks import Processes, Rank, spawn
 from slipstream.worker.device import detect
 from slipstream.worker.expert_balance import ExpertBalancer
 from slipstream.worker.rank_joining import accept_ranks, parse_address
+from slipstream.worker.rank_mailbox import REASONS_S, Mailbox, total_load
 from slipstream.worker.rank_messages import (
     Begin,
     CaptureNext,
     Constrain,
     End,
     Forget,
-    FromRank,
     GetAdapterStats,
     GetExpertLoad,
     GetProposed,
     Launch,
     LaunchTexts,
-    Link,
     LoadAdapter,
     Meeting,
     Question,
-    RankExpertLoad,
-    RankFailed,
     Reply,
     ReportExpertLoad,
-    Result,
     SwapExperts,
     ToRank,
     UnloadAdapter,
@@ -99,27 +86,8 @@ T = TypeVar("T")
 OfRank: TypeAlias = tuple[EngineArgs, DeviceInfo | None]
 """A rank's settings, and its CPU; None: it has a GPU."""
 
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-"""NVLink multicast stays off: a program that ends while it uses it can put GPUs that others share out of service."""
-
-LAST_WORDS_S = 0.2
-"""Once a rank has ended, the others have so long to say why they do too. Of several reasons the one is told that is no other's
-consequence."""
-
-REASONS_S = 0.6
-
 END_S = 5.0
 """How long ranks have to end after the message to end."""
-
-
-@dataclass(slots=True)
-class Rank:
-    """`process` is None on another host, where `at` says."""
-
-    number: int
-    process: subprocess.Popen[bytes] | None
-    link: Link
-    at: str = ""
 
 
 @dataclass(slots=True)
@@ -160,7 +128,7 @@ class ProcessExecutor(Executor):
             progress("ranks")
         joined = [] if args.rank_address is None else accept_ranks(args.rank_address, size, size - own)
         for number in range(own):
-            self._ranks.append(_spawn(number))
+            self._ranks.append(spawn(number))
             process = self._ranks[-1].process
             assert process is not None
             self._group.all.append(process)
@@ -483,163 +451,6 @@ def _beside_a_gpu(args: EngineArgs, description: ModelDescription, config: Engin
             field="cpu_layers",
         )
     return [(on_cpu, cpu), (on_gpu, None)]
-
-
-def total_load(loads: Iterable[ExpertTokens]) -> ExpertTokens:
-    """Of ranks that have counted their own tokens, or other layers."""
-    total: dict[int, tuple[int, ...]] = {}
-    for layer, counts in chain.from_iterable(loads):
-        total[layer] = tuple(map(operator.add, counts, total.get(layer, (0,) * len(counts))))
-    return tuple(sorted(total.items()))
-
-
-class Mailbox:
-    """Messages of the ranks that were not taken yet. A thread reads their links until all are closed."""
-
-    def __init__(self, ranks: Sequence[Rank], num_results: int = 1) -> None:
-        """`num_results`: how many ranks send a result of each step."""
-        self._num_results = num_results
-        self._results: dict[int, dict[int, StepResult]] = {}  # by step and rank
-        self.expert_loads: dict[int, RankExpertLoad] = {}  # by rank
-        self._start: deque[tuple[Rank, Meeting | Phase | Started]] = deque()
-        self._answers: deque[Reply] = deque()
-        self._failures: list[RankFailed] = []
-        self._expected: set[int] = set()  # steps whose results somebody will want
-        self._arrived = threading.Condition()
-        self._is_over = False  # a rank has failed or ended
-        self.gone: list[Rank] = []  # whose links have ended, the first first
-        self.bereft: set[int] = set()  # ranks that failed since another was gone
-        self._reader = threading.Thread(target=self._read, args=(tuple(ranks),), daemon=True)
-        self._reader.start()
-
-    @property
-    def is_over(self) -> bool:
-        return self._is_over
-
-    def expect(self, step_id: int | None) -> None:
-        """A step is launched. None: those that were launched are forgotten."""
-        with self._arrived:
-            if step_id is None:
-                self._expected.clear()
-                self._results.clear()
-            else:
-                self._expected.add(step_id)
-
-    def next_of_start(self) -> tuple[Rank, Meeting | Phase | Started] | None:
-        return self._start.popleft() if self._start else None
-
-    def next_answer(self) -> Reply | None:
-        return self._answers.popleft() if self._answers else None
-
-    def results_of(self, step_id: int) -> list[StepResult] | None:
-        """Those of all ranks that send one, by rank, once they are there."""
-        if len(self._results.get(step_id, ())) < self._num_results:
-            return None
-        self._expected.discard(step_id)
-        return [step for _, step in sorted(self._results.pop(step_id).items())]
-
-    def wait_for(self, find: Callable[[], T | None]) -> T | None:
-        """What `find` finds, as soon as it does. None: a rank has failed or ended before."""
-        with self._arrived:
-            while (found := find()) is None and not self._is_over:
-                self._arrived.wait()
-            return found
-
-    def last_words(self) -> list[RankFailed]:
-        """Why ranks have ended, once all have."""
-        self._reader.join(REASONS_S)
-        return list(self._failures)
-
-    def _read(self, ranks: Sequence[Rank]) -> None:
-        poll, open_links = select.poll(), {rank.link.fileno(): rank for rank in ranks}
-        for descriptor in open_links:
-            poll.register(descriptor, select.POLLIN | select.POLLHUP)
-        while open_links:
-            for descriptor, _ in poll.poll():
-                try:
-                    message: FromRank | None = open_links[descriptor].link.receive()
-                except (EOFError, OSError):
-                    message = None
-                    poll.unregister(descriptor)
-                with self._arrived:
-                    self._take(open_links[descriptor], message)
-                    self._arrived.notify_all()
-                if message is None:
-                    del open_links[descriptor]
-
-    def _take(self, rank: Rank, message: FromRank | None) -> None:
-        if isinstance(message, Result):
-            if message.step_id in self._expected:
-                self._results.setdefault(message.step_id, {})[rank.number] = message.step
-        elif isinstance(message, Reply):
-            self._answers.append(message)
-        elif isinstance(message, RankExpertLoad):
-            self.expert_loads[rank.number] = message
-        elif isinstance(message, Meeting | Phase | Started):
-            self._start.append((rank, message))
-        else:
-            self._is_over = True
-            if isinstance(message, RankFailed):
-                self._failures.append(message)
-                if message.of_peer:
-                    self.bereft.add(rank.number)
-            else:
-                self.gone.append(rank)
-
-
-class Processes:
-    """The ranks' processes. When one ends, a thread kills the others, so that none waits for it."""
-
-    def __init__(self) -> None:
-        self.all: list[subprocess.Popen[bytes]] = []
-        self._killed: set[int] = set()  # by us
-        self._lock = threading.Lock()
-
-    def watch(self) -> None:
-        """All processes were started."""
-        for number in range(len(self.all)):
-            threading.Thread(target=self._watch, args=(number,), daemon=True).start()
-
-    def _watch(self, number: int) -> None:
-        self.all[number].wait()
-        time.sleep(LAST_WORDS_S)
-        self.kill()
-
-    def kill(self) -> None:
-        """Those that run still."""
-        with self._lock:
-            for number, process in enumerate(self.all):
-                if process.poll() is None:
-                    self._killed.add(number)
-                    process.kill()
-
-    def wait(self, seconds: float) -> None:
-        """Until all have ended, or so long."""
-        end = time.monotonic() + seconds
-        for process in self.all:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
-
-    def describe_first(self, but: Collection[int]) -> str:
-        """How a rank ended that was not killed by us, one by a signal before others. Empty: there is none. `but`: ranks that
-        others are known to have ended before."""
-        with self._lock:
-            codes = [(p.poll(), n) for n, p in enumerate(self.all) if n not in self._killed and n not in but]
-        ended = sorted((code >= 0, n, code) for code, n in codes if code is not None)
-        if not ended:
-            return ""
-        _, number, code = ended[0]
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return f"rank {number} {how}"
-
-
-def _spawn(number: int) -> Rank:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, "-m", "slipstream.worker.rank_process", str(theirs.fileno())]
-        environment = {**os.environ, **NO_MULTICAST}
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=environment)
-    return Rank(number, process, Link(Connection(ours.detach()), FromRank))
 
 
 def _send_end(ranks: Sequence[Rank]) -> None:
